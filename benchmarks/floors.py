@@ -181,7 +181,7 @@ MEASUREMENTS = [
     Measurement(["parity"], "dialogsum_parity.py", f"{LOOP} --steps 4", parity),
     Measurement(
         ["disk", "kept"], "streamed_vs_resident.py",
-        "--work {work} --layers 12 --width 1024 --tokens 512 --steps 3 --variants device,disk,device:kept=12",
+        "--work {work} --layers 8 --width 1024 --tokens 512 --steps 3 --variants device,disk,device:kept=8",
         placements,
     ),
     Measurement(
@@ -190,7 +190,8 @@ MEASUREMENTS = [
     ),
     Measurement(
         ["loop"], "transformers_loop.py",
-        f"{LOOP} --places auto --loops plain --steps 3 --warm-up 1 --batch-size 4 --max-length 512", beside_a_loop,
+        f"{LOOP} --places auto --loops plain --steps 3 --warm-up 1 --batch-size 4 --max-length 512 --width 512",
+        beside_a_loop,
     ),
     Measurement(
         ["peft"], "lora_vs_peft.py",

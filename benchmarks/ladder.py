@@ -1,13 +1,14 @@
 """A ladder from a plain `transformers` loop to `gptj-ft finetune`: one model, one set of rows, one change a rung.
 
-    plain      rows padded to the longest of their batch, eager attention, logits of every position, fused AdamW
-    grouped    + batches of rows of like lengths: the same rows, sorted
-    targets    + the head on positions that carry a target only
-    sdpa       + torch's fused attention, which `transformers` has for GPT-2
-    compile    + torch.compile of the blocks, for any length
-    recompute  sdpa with gradient checkpointing: less memory, more time
-    ours       gptj-ft, in the placement that it chooses by itself
-    ours-disk  gptj-ft, weights and state on disk
+    plain        rows padded to the longest of their batch, eager attention, logits of every position, fused AdamW
+    grouped      + batches of rows of like lengths: the same rows, sorted
+    targets      + the head on positions that carry a target only
+    sdpa         + torch's fused attention, which `transformers` has for GPT-2
+    compile      + torch.compile of the blocks, for any length
+    recompute    sdpa with gradient checkpointing: less memory, more time
+    ours         gptj-ft, in the placement that it chooses by itself
+    ours-disk    gptj-ft, weights and state on disk
+    ours-capped  gptj-ft, planned for 0.6 times the memory of the best of the loops that ran
 
 Each rung runs in fp32 and in bf16: the loops by autocast. Models are random, of GPT-2's shape with exact GELU (as
 Cerebras-GPT has it, and kinder to the loops' memory); clipping is on. Each run is a process of its own, watched from
@@ -53,13 +54,15 @@ from side_by_side import Watched, finetune, parser, run_of, watch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from gptj_ft.errors import ResourceError
 from gptj_ft.models.linear import multiply
 from gptj_ft.system.cage import NotCaged, caged
 
 VOCABULARY = 50257
 LOOPS = ("plain", "grouped", "targets", "sdpa", "compile", "recompute")
 WITH_ALL_LOGITS, WITH_EAGER_ATTENTION = LOOPS[:2], LOOPS[:3]
-OURS = {"ours": "auto", "ours-disk": "disk"}
+OURS = {"ours": "auto", "ours-disk": "disk", "ours-capped": "auto"}
+CAP = 0.6  # share of the memory of the best loop that `ours-capped` may use
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Of GPT-2, saved for backward of a block: elements of n_embd a token, and matrices of scores of the eager attention.
 SAVED, SCORES = 17, 3
@@ -182,18 +185,25 @@ def run_loop(arguments: argparse.Namespace) -> None:
     work.write_losses(train(model, work, loop, precision), arguments.work / "loop.jsonl")
 
 
-def take(ladder: Ladder, rung: str, precision: str, arguments: argparse.Namespace) -> Watched:
+def take(results: Results, rung: str, precision: str, arguments: argparse.Namespace) -> Watched:
     """Run a rung in a process of its own.
 
     Raises:
         Skipped: it cannot be taken here.
         Failed: it is one of gptj-ft, and ended with an error.
     """
+    ladder, loops = results.ladder, results.loops(precision)
     if rung in OURS:
         variant = f"{OURS[rung]}:precision={precision}"
+        if rung == "ours-capped":
+            if not loops:
+                raise Skipped("no loop ran before it")
+            variant += f":host_memory={int(CAP * results.peak(loops[0]))}"
         try:
             return finetune(arguments, variant)[0]
         except subprocess.CalledProcessError as error:
+            if rung == "ours-capped" and error.returncode == ResourceError.exit_code:
+                raise Skipped(f"it does not fit in {CAP} times the memory of {loops[0][0]}") from error
             raise Failed(f"`gptj-ft finetune` ended with {error.returncode}, see above") from error
         finally:
             shutil.rmtree(run_of(arguments, variant).folder, ignore_errors=True)
@@ -335,6 +345,11 @@ class Results:
         """Return the most memory of a rung, in bytes."""
         return max(run.peak_rss_bytes for run in self.runs[key])
 
+    def loops(self, precision: str) -> list[Key]:
+        """Return the loops that ran in a precision, the fastest first."""
+        ran = [(loop, precision) for loop in LOOPS if (loop, precision) in self.runs]
+        return sorted(ran, key=self.speed, reverse=True)
+
 
 def report(results: Results, rates: Mapping[str, float], size: str) -> None:
     """Print a JSON line, a table, and what the ladder is for: gptj-ft beside the best rung and beside the first."""
@@ -383,14 +398,13 @@ def report(results: Results, rates: Mapping[str, float], size: str) -> None:
 def compare(results: Results) -> None:
     """Print ratios of what `gptj-ft` does to what the best of the rungs that ran does, and the first."""
     for precision in PRECISIONS:
-        loops = [(loop, precision) for loop in LOOPS if (loop, precision) in results.runs]
+        loops = results.loops(precision)
         for rung in OURS:
             ours = rung, precision
             if loops and ours in results.runs:
-                best = max(loops, key=results.speed)
-                memory = results.peak(ours) / results.peak(best)
-                print(f"{rung}, {precision}: {ratio_of(results, ours, best)} the best of the {len(loops)} loops that "
-                      f"ran ({best[0]}), {memory:.2f}x its memory")  # fmt: skip
+                memory = results.peak(ours) / results.peak(loops[0])
+                print(f"{rung}, {precision}: {ratio_of(results, ours, loops[0])} the best of the {len(loops)} loops "
+                      f"that ran ({loops[0][0]}), {memory:.2f}x its memory")  # fmt: skip
     plain, ours_that_ran = ("plain", "fp32"), [key for key in results.runs if key[0] in OURS]
     if plain in results.runs and ours_that_ran:
         best = max(ours_that_ran, key=results.speed)
@@ -437,7 +451,7 @@ def main() -> None:
                 if key in results.skipped or key in results.failed or (turn == 0 and key in results.runs):
                     continue
                 try:
-                    results.add(key, take(results.ladder, rung, precision, arguments))
+                    results.add(key, take(results, rung, precision, arguments))
                 except (Skipped, Failed) as reason:
                     results.add(key, reason)
     rates = {precision: max(rate, best_product(precision)) for precision, rate in rates.items()}

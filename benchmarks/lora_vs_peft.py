@@ -27,6 +27,7 @@ from same_work import (
     loss_of_targets,
     make_model,
     open_model,
+    shape_of,
     take_steps,
     with_adapters,
 )
@@ -69,8 +70,7 @@ def main() -> None:
         work.write_losses(train(folder / "model", work, arguments.loop), folder / f"{arguments.loop}.jsonl")
         return
     folder.mkdir(parents=True)
-    shape = SHAPE if arguments.width == SHAPE["n_embd"] else {**SHAPE, "n_embd": arguments.width, "rotary_dim": 4}
-    make_model(folder / "model", arguments.tokenizer, shape)
+    make_model(folder / "model", arguments.tokenizer, shape_of(arguments.width))
     arguments.set += ADAPTERS
     ours = {}
     for place in arguments.places.split(","):

@@ -118,6 +118,11 @@ class Work:
                 lines.write(json.dumps(line) + "\n")
 
 
+def shape_of(width: int) -> Mapping[str, int]:
+    """Return the shape of a model that is as deep as that of the benchmarks, and as wide as it is told."""
+    return {**SHAPE, "n_embd": width, "rotary_dim": min(SHAPE["rotary_dim"], width // SHAPE["n_head"])}
+
+
 def make_model(folder: Path, tokenizer: Path, shape: Mapping[str, int] = SHAPE) -> None:
     """Write a random GPT-J with GPT-2's tokenizer (a folder with vocab.json and merges.txt)."""
     torch.manual_seed(0)

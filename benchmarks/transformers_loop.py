@@ -24,7 +24,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from same_work import Step, Work, loss_of_all_positions, loss_of_targets, make_model, open_model, take_steps
+from same_work import (
+    SHAPE,
+    Step,
+    Work,
+    loss_of_all_positions,
+    loss_of_targets,
+    make_model,
+    open_model,
+    shape_of,
+    take_steps,
+)
 from side_by_side import facts_of, finetune, parser, report, watch
 from transformers import GPTJForCausalLM
 
@@ -59,6 +69,7 @@ def main() -> None:
     )
     options.add_argument("--loops", default=",".join(LOOPS), help="of transformers")
     options.add_argument("--loop", choices=LOOPS, help="used by the script itself")
+    options.add_argument("--width", type=int, default=SHAPE["n_embd"], help="less only to try the script")
     arguments = options.parse_args()
     folder = arguments.work
     if arguments.loop:
@@ -66,7 +77,7 @@ def main() -> None:
         work.write_losses(train(open_model(folder / "model"), work, arguments.loop), folder / f"{arguments.loop}.jsonl")
         return
     folder.mkdir(parents=True)
-    make_model(folder / "model", arguments.tokenizer)
+    make_model(folder / "model", arguments.tokenizer, shape_of(arguments.width))
     runs = {}
     for place in arguments.places.split(","):
         runs[f"gptj-ft, {place}"], run = finetune(arguments, place)

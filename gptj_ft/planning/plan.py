@@ -37,6 +37,9 @@ SAVED_PER_TOKEN = 20  # tensors of [tokens, width] at once in one block's backwa
 # Holes in the heap, left by graphs of small blocks that come and go with micro-batches of many lengths; measured with
 # encoders, whose blocks are small. Where graphs are kept, they fill them.
 HOLES, MOST_HOLES = 6, 260 * 10**6
+# Between kept graphs of causal blocks there are holes of some tensors a token, the more the more blocks are kept: 2 to
+# 4 a block where 8 are, 6 to 12 where 24 are. What is larger than glibc's heap takes is mapped, and leaves none.
+HOLES_A_BLOCK, HOLES_BETWEEN_MAPPED, MAPPED_BYTES = 0.4, 1.5, 32 * 2**20
 LOGITS = 4  # tensors of [targets, vocabulary] in fp32: a chunk's logits, their softmax, gradients
 HEAP_SHARE = 0.05  # and what else is between their tensors, kernels that oneDNN makes for shapes included
 DISK_STAGING_BYTES = 2 * 2 * TRANSFERS * 4 * CHUNK_NUMEL  # locked, by the threads of two stores that read and write
@@ -403,20 +406,25 @@ def _on_cpu(demand: _Demand, by_place: Mapping[Place, int], have: Free) -> tuple
     of_token = 2 * hidden + TOKEN_BYTES  # what a layer takes and what it gives
     pass_tokens = min(PASS_TOKENS, max((of_step + spare) // of_token, load.micro_batch_tokens))
     device += max(0, of_token * min(pass_tokens, load.validation_tokens) - of_step)
-    return device, replace(budget, num_kept_layers=kept, pass_tokens=pass_tokens)
+    # The head's logits come when the forward pass has all that it keeps, and then the gradients of a block.
+    forward_bytes = have.device - head - activations if kept and have.is_shared else None
+    return device, replace(budget, num_kept_layers=kept, pass_tokens=pass_tokens, forward_bytes=forward_bytes)
 
 
 def _kept_bytes(working: WorkingMemory, kept: int) -> int:
     """Compute the memory on a CPU that the graphs of the last blocks keep over a whole step, in bytes.
 
-    Causal blocks that are trained whole are measured: 13 to 16 tensors a token. For encoders and adapters the rule of
-    thumb stays, for it covers what their runs take beside graphs: by measured graphs alone, runs with adapters took 4
-    and 5 % more than was planned.
+    Those of causal blocks are measured: 13 to 16 tensors a token, 8 to 10 with adapters. Between them the heap has
+    holes, the more the more blocks are kept. For encoders the rule of thumb stays.
     """
     load, rows = working.load, working.load.most_step_rows
-    if kept and load.layers and not load.step_pairs and not load.frozen_elements:
-        return math.ceil(working.measured_kept_bytes(kept) * rows / load.step_tokens)
-    return kept * (SAVED_PER_TOKEN * load.width * load.dtype.itemsize * rows + load.weights_bytes(load.step_pairs))
+    of_token = load.width * load.dtype.itemsize
+    if kept and load.layers and not load.step_pairs:
+        is_mapped = 4 * of_token * min(load.micro_batch_tokens, rows) >= MAPPED_BYTES  # the MLP's tensors
+        holes = HOLES_BETWEEN_MAPPED if is_mapped else min(HOLES_A_BLOCK * kept, SAVED_PER_TOKEN)
+        graphs = math.ceil(working.measured_kept_bytes(kept) * rows / load.step_tokens)
+        return graphs + int(kept * holes * of_token * rows)
+    return kept * (SAVED_PER_TOKEN * of_token * rows + load.weights_bytes(load.step_pairs))
 
 
 def forecast(placement: Placement, load: Workload, recipe: Recipe, rates: Rates, have: Free) -> Plan:
@@ -521,7 +529,8 @@ def _budget_dict(budget: BufferBudget) -> dict[str, int]:
         "chunk_numel": "part_numel",
         "num_kept_layers": "kept",
     }
-    return {names.get(name, name): value for name, value in asdict(budget).items()}
+    # What the device has is told beside it.
+    return {names.get(name, name): value for name, value in asdict(budget).items() if name != "forward_bytes"}
 
 
 def _dtypes(load: Workload, recipe: Recipe) -> dict[Kind, torch.dtype]:

@@ -48,6 +48,8 @@ class BufferBudget:
         chunk_numel: elements of a chunk.
         num_kept_layers: blocks, the last ones, whose activations are kept for backward instead of recomputed.
         pass_tokens: tokens whose hidden states share a pass over the weights when only a loss is computed.
+        forward_bytes: resident memory of the process, on a CPU, above which a forward pass that keeps activations
+            returns what the heap holds free; ``None``: any.
     """
 
     read_ahead: int = 1
@@ -56,6 +58,7 @@ class BufferBudget:
     chunk_numel: int = CHUNK_NUMEL
     num_kept_layers: int = 0
     pass_tokens: int = PASS_TOKENS
+    forward_bytes: int | None = None
 
 
 @dataclass

@@ -39,6 +39,7 @@ from gptj_ft.streaming.prefetch import LayerLoad, Prefetcher, Updater
 from gptj_ft.streaming.relay import Route
 from gptj_ft.streaming.replicas import Unit, batch_of, deal_batches
 from gptj_ft.streaming.schedule import PendingUpdates, inference_tasks, training_tasks
+from gptj_ft.system.memory import return_free_heap
 
 HEAD_CHUNK_BYTES = 128 * 2**20  # of fp32 logits
 FREED = torch.empty(0)  # in the place of a tensor that is not needed any more
@@ -214,11 +215,13 @@ def forward(
         The outputs of the last of them, [T, D] per micro-batch; empty if another process has got them.
     """
     hidden: list[Tensor] = [batch.tokens_T for batch in batches]
-    relay = layers.model.relay
+    relay, most_bytes = layers.model.relay, layers.model.budget.forward_bytes
     for loaded in islice(layers, relay.owners[:-1].count(relay.group.rank)):
         arriving = up.arriving(loaded.index, hidden)
         if kept and loaded.index in kept:
             hidden = kept[loaded.index].run(loaded, arriving, batches, layers.poll, up)
+            if most_bytes is not None:  # what a layer frees lies between what it keeps: the next may not fit in there
+                return_free_heap(above=most_bytes)
             continue
         keeps = boundaries is not None and loaded.is_in_backward
         parameters = loaded.parameters_for(batches) if batches else {}

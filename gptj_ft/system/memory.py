@@ -11,6 +11,7 @@ import platform
 import threading
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -94,5 +95,18 @@ def return_freed_memory() -> None:
     """
     with _lock:
         _idle.clear()
-    if platform.libc_ver()[0] == "glibc":
+    return_free_heap()
+
+
+def return_free_heap(above: int = 0) -> None:
+    """Return to the system the pages that tensors have freed and glibc still holds, those between others, too.
+
+    Pages that are taken again cost a page fault each.
+
+    Args:
+        above: only if the process has more than so many bytes resident.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return
+    if not above or int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE > above:
         ctypes.CDLL(None).malloc_trim(0)

@@ -22,6 +22,7 @@ from support.small_run import (
     PowerCut,
     assert_same_weights,
     cut_and_resume,
+    cut_points,
     new_run,
     small_session,
     train,
@@ -63,8 +64,8 @@ def test_a_power_cut_at_any_disk_operation_loses_nothing_but_the_step_in_flight(
     total = count_operations(session, tmp_path)
     shutil.rmtree(tmp_path / "run")
     assert total > 100
-    # The parts take every eleventh operation; `slow` takes them all. One run has an operation more than another.
-    for last in range(part, total - 3, 22):
+    # The parts take every eleventh operation; `slow` takes them all.
+    for last in cut_points(total, part, 22):
         check(session, straight, tmp_path, [last])
 
 
@@ -76,7 +77,7 @@ def test_a_power_cut_where_updates_are_kept_in_backward_loses_nothing_either(
     late = replace(session, plan=replace(session.plan, costs=costs, budget=budget))
     total = count_operations(late, tmp_path)
     shutil.rmtree(tmp_path / "run")
-    for last in range(3, total - 3, stride):  # one run has an operation more than another
+    for last in cut_points(total, 3, stride):
         check(late, straight, tmp_path, [last])
 
 
@@ -89,7 +90,7 @@ def test_a_power_cut_where_two_layers_share_a_tensor_loses_nothing_either(stride
     shutil.rmtree(run.folder)
     total = count_operations(session, tmp_path)
     shutil.rmtree(run.folder)
-    for last in range(5, total - 3, stride):  # one run has an operation more than another, as its threads meet
+    for last in cut_points(total, 5, stride):
         check(session, straight, tmp_path, [last])
 
 
@@ -97,7 +98,7 @@ def test_a_power_cut_where_two_layers_share_a_tensor_loses_nothing_either(stride
 def test_a_power_cut_at_every_single_disk_operation(session: TrainSetup, straight, tmp_path: Path) -> None:
     total = count_operations(session, tmp_path)
     shutil.rmtree(tmp_path / "run")
-    for last in range(total - 3):  # one run has an operation more than another
+    for last in cut_points(total):
         check(session, straight, tmp_path, [last])
 
 

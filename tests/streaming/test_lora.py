@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import mmap
+import platform
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import random_model
+from conftest import random_gptj, random_model
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from support.small_run import Power, PowerCut, assert_same_weights, new_run, small_session, weights_of
+from support.small_run import Power, PowerCut, assert_same_weights, cut_points, new_run, small_session, weights_of
 from support.small_run import train as train_run
 from support.small_stack import (
     CPU,
@@ -41,14 +43,17 @@ from gptj_ft.models.dropout import Dropout, seed_of
 from gptj_ft.models.lora import linear_layers, name_of
 from gptj_ft.models.registry import read_architecture
 from gptj_ft.models.trainable import select
+from gptj_ft.planning.layer_cost import LayerInput, measure_block
 from gptj_ft.planning.traffic import training_passes
 from gptj_ft.planning.workload import Workload
+from gptj_ft.streaming import step as step_module
 from gptj_ft.streaming.activations import boundary_layout
 from gptj_ft.streaming.adamw import AdamW
 from gptj_ft.streaming.model import BufferBudget
 from gptj_ft.streaming.open import load_weights, open_for_inference, open_for_training, open_frozen
 from gptj_ft.streaming.step import evaluate_losses, train_step
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
+from gptj_ft.system.memory import return_free_heap
 from gptj_ft.training.restore import optimizer_config
 
 TARGETS = {"narrow": ("q_proj", "v_proj", "mlp.fc_out"), "gpt2": ("c_attn", "mlp.c_proj")}
@@ -312,6 +317,36 @@ def test_a_run_is_the_same_in_every_placement_and_writes_no_weight_of_the_model(
         assert session.plan.costs.disk_bytes_written_per_step == 16 * trained
 
 
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_holes_between_what_blocks_keep_are_returned_where_memory_is_more_than_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    shape = {"vocab_size": 64, "n_embd": 128, "n_positions": 512, "n_layer": 24, "n_head": 4, "rotary_dim": 16}
+    random_gptj(**shape).save_pretrained(tmp_path)
+    recipe = Recipe(method="lora")
+    stack = open_training(tmp_path, tmp_path, recipe, budget=BufferBudget(num_kept_layers=24))
+    given, found = LayerInput((512,), 128, torch.float32), []
+    kept = 24 * measure_block(stack.layers[1], stack.layouts[1], given).kept_bytes
+    of_head = step_module.head_gradients
+
+    def watched(*arguments):
+        found.append(resident_bytes() - before)
+        return of_head(*arguments)
+
+    monkeypatch.setattr(step_module, "head_gradients", watched)
+    optimizer = AdamW(stack, optimizer_config(recipe))
+    optimizer.begin_step(1e-3)
+    return_free_heap()
+    before = resident_bytes()
+    stack.budget = replace(stack.budget, forward_bytes=before + int(1.25 * kept))
+    train_step(stack, optimizer, micro_batches([[1] * 512], [1], 512))
+    stack.close()
+    assert found[0] < 1.4 * kept, (found, kept)
+
+
 @pytest.mark.parametrize("stride", [23, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_power_cut_at_any_disk_operation_loses_nothing_but_the_step_in_flight(
     stride: int, straight, tmp_path: Path
@@ -322,7 +357,7 @@ def test_a_power_cut_at_any_disk_operation_loses_nothing_but_the_step_in_flight(
         (tmp_path / "count").mkdir()
         train_run(session, new_run(tmp_path / "count"))
     assert power.count > 30
-    for last in range(3, power.count, stride):
+    for last in cut_points(power.count, 3, stride):
         run = new_run(tmp_path)
         with pytest.MonkeyPatch.context() as patch:
             Power(patch, last)

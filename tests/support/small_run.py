@@ -87,6 +87,14 @@ class Power:
         return guarded
 
 
+def cut_points(count: int, first: int = 0, stride: int = 1) -> range:
+    """Return the operations at which the power of a run is cut.
+
+    Not the last three: a run can have an operation more than another, as its threads meet.
+    """
+    return range(first, count - 3, stride)
+
+
 def cut_and_resume(session: TrainSetup, run: Run, cuts: Sequence[int]) -> None:
     """Cut the power at the n-th operation of each session in turn, then let the run end."""
     for last in cuts:

@@ -13,7 +13,16 @@ from pathlib import Path
 
 import pytest
 from conftest import random_gptj
-from support.small_run import Power, PowerCut, assert_same_weights, new_run, small_session, train, weights_of
+from support.small_run import (
+    Power,
+    PowerCut,
+    assert_same_weights,
+    cut_points,
+    new_run,
+    small_session,
+    train,
+    weights_of,
+)
 
 from gptj_ft.config.run_folder import COMMIT, Run
 from gptj_ft.data.batches import Rows
@@ -73,7 +82,7 @@ def test_a_run_killed_around_skipped_steps_repeats_them_and_ends_with_the_same_b
         power = Power(patch)
         train(session, new_run(tmp_path))
     num_cut = 0
-    for last in range(7, power.count - 3, stride):
+    for last in cut_points(power.count, 7, stride):
         shutil.rmtree(tmp_path / "run")
         run = new_run(tmp_path)
         with pytest.MonkeyPatch.context() as patch:
