@@ -99,6 +99,19 @@ def test_streamed_memory_does_not_grow_with_depth_but_for_the_boundaries() -> No
     assert device_bytes(32) - device_bytes(4) == 28 * 2048 * 4096 * 4
 
 
+def test_a_forward_pass_that_keeps_activations_leaves_room_for_the_head_in_the_memory_of_a_cpu(six_b: Workload) -> None:
+    def most(recipe: Recipe, free: Free) -> int | None:
+        return forecast(ON_DISK, six_b, recipe, RATES, free).budget.forward_bytes
+
+    shared = Free(24 * GB, 24 * GB, 10**14, is_shared=True)
+    of_head = LOGITS * 4 * six_b.vocabulary * six_b.most_logits
+    least, found = forecast(ON_DISK, six_b, Recipe(activations=1), RATES, shared), most(Recipe(), shared)
+    assert found is not None
+    assert least.device_bytes < found < 24 * GB - of_head
+    assert most(Recipe(activations="recompute"), shared) is None, "nothing is kept, and nothing lies between it"
+    assert most(Recipe(), PLENTY) is None, "an accelerator's memory is no heap of the C library"
+
+
 def test_a_validation_set_of_any_size_needs_no_more_memory_than_the_plan_says(six_b: Workload) -> None:
     def plan(tokens: int, device: float) -> Plan:
         return forecast(ON_DISK, replace(six_b, validation_tokens=tokens), recipe, RATES, shared(device))
