@@ -181,7 +181,7 @@ MEASUREMENTS = [
     Measurement(["parity"], "dialogsum_parity.py", f"{LOOP} --steps 4", parity),
     Measurement(
         ["disk", "kept"], "streamed_vs_resident.py",
-        "--work {work} --layers 8 --width 1024 --tokens 512 --steps 3 --variants device,disk,device:kept=8",
+        "--work {work} --layers 12 --width 1024 --tokens 512 --steps 3 --variants device,disk,device:kept=12",
         placements,
     ),
     Measurement(
