@@ -37,8 +37,9 @@ SAVED_PER_TOKEN = 20  # tensors of [tokens, width] at once in one block's backwa
 # Holes in the heap, left by graphs of small blocks that come and go with micro-batches of many lengths; measured with
 # encoders, whose blocks are small. Where graphs are kept, they fill them.
 HOLES, MOST_HOLES = 6, 260 * 10**6
-# Between kept graphs of causal blocks there are holes of some tensors a token, the more the more blocks are kept: 2 to
-# 4 a block where 8 are, 6 to 12 where 24 are. What is larger than glibc's heap takes is mapped, and leaves none.
+# Between kept graphs of causal blocks, too, in tensors of [tokens, width] a block: so many for each block that is kept,
+# fitted to runs of 8 blocks (2 to 4 each) and of 24 (6 to 16). Fewer where the MLP's tensors are so large that glibc
+# maps them outside the heap.
 HOLES_A_BLOCK, HOLES_BETWEEN_MAPPED, MAPPED_BYTES = 0.4, 1.5, 32 * 2**20
 LOGITS = 4  # tensors of [targets, vocabulary] in fp32: a chunk's logits, their softmax, gradients
 HEAP_SHARE = 0.05  # and what else is between their tensors, kernels that oneDNN makes for shapes included
@@ -379,7 +380,7 @@ def _on_accelerator(demand: _Demand, resident: int, have: int) -> tuple[int, Buf
 
 
 def _on_cpu(demand: _Demand, by_place: Mapping[Place, int], have: Free) -> tuple[int, BufferBudget]:
-    """Return the same where it is the host's memory, which one process need not have to itself: by a rule of thumb."""
+    """Return the same where it is the host's memory: by measured graphs of causal blocks, else by rules of thumb."""
     placement, load, recipe, hidden = demand.placement, demand.load, demand.recipe, demand.hidden_bytes
     rows, working = load.most_step_rows, WorkingMemory(load)
     graph = SAVED_PER_TOKEN * hidden * min(rounded_up(load.micro_batch_tokens), rows)
@@ -414,8 +415,8 @@ def _on_cpu(demand: _Demand, by_place: Mapping[Place, int], have: Free) -> tuple
 def _kept_bytes(working: WorkingMemory, kept: int) -> int:
     """Compute the memory on a CPU that the graphs of the last blocks keep over a whole step, in bytes.
 
-    Those of causal blocks are measured: 13 to 16 tensors a token, 8 to 10 with adapters. Between them the heap has
-    holes, the more the more blocks are kept. For encoders the rule of thumb stays.
+    Those of causal blocks are measured: 13 to 16 tensors a token, 8 to 10 with adapters. To them come holes between
+    them in the heap, more per block as more blocks are kept. For encoders a rule of thumb counts 20 tensors.
     """
     load, rows = working.load, working.load.most_step_rows
     of_token = load.width * load.dtype.itemsize
@@ -529,7 +530,7 @@ def _budget_dict(budget: BufferBudget) -> dict[str, int]:
         "chunk_numel": "part_numel",
         "num_kept_layers": "kept",
     }
-    # What the device has is told beside it.
+    # Left out: `forward_bytes`, which follows from what the device has, told beside it.
     return {names.get(name, name): value for name, value in asdict(budget).items() if name != "forward_bytes"}
 
 

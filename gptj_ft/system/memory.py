@@ -101,12 +101,12 @@ def return_freed_memory() -> None:
 def return_free_heap(above: int = 0) -> None:
     """Return to the system the pages that tensors have freed and glibc still holds, those between others, too.
 
-    Pages that are taken again cost a page fault each.
+    A page that is used again costs a page fault.
 
     Args:
         above: only if the process has more than so many bytes resident.
     """
     if platform.libc_ver()[0] != "glibc":
         return
-    if not above or int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE > above:
+    if int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE > above:
         ctypes.CDLL(None).malloc_trim(0)

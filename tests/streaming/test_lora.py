@@ -318,7 +318,7 @@ def test_a_run_is_the_same_in_every_placement_and_writes_no_weight_of_the_model(
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
-def test_holes_between_what_blocks_keep_are_returned_where_memory_is_more_than_planned(
+def test_holes_between_what_blocks_keep_are_returned_where_memory_is_short(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def resident_bytes() -> int:
