@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint docs mutants install clean
+.PHONY: demo test wheel-demo lint docs mutants install clean
 
 install: .venv/installed
 
@@ -14,6 +14,14 @@ install: .venv/installed
 
 demo: install
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/demo.sh
+
+# As pipx and `uv tool` install it: the wheel alone in an empty environment, without checkout and development tools.
+wheel-demo: install
+	rm -rf .wheel
+	$(BIN)/hatchling build -t wheel -d .wheel/dist
+	$(PYTHON) -m venv .wheel/env
+	.wheel/env/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt .wheel/dist/*.whl
+	PATH="$(CURDIR)/.wheel/env/bin:$$PATH" PYTHONPATH= bash examples/demo.sh
 
 # What pytest compiles is kept, whatever the environment says: 8 seconds of each worker the next time.
 test: install
@@ -39,4 +47,4 @@ mutants: install
 	$(BIN)/python tests/support/mutants.py --sample 300
 
 clean:
-	rm -rf .venv .demo .mutants .site
+	rm -rf .venv .demo .wheel .mutants .site
