@@ -19,14 +19,14 @@ CODE = re.compile(r"```.*?```|`[^`\n]*`", re.S)
 
 
 @pytest.mark.parametrize("extent", [["--quick"], pytest.param([], marks=pytest.mark.slow)], ids=["quick", "whole"])
-def test_generated_pages_are_up_to_date(extent: list[str]) -> None:
+def test_generated_pages_are_current(extent: list[str]) -> None:
     line = [sys.executable, str(ROOT / "docs/generate.py"), "--check", *extent]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_to_files_and_headings(page: Path) -> None:
+def test_links_resolve(page: Path) -> None:
     broken = []
     for target in LINK.findall(CODE.sub("", page.read_text(encoding="utf-8"))):
         if re.match(r"[a-z]+:", target):
@@ -44,7 +44,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
 
 
-def test_every_page_is_in_the_navigation() -> None:
+def test_every_page_is_in_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("nav:")[2]
     missing = [page.name for page in ROOT.glob("docs/*.md") if page.name not in navigation]
     assert not missing
@@ -56,7 +56,7 @@ def test_readme_is_short() -> None:
     assert all(len(line) <= 160 for line in lines if not line.startswith("|"))
 
 
-def test_messages_in_troubleshooting_are_those_of_the_program() -> None:
+def test_troubleshooting_messages_exist() -> None:
     constants = []
     for path in (ROOT / "gptj_ft").rglob("*.py"):
         nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
@@ -68,7 +68,7 @@ def test_messages_in_troubleshooting_are_those_of_the_program() -> None:
     assert not unknown
 
 
-def test_the_notebook_is_whole_and_types_commands_that_there_are(shell) -> None:
+def test_notebook_commands_exist(shell) -> None:
     notebook = json.loads((ROOT / "examples/prove.ipynb").read_text(encoding="utf-8"))
     assert (notebook["nbformat"], notebook["metadata"]["kernelspec"]["language"]) == (4, "python")
     cells = {cell["id"]: cell for cell in notebook["cells"]}

@@ -58,9 +58,7 @@ def count_operations(session: TrainSetup, folder: Path) -> int:
 
 
 @pytest.mark.parametrize("part", [0, 11])
-def test_a_power_cut_at_any_disk_operation_loses_nothing_but_the_step_in_flight(
-    part: int, session: TrainSetup, straight, tmp_path: Path
-) -> None:
+def test_power_cut_costs_only_the_current_step(part: int, session: TrainSetup, straight, tmp_path: Path) -> None:
     total = count_operations(session, tmp_path)
     shutil.rmtree(tmp_path / "run")
     assert total > 100
@@ -70,9 +68,7 @@ def test_a_power_cut_at_any_disk_operation_loses_nothing_but_the_step_in_flight(
 
 
 @pytest.mark.parametrize("stride", [17, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_power_cut_where_updates_are_kept_in_backward_loses_nothing_either(
-    stride: int, session: TrainSetup, straight, tmp_path: Path
-) -> None:
+def test_power_cut_with_deferred_updates(stride: int, session: TrainSetup, straight, tmp_path: Path) -> None:
     costs, budget = replace(session.plan.costs, num_deferred=99), replace(session.plan.budget, num_kept_layers=1)
     late = replace(session, plan=replace(session.plan, costs=costs, budget=budget))
     total = count_operations(late, tmp_path)
@@ -82,7 +78,7 @@ def test_a_power_cut_where_updates_are_kept_in_backward_loses_nothing_either(
 
 
 @pytest.mark.parametrize("stride", [19, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_power_cut_where_two_layers_share_a_tensor_loses_nothing_either(stride: int, tmp_path: Path) -> None:
+def test_power_cut_with_tied_weights(stride: int, tmp_path: Path) -> None:
     random_gpt2(vocab_size=40, n_positions=32, n_embd=16, n_layer=2, n_head=2).save_pretrained(tmp_path)
     session = small_session(tmp_path)
     train(session, run := new_run(tmp_path))
@@ -95,14 +91,14 @@ def test_a_power_cut_where_two_layers_share_a_tensor_loses_nothing_either(stride
 
 
 @pytest.mark.slow
-def test_a_power_cut_at_every_single_disk_operation(session: TrainSetup, straight, tmp_path: Path) -> None:
+def test_power_cut_at_every_disk_operation(session: TrainSetup, straight, tmp_path: Path) -> None:
     total = count_operations(session, tmp_path)
     shutil.rmtree(tmp_path / "run")
     for last in cut_points(total):
         check(session, straight, tmp_path, [last])
 
 
-def test_power_cuts_while_resuming_from_power_cuts(session: TrainSetup, straight, tmp_path: Path) -> None:
+def test_repeated_power_cuts_during_resume(session: TrainSetup, straight, tmp_path: Path) -> None:
     for cuts in ([70, 1], [70, 9, 9], [90, 30, 2, 50], [100, 25, 25, 25]):
         check(session, straight, tmp_path, cuts)
 
@@ -188,23 +184,21 @@ def count_lossy_operations(session: TrainSetup, folder: Path) -> int:
     return power.count
 
 
-def test_writes_that_are_lost_unless_flushed_cost_no_step_that_was_saved(
-    keeping_session: TrainSetup, kept: Run, tmp_path: Path
-) -> None:
+def test_lost_unflushed_writes_cost_no_commit(keeping_session: TrainSetup, kept: Run, tmp_path: Path) -> None:
     total = count_lossy_operations(keeping_session, tmp_path)
     for last in range(1, total, 43):
         lose_power_and_resume(keeping_session, kept, tmp_path, [last], seed=None)
         lose_power_and_resume(keeping_session, kept, tmp_path, [last + 6], seed=last)
 
 
-def test_power_that_is_lost_again_while_resuming(keeping_session: TrainSetup, kept: Run, tmp_path: Path) -> None:
+def test_second_power_loss_during_resume(keeping_session: TrainSetup, kept: Run, tmp_path: Path) -> None:
     total = count_lossy_operations(keeping_session, tmp_path)
     for seed in (None, 1, 2):
         cuts = [total * 3 // 4, 2, 9, total // 3]
         lose_power_and_resume(keeping_session, kept, tmp_path, cuts, seed)
 
 
-def test_the_name_of_a_commit_is_on_the_disk_before_a_run_is_said_to_go_on_from_it(
+def test_commit_name_is_durable_before_resume_message(
     keeping_session: TrainSetup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, flushed = new_run(tmp_path), list[str]()
@@ -216,7 +210,7 @@ def test_the_name_of_a_commit_is_on_the_disk_before_a_run_is_said_to_go_on_from_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [None, 0, 1])
-def test_every_single_operation_as_the_last_that_reaches_the_disk(
+def test_every_operation_as_last_durable_one(
     seed: int | None, keeping_session: TrainSetup, kept: Run, tmp_path: Path
 ) -> None:
     for last in range(count_lossy_operations(keeping_session, tmp_path)):
@@ -248,7 +242,7 @@ ONE_FAULT = [
 
 
 @pytest.mark.parametrize(("code", "stride"), ONE_FAULT)
-def test_one_failed_write_anywhere_stops_with_exit_4_and_resumes_to_the_same_weights(
+def test_failed_write_exits_4_and_resumes(
     code: int, stride: int, session: TrainSetup, straight, tmp_path: Path
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -273,7 +267,7 @@ def count_faultable(patch: pytest.MonkeyPatch, session: TrainSetup, folder: Path
     return fault.count
 
 
-def test_a_state_that_cannot_be_read_stops_with_exit_4(session: TrainSetup, tmp_path: Path, monkeypatch) -> None:
+def test_unreadable_state_exits_4(session: TrainSetup, tmp_path: Path, monkeypatch) -> None:
     run, read = new_run(tmp_path), os.preadv
 
     def bad_block(descriptor: int, *arguments: object) -> int:
@@ -286,9 +280,7 @@ def test_a_state_that_cannot_be_read_stops_with_exit_4(session: TrainSetup, tmp_
         train(session, run)
 
 
-def test_resuming_asks_for_no_room_that_the_run_has_already_taken(
-    session: TrainSetup, tmp_path: Path, monkeypatch
-) -> None:
+def test_resume_requires_no_space_twice(session: TrainSetup, tmp_path: Path, monkeypatch) -> None:
     run = new_run(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         Power(patch, 120)

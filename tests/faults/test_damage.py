@@ -119,7 +119,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_a_damaged_run_is_refused_by_name_and_left_as_it_is(name: str, here: Path, shell: Shell) -> None:
+def test_damaged_run_is_rejected_and_unchanged(name: str, here: Path, shell: Shell) -> None:
     place, damage, words = DAMAGE[name]
     damage(here / place)
     before = content(here / place)
@@ -129,7 +129,7 @@ def test_a_damaged_run_is_refused_by_name_and_left_as_it_is(name: str, here: Pat
     assert content(here / place) == before
 
 
-def test_a_run_without_what_it_goes_on_from_begins_again_when_asked_to(here: Path, shell: Shell) -> None:
+def test_run_without_state_restarts_on_request(here: Path, shell: Shell) -> None:
     for place in ("disk", "host"):
         shutil.rmtree(here / place / ("state" if place == "disk" else "checkpoints"))
         shutil.rmtree(here / place / "checkpoints", ignore_errors=True)
@@ -140,7 +140,7 @@ def test_a_run_without_what_it_goes_on_from_begins_again_when_asked_to(here: Pat
         assert [line["step"] for line in Run(here / place).metrics()] == [0, 1, 2, 3, 4, 4]
 
 
-def test_a_run_whose_model_has_moved_goes_on_with_the_same_model_and_no_other(here: Path, shell: Shell) -> None:
+def test_moved_base_model_must_be_identical(here: Path, shell: Shell) -> None:
     base = Path(Run(here / "lora").recipe().model or "")
     shutil.copytree(base, here / "moved")
     shutil.copytree(base, here / "other")
@@ -160,7 +160,7 @@ def test_a_run_whose_model_has_moved_goes_on_with_the_same_model_and_no_other(he
     )
 
 
-def test_a_damaged_line_of_metrics_stays_and_is_told(here: Path, shell: Shell) -> None:
+def test_damaged_metrics_line_is_kept_and_reported(here: Path, shell: Shell) -> None:
     file = here / "disk" / "metrics.jsonl"
     lines = file.read_bytes().split(b"\n")
     for damaged in (b"[1,2]", lines[2].replace(b'"loss": ', b'"loss": 1'), b"\xff\xfe", b"{", b'{"step": 2}'):
@@ -176,7 +176,7 @@ def test_a_damaged_line_of_metrics_stays_and_is_told(here: Path, shell: Shell) -
     assert_same_weights(weights_of(here / "disk/model"), weights_of(here / "disk-done/model"))
 
 
-def test_a_tuned_model_that_is_not_what_was_written_is_named_and_not_used(here: Path, shell: Shell) -> None:
+def test_altered_tuned_model_is_rejected(here: Path, shell: Shell) -> None:
     model = here / "disk-done" / "model"
     whole = content(model)
     for name in ("model-00002-of-00004.safetensors", "config.json", "gptj_ft.json", "tokenizer.json", "digests.json"):
@@ -188,7 +188,7 @@ def test_a_tuned_model_that_is_not_what_was_written_is_named_and_not_used(here: 
     assert shell("runs verify disk-done").code == 0
 
 
-def test_an_adapter_is_used_with_the_model_that_it_was_trained_for_alone(here: Path, shell: Shell) -> None:
+def test_adapter_requires_its_base_model(here: Path, shell: Shell) -> None:
     base = Path(Run(here / "lora-done").recipe().model or "")
     other = here / "other"
     shutil.copytree(base, other)
@@ -206,7 +206,7 @@ def test_an_adapter_is_used_with_the_model_that_it_was_trained_for_alone(here: P
         assert (done.code, "is not the model that the adapter in" in done.err) == (3, True), done.err
 
 
-def test_a_damaged_cache_is_made_again(here: Path, shell: Shell, made: Path, monkeypatch) -> None:
+def test_damaged_cache_is_rebuilt(here: Path, shell: Shell, made: Path, monkeypatch) -> None:
     shutil.copytree(made / "home", here / "home")
     monkeypatch.setenv("GPTJ_FT_HOME", str(here / "home"))
     line = "prepare-data --recipe summarization --data rows.jsonl --model tiny --max-length 64 --output"
@@ -219,7 +219,7 @@ def test_a_damaged_cache_is_made_again(here: Path, shell: Shell, made: Path, mon
         assert rows[0] == rows[1]
 
 
-def test_a_damaged_line_of_an_evaluation_is_found_out_again(own_home: Path) -> None:
+def test_damaged_evaluation_line_is_recomputed(own_home: Path) -> None:
     journal = ResultCache({"a": 1})
     journal.add("loss", {0: 1.25, 1: 2.5})
     journal.add("loss", {2: 3.75})
@@ -231,13 +231,13 @@ def test_a_damaged_line_of_an_evaluation_is_found_out_again(own_home: Path) -> N
 
 
 @pytest.mark.parametrize("text", ["x" * 5000, "\0", "/nowhere"])
-def test_a_damaged_note_of_the_newest_run_is_none(text: str, own_home: Path) -> None:
+def test_damaged_latest_run_note_is_ignored(text: str, own_home: Path) -> None:
     own_home.mkdir()
     (own_home / "newest-run").write_text(text)
     assert newest_run() is None
 
 
-def test_folders_named_almost_like_a_checkpoint_are_none(here: Path) -> None:
+def test_near_checkpoint_folder_names_are_ignored(here: Path) -> None:
     for name in ("step-²", "step-", "step-000002.tmp", "step-٣", f"step-{'9' * 200}"):
         (here / "disk" / "checkpoints" / name).mkdir()
         (here / "disk" / "checkpoints" / name / "manifest.json").write_text("{}")
@@ -255,7 +255,7 @@ def test_folders_named_almost_like_a_checkpoint_are_none(here: Path) -> None:
         ("n_inner", "x"),
     ],
 )
-def test_odd_values_of_a_config_are_named(key: str, value: object, here: Path, shell: Shell) -> None:
+def test_invalid_config_values_are_named(key: str, value: object, here: Path, shell: Shell) -> None:
     model = here / "disk-done" / "model"
     values = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**values, key: value}))
@@ -264,7 +264,7 @@ def test_odd_values_of_a_config_are_named(key: str, value: object, here: Path, s
     assert (done.code, key in done.err) == (3, True), done.err
 
 
-def test_a_sealed_file_is_itself_and_nothing_else(tmp_path: Path) -> None:
+def test_sealed_file_rejects_any_change(tmp_path: Path) -> None:
     path = tmp_path / "file.json"
     path.write_text(json.dumps(sealed({"a": [1.5, "é"], "b": None})))
     assert read_sealed(path) == {"a": [1.5, "é"], "b": None}
@@ -422,7 +422,7 @@ def compare_models(trial: Trial, expected: object) -> str:
 
 
 @pytest.mark.slow
-def test_six_hundred_damages_change_no_result_silently(made: Path, tmp_path: Path) -> None:
+def test_600_damages_change_no_result_silently(made: Path, tmp_path: Path) -> None:
     campaign = Campaign(made, tmp_path)
     counts: Counter[tuple[str, str]] = Counter()
     failures = []

@@ -83,9 +83,7 @@ def damaged(content: bytes, draw: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_whatever_happens_to_a_file_no_row_is_lost_in_silence(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_file_loses_no_row_silently(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPTJ_FT_HOME", str(tmp_path / "home"))
     preset, content = FORMS[name]
     tokenizer, path = make_tokenizer(), tmp_path / name

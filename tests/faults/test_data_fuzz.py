@@ -341,14 +341,14 @@ QUIET = {"derandomize": True, "database": None, "deadline": None, "suppress_heal
 
 @settings(max_examples=150, **QUIET)
 @given(case=cases())
-def test_a_file_is_refused_by_name_or_every_row_is_accounted_for(tmp_path: Path, case: Case) -> None:
+def test_fuzzed_file_is_rejected_or_fully_counted(tmp_path: Path, case: Case) -> None:
     check(case, tmp_path)
 
 
 @pytest.mark.slow
 @settings(max_examples=2000, **QUIET)
 @given(case=cases())
-def test_thousands_of_files_are_refused_by_name_or_every_row_is_accounted_for(tmp_path: Path, case: Case) -> None:
+def test_thousands_of_fuzzed_files(tmp_path: Path, case: Case) -> None:
     check(case, tmp_path)
 
 
@@ -364,7 +364,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @settings(max_examples=60, **QUIET)
 @given(data=st.data())
-def test_a_damaged_folder_of_datasets_is_refused_or_whole(saved: Path, tmp_path: Path, data: st.DataObject) -> None:
+def test_damaged_datasets_folder_is_rejected(saved: Path, tmp_path: Path, data: st.DataObject) -> None:
     folder = tmp_path / "copy"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(saved, folder)
@@ -375,14 +375,14 @@ def test_a_damaged_folder_of_datasets_is_refused_or_whole(saved: Path, tmp_path:
     assert report is None or report.rows_read == 20
 
 
-def test_text_that_is_not_unicode_in_parquet_is_refused(tmp_path: Path) -> None:
+def test_non_unicode_parquet_text_is_rejected(tmp_path: Path) -> None:
     names = pyarrow.array([b"a", b"caf\xe9"]).view(pyarrow.binary()).cast(pyarrow.string(), safe=False)
     parquet.write_table(pyarrow.table({"document": names, "summary": names}), tmp_path / "rows.parquet")
     with pytest.raises(DataError, match=r"rows\.parquet: not a whole Parquet file: 'utf-8' codec can't decode"):
         list(read_rows(tmp_path / "rows.parquet"))
 
 
-def test_a_message_does_not_print_a_text_that_stands_where_the_header_should(tmp_path: Path) -> None:
+def test_error_omits_text_in_header_position(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text(f"{'secret ' * 900},{'words ' * 900}\na,b\n", encoding="utf-8")
     recipe = resolve({"recipe": "summarization"}, environment={}).recipe
     with pytest.raises(DataError, match=r"looks like a row, not like names") as refused:

@@ -114,7 +114,7 @@ def interrupt_at_random(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("numbers", [KILL, SIGNALS], ids=["kill", "signals"])
-def test_a_command_interrupted_at_200_random_instants_ends_the_same(
+def test_200_random_interrupts_keep_all_bits(
     server: ForkServer, straight: Run, tmp_path: Path, numbers: Sequence[int]
 ) -> None:
     interrupt_at_random(server, straight, tmp_path, 200, numbers)
@@ -122,26 +122,20 @@ def test_a_command_interrupted_at_200_random_instants_ends_the_same(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("numbers", [KILL, SIGNALS], ids=["kill", "signals"])
-def test_adapters_interrupted_at_60_random_instants_end_the_same(
-    server: ForkServer, tmp_path: Path, numbers: Sequence[int]
-) -> None:
+def test_60_random_interrupts_keep_adapter_bits(server: ForkServer, tmp_path: Path, numbers: Sequence[int]) -> None:
     options = f"{OPTIONS} {LORA}"
     interrupt_at_random(server, run_straight(server, tmp_path, options), tmp_path, 60, numbers, options)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["classification", "multi-label", "regression"])
-def test_labels_learned_with_dropout_interrupted_at_40_random_instants_end_the_same(
-    server: ForkServer, tmp_path: Path, recipe: str
-) -> None:
+def test_40_random_interrupts_keep_dropout_bits(server: ForkServer, tmp_path: Path, recipe: str) -> None:
     options = f"{LABELLED} --recipe {recipe}"
     interrupt_at_random(server, run_straight(server, tmp_path, options), tmp_path, 40, SIGNALS, options)
 
 
 @pytest.mark.slow
-def test_predictions_interrupted_at_40_random_instants_are_those_of_a_command_never_stopped(
-    server: ForkServer, tmp_path: Path
-) -> None:
+def test_40_random_interrupts_keep_predictions(server: ForkServer, tmp_path: Path) -> None:
     folder = run_straight(server, tmp_path, f"{LABELLED} --recipe classification").folder.parent
     rows = [{"id": n, "note": f"Room {n} is cold and dark {'at night ' * (n % 9)}."} for n in range(9000)]
     (folder / "many.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")

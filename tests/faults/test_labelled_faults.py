@@ -75,7 +75,7 @@ def check_cuts(prepared: PreparedRun, folder: Path, first: int, stride: int) -> 
         shutil.rmtree(run.folder)
 
 
-def test_a_power_cut_while_labels_are_learned_with_dropout_changes_no_bit(tmp_path: Path) -> None:
+def test_power_cut_with_dropout_changes_no_bit(tmp_path: Path) -> None:
     check_cuts(labelled_run("classification", "tiny-bert"), tmp_path, first=7, stride=37)
 
 
@@ -83,7 +83,5 @@ def test_a_power_cut_while_labels_are_learned_with_dropout_changes_no_bit(tmp_pa
 @pytest.mark.parametrize(
     ("recipe", "model"), [*((recipe, "tiny-bert") for recipe in RECIPES), ("classification", "tiny-gpt2")]
 )
-def test_a_power_cut_at_any_disk_operation_under_any_head_changes_no_bit(
-    recipe: str, model: str, tmp_path: Path
-) -> None:
+def test_power_cut_under_any_head(recipe: str, model: str, tmp_path: Path) -> None:
     check_cuts(labelled_run(recipe, model), tmp_path, first=1, stride=3)

@@ -194,9 +194,7 @@ def linked(path: Path, outside: Outside, kept: Path, made_of_dots: bool = False)
             kept.rename(path)
 
 
-def test_a_link_anywhere_in_a_received_run_is_refused_before_anything_is_opened(
-    made: Made, tmp_path: Path, shell: Shell
-) -> None:
+def test_symlink_in_received_run_is_rejected_first(made: Made, tmp_path: Path, shell: Shell) -> None:
     outside, run = Outside(tmp_path / "outside"), tmp_path / "run"
     assert {"log.txt", ".metrics.jsonl.sorted", "run.lock", "state", "state/.direct", "state/layer-001.spare.new"} <= {
         *made.resumed
@@ -214,7 +212,7 @@ def test_a_link_anywhere_in_a_received_run_is_refused_before_anything_is_opened(
 
 
 @pytest.mark.slow
-def test_no_link_is_followed_even_if_it_comes_after_the_folder_was_looked_at(made: Made, tmp_path: Path) -> None:
+def test_symlink_created_after_check_is_not_followed(made: Made, tmp_path: Path) -> None:
     outside, run = Outside(tmp_path / "outside"), tmp_path / "run"
     for name in made.resumed:
         shutil.copytree(made.folder / "stopped", run)
@@ -231,7 +229,7 @@ def test_no_link_is_followed_even_if_it_comes_after_the_folder_was_looked_at(mad
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("stride", [23, pytest.param(1, marks=pytest.mark.slow)])
-def test_nothing_that_another_command_opens_is_followed_out_of_its_folder(
+def test_no_command_follows_symlinks_outside(
     command: str, stride: int, made: Made, tmp_path: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outside, world, given = Outside(tmp_path / "outside"), tmp_path / "world", {"rows.jsonl", "finished", "home"}
@@ -251,7 +249,7 @@ def test_nothing_that_another_command_opens_is_followed_out_of_its_folder(
                 files.remove(path)
 
 
-def test_a_received_run_adds_no_line_to_a_file_of_the_users(made: Made, tmp_path: Path, shell: Shell) -> None:
+def test_received_run_appends_to_no_user_file(made: Made, tmp_path: Path, shell: Shell) -> None:
     run, profile = tmp_path / "got", tmp_path / "bashrc"
     shutil.copytree(made.folder / "stopped", run)
     environment = json.loads((run / "environment.json").read_text())
@@ -269,9 +267,7 @@ def test_a_received_run_adds_no_line_to_a_file_of_the_users(made: Made, tmp_path
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling", "folder", "pipe"])
-def test_what_is_no_file_is_not_opened_and_a_temporary_name_is_taken_from_whoever_has_it(
-    kind: str, tmp_path: Path
-) -> None:
+def test_special_files_stay_unopened(kind: str, tmp_path: Path) -> None:
     def put(path: Path) -> None:
         files.remove(path)
         if kind in ("link", "dangling"):
@@ -307,7 +303,7 @@ def test_what_is_no_file_is_not_opened_and_a_temporary_name_is_taken_from_whoeve
 
 
 @pytest.mark.parametrize("target", ["/etc", "../../..", "../../../run-2", "nowhere/../../../../passwd", "circle/x"])
-def test_a_link_out_of_a_folder_is_found_at_any_depth(target: str, tmp_path: Path) -> None:
+def test_nested_symlink_is_found(target: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     (folder / "state" / "deep").mkdir(parents=True)
     (tmp_path / "run-2").mkdir()
@@ -328,7 +324,7 @@ def modes_in(folder: Path) -> dict[str, int]:
     return {str(path.relative_to(folder)): stat.S_IMODE(path.stat().st_mode) for path in folder.rglob("*")}
 
 
-def test_what_is_private_is_for_its_owner_alone_and_what_is_handed_on_is_as_the_umask_says(made: Made) -> None:
+def test_file_permissions_private_or_umask(made: Made) -> None:
     parts = ("data", "samples", "state", "checkpoints")
     for name in ("stopped", "finished"):
         run = made.folder / name
@@ -347,9 +343,7 @@ def test_what_is_private_is_for_its_owner_alone_and_what_is_handed_on_is_as_the_
     assert set(shared.values()) == {0o666 & ~umask}, shared
 
 
-def test_what_a_kill_can_leave_has_a_name_that_cleaning_knows_and_a_finished_run_tidies_itself(
-    made: Made, tmp_path: Path, shell: Shell
-) -> None:
+def test_leftovers_of_a_kill_are_cleaned(made: Made, tmp_path: Path, shell: Shell) -> None:
     done, stopped = tmp_path / "done", tmp_path / "stopped"
     shutil.copytree(made.folder / "finished", done)
     shutil.copytree(made.folder / "stopped", stopped)
@@ -398,7 +392,7 @@ def refusing(number: int, *names: str) -> Callable[..., int]:
     return refuse
 
 
-def test_what_the_system_refuses_is_a_line_and_a_convenience_fails_no_run(
+def test_denied_operations_give_one_line_errors(
     made: Made, tmp_path: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(made.folder)

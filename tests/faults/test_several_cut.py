@@ -106,9 +106,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("trials", [22, pytest.param(400, marks=pytest.mark.slow)])
-def test_a_process_that_dies_at_any_deed_of_a_shared_run_costs_it_at_most_the_step_in_flight(
-    model, tmp_path, share, trials
-) -> None:
+def test_killed_rank_loses_at_most_one_step(model, tmp_path, share, trials) -> None:
     options, straight = SHARES[share], new_run(tmp_path)
     train(small_session(model, lanes=SIZE, **{**options, "share": "auto"}), straight)
     with pytest.MonkeyPatch.context() as patch:

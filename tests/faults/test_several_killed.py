@@ -98,11 +98,11 @@ def kill_at_random(server: ForkServer, straight: Run, folder: Path, kills: int, 
         done += kill_until_it_ends(server, straight, folder / f"after-{done}", next(shares), draw)
 
 
-def test_runs_whose_processes_are_killed_at_random_instants_end_the_same(server, straight, tmp_path) -> None:
+def test_random_rank_kills_keep_all_bits(server, straight, tmp_path) -> None:
     kill_at_random(server, straight, tmp_path, 8, seed=0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2, 12))
-def test_after_a_hundred_kills_runs_end_the_same(server, straight, tmp_path, seed) -> None:
+def test_hundred_rank_kills_keep_all_bits(server, straight, tmp_path, seed) -> None:
     kill_at_random(server, straight, tmp_path, 100, seed)

@@ -127,7 +127,7 @@ def numbers(text: str) -> list[float]:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("family", ["gptj", "gpt2"])
-def test_losses_norms_and_weights(shell, monkeypatch, lasting_home, updating, family, method, precision) -> None:
+def test_golden_losses(shell, monkeypatch, lasting_home, updating, family, method, precision) -> None:
     monkeypatch.setenv("GPTJ_FT_HOME", str(lasting_home))
     name, curves = f"{family}-{method}-{precision}.txt", {}
     for place, options in (("device", ON_DEVICE), ("disk", ON_DISK)):
@@ -279,7 +279,7 @@ def free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("free_memory")
-def test_json_of_every_command(shell, tmp_path, own_home, updating) -> None:
+def test_golden_json(shell, tmp_path, own_home, updating) -> None:
     (tmp_path / "six").mkdir()
     (tmp_path / "six" / "config.json").write_text(json.dumps(SIX_BILLION), encoding="utf-8")
     places = {str(own_home): "HOME", str(tmp_path): "FOLDER"}
@@ -319,7 +319,7 @@ def pages(shell) -> Iterator[tuple[str, str]]:
                     waiting += [f"{command} {each}".strip() for each in re.findall(r"^  ([a-z-]+)", lines, re.M)]
 
 
-def test_help_of_every_command(shell, monkeypatch, updating) -> None:
+def test_golden_help(shell, monkeypatch, updating) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     texts = {}
     for command, text in pages(shell):
@@ -365,7 +365,7 @@ def point_to_base(folders: Path) -> None:
         file.write_text(text.replace("/tmp/old/model", str(folders / "model")), encoding="utf-8")
 
 
-def test_models_of_an_old_commit_are_opened(shell, old_folders) -> None:
+def test_old_models_open(shell, old_folders) -> None:
     gone = shell(f"evaluate {old_folders}/lora")
     assert gone.code == 2
     assert "is an adapter for /tmp/old/model, which is not there" in gone.said
@@ -400,7 +400,7 @@ def test_models_of_an_old_commit_are_opened(shell, old_folders) -> None:
 
 
 @pytest.mark.parametrize("name", ["full", "lora"])
-def test_stopped_runs_of_an_old_commit_are_refused(shell, old_folders, name) -> None:
+def test_old_stopped_runs_are_rejected(shell, old_folders, name) -> None:
     point_to_base(old_folders)
     done = shell(f"finetune --resume {old_folders}/{name}-stopped")
     assert done.code == 3
@@ -409,7 +409,7 @@ def test_stopped_runs_of_an_old_commit_are_refused(shell, old_folders, name) -> 
 
 
 @pytest.mark.parametrize("name", ["full", "lora"])
-def test_stopped_runs_go_on_to_the_numbers_of_runs_never_stopped(shell, old_folders, name) -> None:
+def test_old_stopped_runs_resume_to_golden_losses(shell, old_folders, name) -> None:
     point_to_base(old_folders)
     stopped, whole = old_folders / f"{name}-now", old_folders / name
     assert shell(f"runs verify {stopped}").code == 0

@@ -348,9 +348,7 @@ def test_holes_between_what_blocks_keep_are_returned_where_memory_is_short(
 
 
 @pytest.mark.parametrize("stride", [23, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_power_cut_at_any_disk_operation_loses_nothing_but_the_step_in_flight(
-    stride: int, straight, tmp_path: Path
-) -> None:
+def test_power_cut_costs_only_the_current_step(stride: int, straight, tmp_path: Path) -> None:
     session = small_session(straight[0].model, **LORA)
     with pytest.MonkeyPatch.context() as patch:
         power = Power(patch)
