@@ -56,6 +56,21 @@ def test_readme_is_short() -> None:
     assert all(len(line) <= 160 for line in lines if not line.startswith("|"))
 
 
+def test_files_named_in_developing_exist() -> None:
+    page = (ROOT / "docs/developing.md").read_text(encoding="utf-8")
+    paths = re.findall(r"(?:gptj_ft|tests|recipes|docs|benchmarks)/[\w./]*", page)
+    placeholder = re.compile(r"/[A-Z]+\.")  # a file that the reader is to write
+    assert len(paths) > 30
+    assert not [path for path in paths if not placeholder.search(path) and not (ROOT / path.rstrip(".")).exists()]
+
+
+def test_recipes_of_developing_stay_short() -> None:
+    page = (ROOT / "docs/developing.md").read_text(encoding="utf-8")
+    sections = page.split("\n## ")[1:]
+    assert len(sections) == 8
+    assert not [section.splitlines()[0] for section in sections if len(section.strip().splitlines()) > 14]
+
+
 def test_troubleshooting_messages_exist() -> None:
     constants = []
     for path in (ROOT / "gptj_ft").rglob("*.py"):
