@@ -1,4 +1,4 @@
-"""Shared by all tests: no network, a home of their own, small random models with transformers as the oracle."""
+"""Provide fixtures for all tests: no network, a separate home, small random models with transformers as the oracle."""
 
 from __future__ import annotations
 
@@ -23,25 +23,24 @@ if TYPE_CHECKING:
     from gptj_ft.planning.probe import Rates
 
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_DATASETS_OFFLINE="1")
-# Threads that wait in a spin loop starve each other on a busy machine.
+# Threads that spin while waiting starve each other on a busy machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
-# `nohup` starts its children with SIGHUP ignored. Tests send it, and expect its default, here and in child processes.
+# `nohup` starts its children with SIGHUP ignored; tests send SIGHUP and expect the default handler.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# One, as there is a worker a core: of two threads, one mostly waits for the other to get its turn. The processes that
-# tests start, too: what is known of a machine goes by its threads.
+# One thread: there is one worker per core already. Child processes, too: cached machine rates depend on the threads.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
 
-# Tests wait for the disk nearly as long as they compute, and few of them need a real one.
+# Tests would wait for the disk nearly as long as they compute, and few need a real one.
 MEMORY = Path("/dev/shm")
 if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 4 * 2**30:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
-# Two shapes of each family that differ in what a config can say; vocabularies that are not multiples of anything.
+# Two shapes a family, with different config fields; vocabulary sizes are no multiples of kernel sizes.
 SHAPES = {
     "narrow": {"vocab_size": 101, "n_positions": 64, "n_embd": 48, "n_layer": 3, "n_head": 3, "rotary_dim": 8},
     "wide": {"vocab_size": 90, "n_positions": 96, "n_embd": 64, "n_layer": 2, "n_head": 2, "rotary_dim": 32},
@@ -65,20 +64,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the folders of long files, so that no worker is left with one of them in the end."""
+    """Run folders with long files first, so that no worker ends up alone with one."""
     order = {name: number for number, name in enumerate(LONG_FOLDERS)}
     items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))
 
 
 def pytest_collection_finish() -> None:
-    """Spare the garbage collector what stays: a tenth of the time of all tests."""
+    """Freeze the collected objects: it saves the garbage collector a tenth of all test time."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forbid every connection that leaves this machine."""
+    """Reject every connection that leaves this machine."""
     connect = socket.socket.connect
 
     def guarded(self: socket.socket, address: object) -> object:
@@ -92,7 +91,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def assumed_rates() -> Rates:
-    """Return rates of no machine in particular."""
+    """Return the rates of an imaginary machine."""
     from gptj_ft.planning import probe
 
     return probe.Rates(
@@ -115,7 +114,7 @@ def assumed_rates() -> Rates:
 
 @pytest.fixture(scope="session", autouse=True)
 def fixed_rates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rates]:
-    """Have no test measure the machine: it always does the same in a second, in every process that a test starts."""
+    """Replace measurements of the machine by fixed rates, in every process that a test starts."""
     from support.rates import layers_by
 
     from gptj_ft.planning import layer_times, probe
@@ -131,7 +130,7 @@ def fixed_rates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rates]:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_numbers_without_memory() -> Iterator[None]:
-    """Draw no first values for layers on the ``meta`` device, which keeps none: an eighth of a small run's time."""
+    """Skip weight initialisation on the ``meta`` device: an eighth of a small run's time."""
     draw = torch.nn.Linear.reset_parameters
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.nn.Linear, "reset_parameters", lambda self: None if self.weight.is_meta else draw(self))
@@ -140,7 +139,7 @@ def no_numbers_without_memory() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def equal_layers_measured_once() -> Iterator[None]:
-    """Have layers that are equal measured once for plans, though each run makes its own: a tenth of all tests' time."""
+    """Cache layer measurements across runs: a tenth of all test time."""
     from gptj_ft.planning import layer_cost, working_memory
 
     def once(measure: Callable[..., LayerCost]) -> Callable[..., LayerCost]:
@@ -162,7 +161,7 @@ def equal_layers_measured_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def server(fixed_rates: Rates) -> Iterator[ForkServer]:
-    """Give a process that has everything imported, to run commands in."""
+    """Start a fork server with everything imported, to run commands in."""
     from support.fork_server import ForkServer
 
     server = ForkServer()
@@ -172,7 +171,7 @@ def server(fixed_rates: Rates) -> Iterator[ForkServer]:
 
 @pytest.fixture
 def measured_home(own_home: Path, fixed_rates: Rates, tmp_path: Path) -> Path:
-    """Give a home in which the machine is known, for commands that run in processes of their own."""
+    """Return a home that holds the machine's rates, for commands in separate processes."""
     from gptj_ft.planning.machine_profile import rates
 
     rates(torch.device("cpu"), tmp_path)
@@ -181,7 +180,7 @@ def measured_home(own_home: Path, fixed_rates: Rates, tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give each test a home for models and a working folder of its own, and no options from the environment."""
+    """Give each test its own home and working folder, without options from the environment."""
     for name in list(os.environ):
         if name.startswith("GPTJ_FT_") and name != "GPTJ_FT_TEST_DATA":
             monkeypatch.delenv(name)
@@ -192,14 +191,14 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def random_gptj(seed: int = 0, **shape: int):
-    """Return a random `transformers` GPT-J whose every parameter matters: norms and biases are not 1 and 0."""
+    """Return a random `transformers` GPT-J with non-trivial norms and biases."""
     from transformers import GPTJConfig, GPTJForCausalLM
 
     return _random_model(GPTJConfig, GPTJForCausalLM, seed, shape)
 
 
 def random_gpt2(seed: int = 0, **shape: int | str | bool):
-    """Return a random `transformers` GPT-2, likewise."""
+    """Return a random `transformers` GPT-2 with non-trivial norms and biases."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return _random_model(GPT2Config, GPT2LMHeadModel, seed, shape)
@@ -224,13 +223,13 @@ def _random_model(config_of, model_of, seed: int, shape):
 
 @pytest.fixture(params=[*SHAPES, *GPT2_SHAPES])
 def oracle(request: pytest.FixtureRequest):
-    """A random model of each shape, as `transformers` has it."""
+    """Return a random `transformers` model of each shape."""
     return random_model(request.param)
 
 
 @pytest.fixture
 def model_folder(oracle, tmp_path: Path) -> Path:
-    """The oracle's folder, as `save_pretrained` writes it."""
+    """Return the oracle's folder, written by `save_pretrained`."""
     folder = tmp_path / "hf-model"
     oracle.save_pretrained(folder)
     return folder
@@ -245,7 +244,7 @@ NOTES = [
 
 @pytest.fixture
 def rows_file(tmp_path: Path) -> Path:
-    """Forty rows of text and summary, as a user would have them."""
+    """Write forty rows of note and summary."""
     return write_rows(tmp_path / "rows.jsonl")
 
 
@@ -260,7 +259,7 @@ def write_rows(path: Path) -> Path:
 
 @pytest.fixture
 def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Types commands: ``shell("recipes list")``."""
+    """Return a runner for commands: ``shell("recipes list")``."""
     from support.cli_runner import Shell
 
     return Shell(monkeypatch, capsys)
@@ -268,7 +267,7 @@ def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A GPT-J of six blocks, and a GPT-2 whose head computes with the embedding's table."""
+    """Save a GPT-J of six blocks and a GPT-2 with a tied head."""
     folders = {name: tmp_path_factory.mktemp(name) for name in ("gptj", "gpt2")}
     sizes = {"vocab_size": 40, "n_positions": 32, "n_embd": 16, "n_head": 2}
     random_gptj(**sizes, n_layer=6, rotary_dim=4).save_pretrained(folders["gptj"])

@@ -1,7 +1,6 @@
-"""Power cuts: a run that is cut off at its n-th disk operation must end as if nothing had happened.
+"""Cut a run off at its n-th disk operation; after a resume it must end with the same bits.
 
-First as a process that is killed: everything it has written is there. Then as a machine that loses its power: only what
-was flushed is there.
+Two kinds of cut: a killed process keeps everything it has written; a power cut keeps only what was flushed.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def test_power_cut_costs_only_the_current_step(part: int, session: TrainSetup, s
     total = count_operations(session, tmp_path)
     shutil.rmtree(tmp_path / "run")
     assert total > 100
-    # The parts take every eleventh operation; `slow` takes them all.
+    # Each part takes every eleventh operation; the slow test takes all.
     for last in cut_points(total, part, 22):
         check(session, straight, tmp_path, [last])
 
@@ -112,7 +111,7 @@ def check(session: TrainSetup, straight, folder: Path, cuts: list[int]) -> None:
 
 @pytest.fixture(scope="module", params=["disk", "host", "device"])
 def keeping_session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TrainSetup:
-    """A run that validates and keeps checkpoints; without state on disk it makes one after each step."""
+    """Return a run that validates and keeps checkpoints; without state on disk it checkpoints after each step."""
     return small_session(
         tmp_path_factory.mktemp("model"),
         num_steps=4,
@@ -136,7 +135,7 @@ def losses_of(run: Run) -> list[tuple[object, ...]]:
 
 
 def lose_power(session: TrainSetup, run: Run, last: int, seed: int | None) -> None:
-    """Cut the power at the n-th operation; what was said to be saved must be there afterwards."""
+    """Cut the power at the n-th operation; everything reported as saved must survive."""
     said = [0]
     with pytest.MonkeyPatch.context() as patch:
         disk = LossyDisk(patch, run.folder)
@@ -218,7 +217,7 @@ def test_every_operation_as_last_durable_one(
 
 
 class OneFault:
-    """Makes the n-th write or fsync fail, that one alone: a disk that was full for a moment, or had one bad block."""
+    """Fail the n-th write or fsync only, like a briefly full disk or one bad block."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int, code: int) -> None:
         self.count = 0

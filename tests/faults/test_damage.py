@@ -1,4 +1,4 @@
-"""Damage to the files of runs, caches and models: refused by name or made again, never a silently different result."""
+"""Damage files of runs, caches and models: rejected by name or rebuilt, never a silently different result."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PLACES = {
 
 
 def make(folder: Path) -> None:
-    """Make runs in each placement that stopped when 3 of 4 steps were done, and the same that ended."""
+    """Create, for each placement, a run stopped after 3 of 4 steps and the same run completed."""
     make_runs(folder, {place: f"{OPTIONS} {options}" for place, options in PLACES.items()}, steps=3)
 
 
@@ -51,7 +51,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def here(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Those runs in the working folder; their model and the cache are still where they were made."""
+    """Copy those runs to the working folder; their model and cache stay in the original home."""
     names = [name for place in PLACES for name in (place, f"{place}-done")]
     subprocess.run(["cp", "-a", *(made / name for name in names), made / "rows.jsonl", tmp_path], check=True)
     monkeypatch.setenv("GPTJ_FT_HOME", str(made / "home"))
@@ -84,7 +84,7 @@ def change_digit(path: Path, key: str, value: object) -> None:
     path.write_text(json.dumps(values))
 
 
-# What is done to a stopped run, and the words that the refusal has.
+# Damage to a stopped run, and words of the error message.
 DAMAGE = {
     "no commit": ("disk", lambda run: (run / "state/commit.json").unlink(), "state/commit.json is missing"),
     "no state": ("disk", lambda run: shutil.rmtree(run / "state"), "state/commit.json is missing"),
@@ -271,14 +271,14 @@ def test_sealed_file_rejects_any_change(tmp_path: Path) -> None:
     os.truncate(path, 5)
 
 
-# Attacks, trials of each, and what is run on the damaged files: a stopped run goes on, a cache is used, a model asked.
+# Attacks, trials of each, and the command on the damaged files: resume a run, use a cache, prompt a model.
 CAMPAIGN = {"disk": 190, "host": 130, "lora": 110, "cache": 60, "disk-done": 90, "lora-done": 70}
 ODD_VALUES = (None, "x", -1, 0, 10**9, float("nan"), 1e308, [], {}, [[1]], True, "\u0000")
 
 
 @dataclass
 class Trial:
-    """One damage: what was done to which file, and what came of it."""
+    """Record one damage: the file, the change, the outcome."""
 
     number: int
     attack: str
@@ -289,13 +289,13 @@ class Trial:
 
 
 class Damager:
-    """Damages one file of a folder, the same for the same number."""
+    """Damage one file of a folder; the trial number is the seed."""
 
     def __init__(self, number: int) -> None:
         self._random = random.Random(number)
 
     def damage(self, folder: Path) -> str:
-        """Damage a file; return what was done."""
+        """Damage a file; return a description of the change."""
         files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in UNREAD]
         path = self._random.choice([path for path in files if path.stat().st_size])
         data = path.read_bytes()
@@ -352,7 +352,7 @@ UNREAD = {"run.lock", "log.txt", "README.md", "environment.json", "report.html"}
 
 
 class Campaign:
-    """Runs commands on damaged copies of what was made, in forks of one process."""
+    """Run commands on damaged copies of the runs, in forks of one process."""
 
     def __init__(self, made: Path, work: Path) -> None:
         self._made, self._work, self._server = made, work, ForkServer()
@@ -362,7 +362,7 @@ class Campaign:
         }
 
     def run(self, trial: Trial) -> Trial:
-        """Do a trial; those of numbers below 0 damage nothing. Models write for odd numbers, and read for even ones."""
+        """Run a trial. Negative numbers damage nothing; odd numbers write with the model, even ones read."""
         folder, attack = self._work / "trial", trial.attack
         shutil.rmtree(folder, ignore_errors=True)
         (folder / "home").mkdir(parents=True)
@@ -407,7 +407,7 @@ EVALUATE = "evaluate run --limit 2 --baseline none --set metrics=[] --json"
 
 
 def compare_models(trial: Trial, expected: object) -> str:
-    """Return what came of a trial: ``same``, ``told``, ``refused``; or, in capitals, what must not be."""
+    """Classify a trial: ``same``, ``told``, ``refused``; in capitals if it must not happen."""
     if "Traceback" in trial.output or trial.codes[-1] not in (0, 2, 3, 4) or trial.codes[0] not in (0, 2, 3):
         return "TRACEBACK"
     if trial.codes[-1]:
@@ -416,7 +416,7 @@ def compare_models(trial: Trial, expected: object) -> str:
         return "refused" if trial.codes[0] else "NOT VERIFIED"
     if trial.outcome == expected:
         return "same"
-    # What the metrics say of steps that were done is read by nobody but people, who are told.
+    # Only people read the metrics of finished steps; they are warned.
     is_told = trial.attack in PLACES and trial.outcome[1:] == expected[1:] and "metrics.jsonl" in trial.output
     return "told" if is_told and trial.codes[0] else "SILENT"
 

@@ -1,4 +1,4 @@
-"""Damaged files of every form: each row is trained on or reported, or the file is refused; never a traceback."""
+"""Damage data files of every format: each row is trained on or reported, or the file is rejected."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ FORMS = {
 
 
 def damaged(content: bytes, draw: random.Random) -> bytes:
-    """Flip bits, cut out, insert, double, cut short: up to three of these."""
+    """Apply up to three damages: flip bits, delete, insert, duplicate or truncate."""
     data = bytearray(content)
     for _ in range(draw.randint(1, 3)):
         at = draw.randrange(len(data) + 1)

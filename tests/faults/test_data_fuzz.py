@@ -1,7 +1,6 @@
-"""Files of every format, of odd content and damaged: refused with the file's name, or every row accounted for.
+"""Fuzz data files of every format: rejected by name, or every row accounted for.
 
-What is drawn follows from the source of the test alone, so that a failure is met again. The rows of what was read are
-counted by readers that share nothing with those tested.
+The examples are derived from the test's source, so that a failure repeats. Independent readers count the rows.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ MESSAGE_CHARACTERS = 2000  # of an error, two lines of a terminal and long paths
 
 @dataclass(frozen=True)
 class Case:
-    """A file, and how it is prepared."""
+    """Hold one file and the options that prepare it."""
 
     name: str
     content: bytes
@@ -56,7 +55,7 @@ class Case:
         return f"Case({self.name!r}, {self.content[:600]!r}, {self.recipe!r}, {self.options})"
 
 
-# What rows may hold.
+# Contents of rows.
 
 WORDS = st.sampled_from(
     ["a note", "It rains.", "café", "“so”", "x,y", 'say "it"', "two\nlines", "tab\there", "cr\rhere", " ", "", "0",
@@ -102,7 +101,7 @@ CELLS: dict[str, tuple[Any, st.SearchStrategy[Any]]] = {
 }
 
 
-# Files of them.
+# Files of rows.
 
 
 def in_lines(rows: list[dict[str, Any]]) -> bytes:
@@ -131,7 +130,7 @@ def cells_of(rows: list[dict[str, Any]]) -> list[list[Any]]:
 
 @st.composite
 def tables(draw: st.DrawFn) -> bytes:
-    """Parquet: one type for each column."""
+    """Draw tables for Parquet, with one type a column."""
     kinds = draw(st.dictionaries(COLUMNS, st.sampled_from(sorted(CELLS)), max_size=2))
     kinds = {"document": "text", "summary": "text", **kinds}
     count = draw(st.integers(0, 6))
@@ -146,7 +145,7 @@ def tables(draw: st.DrawFn) -> bytes:
 
 @st.composite
 def nested(draw: st.DrawFn) -> bytes:
-    """SQuAD, sometimes with something else in the place of a part."""
+    """Draw SQuAD objects, sometimes with one part replaced."""
     whole: Any = {"version": "v2.0", "data": draw(st.lists(ARTICLES, min_size=1, max_size=3))}
     if draw(st.booleans()):
         at = draw(st.sampled_from(places(whole)))
@@ -203,7 +202,7 @@ LINE_ENDS = (b"\r\n", b"\r", b"\n\r", b"\n\n", b" \n", b"\xc2\x85", b"\xe2\x80\x
 
 @st.composite
 def damaged(draw: st.DrawFn, content: bytes) -> bytes:
-    """Do one thing to a file that somebody's program, disk or cable might."""
+    """Apply one damage that a program, disk or cable could cause."""
     kind = draw(st.sampled_from(["flip", "cut", "insert", "double", "end", "encoding", "ends", "line", "line"]))
     at, length = draw(st.integers(0, max(len(content) - 1, 0))), draw(st.integers(1, 60))
     if kind == "flip" and content:
@@ -226,7 +225,7 @@ def damaged(draw: st.DrawFn, content: bytes) -> bytes:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Draw a file of some format, packed or not, damaged up to three times, before or after packing."""
+    """Draw a file of any format, compressed or not, damaged up to three times before or after compression."""
     form = draw(st.sampled_from(sorted(CONTENTS)))
     recipe, contents = CONTENTS[form]
     content = draw(contents)
@@ -245,12 +244,12 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(f"rows.{form}{ending}", content, recipe, options)
 
 
-# What must hold.
+# Checks.
 
 
 @contextmanager
 def patience(seconds: int = PATIENCE_SECONDS) -> Iterator[None]:
-    """Fail if something takes long: it would never end."""
+    """Fail if the block takes too long, which means an endless loop."""
 
     def give_up(*_: object) -> None:
         raise AssertionError(f"still at it after {seconds} s")
@@ -265,7 +264,7 @@ def patience(seconds: int = PATIENCE_SECONDS) -> Iterator[None]:
 
 
 def check(case: Case, folder: Path) -> None:
-    """Prepare a file; it must be refused, or its rows counted as an independent reader counts them."""
+    """Prepare a file: it must be rejected, or its rows must match an independent count."""
     path = folder / case.name
     path.write_bytes(case.content)
     report = prepared(path, case.recipe, case.options)
@@ -275,7 +274,7 @@ def check(case: Case, folder: Path) -> None:
 
 
 def prepared(path: Path, preset: str, options: dict[str, Any]) -> Report | None:
-    """Return the report on a path, or None if it was refused with a message that names it."""
+    """Return the report for a path, or None if it was rejected with a message that names it."""
     recipe = resolve({"recipe": preset, "cache": False, **options}, environment={}).recipe
     with patience():
         try:
@@ -290,7 +289,7 @@ def prepared(path: Path, preset: str, options: dict[str, Any]) -> Report | None:
 
 
 def count_rows(path: Path, options: dict[str, Any]) -> int | None:
-    """Count the rows of a file; None where they are no more than what the reader can make of it."""
+    """Count the rows of a file; None where only the reader under test can tell."""
     file = identify_file(path, FileOptions(quotes=options.get("quotes", "auto")))
     with opened_file(file) as opened:
         content = opened.read()
@@ -354,7 +353,7 @@ def test_thousands_of_fuzzed_files(tmp_path: Path, case: Case) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that `datasets` has saved."""
+    """Return a folder saved by `datasets`."""
     folder = tmp_path_factory.mktemp("fuzz") / "saved"
     rows = [{"document": f"Note {n} is long.", "summary": f"Short {n}", "tags": ["a", None]} for n in range(20)]
     datasets.disable_progress_bars()
@@ -369,7 +368,7 @@ def test_damaged_datasets_folder_is_rejected(saved: Path, tmp_path: Path, data: 
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(saved, folder)
     path = data.draw(st.sampled_from(sorted(path for path in folder.rglob("*") if path.is_file())))
-    # Not written over: what Arrow has mapped of the copy before stays as it was.
+    # A new name each time: Arrow still maps the previous copy.
     path.write_bytes(data.draw(damaged(path.read_bytes())))
     report = prepared(folder, "summarization", {})
     assert report is None or report.rows_read == 20

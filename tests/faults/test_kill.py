@@ -1,4 +1,4 @@
-"""Signals to the command at random instants: resumed, or begun again where there is no run yet, it ends the same."""
+"""Signal the command at random instants: after resumes or restarts it must end with the same bits."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def output_of(folder: Path) -> str:
 def interrupt_and_resume(
     server: ForkServer, straight: Run, folder: Path, place: str, signals: list[tuple[float, int]], options: str
 ) -> int:
-    """Kill or stop a run again and again, then let it end; return how often it was alive for that."""
+    """Interrupt a run at each given instant and then let it end; return how many signals found it alive."""
     run, ends = Run(new_folder(folder) / "run"), 0
     for delay, number in [*signals, (None, 0)]:
         if run.model.is_dir():
@@ -85,7 +85,7 @@ def interrupt_and_resume(
 
 
 def check_said(run: Run, said: str) -> None:
-    """Check that the last words of a command that was stopped are true, and that no step that was done is lost."""
+    """Check that a stopped command's last message is true and that no finished step is lost."""
     words = said.strip().rpartition("gptj-ft: stopped")[2]
     done = max((line["step"] for line in run.metrics() if "loss" in line), default=0)
     if run.model.is_dir():
@@ -101,7 +101,7 @@ def check_said(run: Run, said: str) -> None:
 def interrupt_at_random(
     server: ForkServer, straight: Run, folder: Path, trials: int, numbers: Sequence[int], options: str = OPTIONS
 ) -> None:
-    """Interrupt so many runs once or twice at random instants, each placement with each signal in turn."""
+    """Interrupt several runs at one or two random instants each, rotating placements and signals."""
     seconds = server.run(options, new_folder(folder / "timed"))[1]
     draw, ends = random.Random(len(numbers)), 0
     for trial in range(trials):

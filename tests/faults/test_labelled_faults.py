@@ -1,4 +1,4 @@
-"""Power cuts under heads with dropout: masks belong to documents, so a run that goes on ends in the same bits."""
+"""Cut the power under task heads with dropout: masks depend on the document, so resumed runs keep all bits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ RECIPES = ("classification", "multi-label", "regression", "token-labels", "squad
 
 
 def labelled_run(recipe: str, model: str) -> PreparedRun:
-    """Prepare a run on eight rows and two to validate on, with dropout; everything on disk."""
+    """Prepare a run with dropout on eight rows and two validation rows, everything on disk."""
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     options: dict[str, Any] = {
         "recipe": recipe, "model": model, "data": "rows.jsonl", "holdout": 0.2, "max_steps": 3, "batch_size": 3,
@@ -49,7 +49,7 @@ def labelled_run(recipe: str, model: str) -> PreparedRun:
 
 
 def begun(prepared: PreparedRun, folder: Path) -> Run:
-    """Return a new run folder with the rows that are read again while it trains."""
+    """Return a new run folder with its validation rows."""
     run, validation = new_run(folder), prepared.rows[1]
     assert validation is not None
     run.data.mkdir()
@@ -58,7 +58,7 @@ def begun(prepared: PreparedRun, folder: Path) -> Run:
 
 
 def check_cuts(prepared: PreparedRun, folder: Path, first: int, stride: int) -> None:
-    """Cut runs off at every so many disk operations; each must end with the weights of one that was not."""
+    """Cut runs at every n-th disk operation; each must end with the weights of an uncut run."""
     session = prepared.setup
     train(session, run := begun(prepared, folder))
     straight = weights_of(run.model)

@@ -1,4 +1,4 @@
-"""What came from somebody else reaches nothing outside itself: every name that is opened, replaced by a link."""
+"""Replace every name that a command opens by a symlink: received files must not reach outside their folder."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ SECRET = "kept as it is\n"
 
 
 class Trace:
-    """Notes every path that this process opens, makes, renames or removes, as the interpreter tells of it.
+    """Record every path that this process opens, creates, renames or removes.
 
-    A hook of the interpreter cannot be taken out again, so that there is one, which is on for the time of a block.
+    Python's audit hooks cannot be removed, so one hook is installed once and switched on for a block.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Trace:
 
     @contextmanager
     def under(self, folder: Path, found: set[str]) -> Iterator[None]:
-        """Add the names below a folder that a block uses to a set, and those that it leaves there."""
+        """Collect the names below a folder that the block uses or leaves there."""
         self._found = set()
         try:
             yield
@@ -87,7 +87,7 @@ def write_rows(path: Path) -> Path:
 
 @dataclass(frozen=True)
 class Outside:
-    """A file and a folder that nothing may touch or use."""
+    """Provide a file and a folder that no command may touch or use."""
 
     folder: Path
 
@@ -150,7 +150,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, trace: Trace, request: pytest
 
 
 def stop_at(step: int) -> Callable[..., range]:
-    """Return what stands in for the choice of a step's rows, and is cut off before that step."""
+    """Return a replacement for the choice of a step's rows that stops the run before that step."""
     chosen = compute.rows_of_step
 
     def rows_of_step(number: int, *others: int) -> range:
@@ -176,7 +176,7 @@ def typed(line: str) -> int:
 
 @contextmanager
 def linked(path: Path, outside: Outside, kept: Path, made_of_dots: bool = False) -> Iterator[None]:
-    """Have a link out of its folder where a file or folder is, or would be, for the time of a block."""
+    """Replace a file or folder by a symlink that leaves its folder, for the time of a block."""
     outside.begin()
     if existed := os.path.lexists(path):
         path.rename(kept)
@@ -381,7 +381,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def refusing(number: int, *names: str) -> Callable[..., int]:
-    """Return what stands in for opening files, and does not open those."""
+    """Return a replacement for opening files that denies access."""
     opened = os.open
 
     def refuse(path: str | Path, *others: int, **more: int | None) -> int:

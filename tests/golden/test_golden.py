@@ -1,8 +1,7 @@
-"""What must not change when code moves: losses to the last bit, objects of `--json`, pages of help, folders read.
+"""Compare losses (bit for bit), `--json` objects, help pages and old run folders with committed texts.
 
-Everything here goes through the command line and files of public formats. `pytest tests/golden --update-golden` writes
-the texts anew; those of the losses for a machine of this kind only. Results depend on the number of threads: one here,
-so that they do not depend on the number of cores.
+Everything goes through the command line and public file formats. `pytest tests/golden --update-golden` rewrites the
+texts, and the losses for this kind of machine only. Tests use one thread, because results depend on their number.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples"
 LOSSES, JSON, HELP, OLD = HERE / "losses", HERE / "json", HERE / "help", HERE / "old"
 NUM_STEPS = 20
-# Between instruction sets sums are ordered differently, and 20 steps carry that on. Measured between AVX-512 and AVX2
-# (emulated): up to 2.5e-7 in fp32, 2.2e-3 in bf16.
+# Instruction sets order sums differently, and 20 steps amplify the difference. Measured between AVX-512 and emulated
+# AVX2: up to 2.5e-7 in fp32, 2.2e-3 in bf16.
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 JSON_TOLERANCE = 1e-3  # in fp32, but with differences of losses that are close to each other
 ON_DEVICE = "--device cpu --weights device --optimizer-state device --activations keep"
@@ -37,14 +36,14 @@ ON_DISK = "--device cpu --weights disk --optimizer-state disk --activations reco
 
 @dataclass(frozen=True)
 class Machine:
-    """What the last bit depends on: the kind of processor, and the release of torch with its kernels."""
+    """Identify the processor kind and torch release, which decide the last bit."""
 
     kind: str
     torch: str
 
     @classmethod
     def here(cls) -> Machine:
-        """Describe this one; instructions it has but was told not to use make it an emulated one of its kind."""
+        """Return the current machine; instruction sets disabled by the user make it an emulated one."""
         facts = Path("/proc/cpuinfo")
         text = facts.read_text(encoding="utf-8") if facts.is_file() else ""
         flags = set(re.findall(r"\w+", text.partition("flags")[2].partition("\n")[0]))
@@ -74,13 +73,13 @@ def updating(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture(scope="module")
 def lasting_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A home that the runs of all tests share: the tiny models, and the rows as tokens."""
+    """Share one home with the tiny models and tokenized rows between all tests."""
     return tmp_path_factory.mktemp("golden") / "home"
 
 
 @pytest.fixture(autouse=True)
 def rows(tmp_path: Path) -> None:
-    """A share of the example data in the working folder: rows.jsonl, val.jsonl."""
+    """Write part of the example data to the working folder: rows.jsonl, val.jsonl."""
     lines = (EXAMPLES / "clinic_notes_train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     (tmp_path / "rows.jsonl").write_text("".join(lines[:44]), encoding="utf-8")
     (tmp_path / "val.jsonl").write_text("".join(lines[44:47]), encoding="utf-8")
@@ -96,7 +95,7 @@ def train_line(family: str, method: str, precision: str) -> str:
 
 
 def digest(model: Path) -> str:
-    """Return the SHA-256 of all tensors of a model folder, by sorted name: name, type, shape, bytes."""
+    """Return the SHA-256 over all tensors of a model folder, sorted by name: name, dtype, shape, bytes."""
     tensors = {}
     for file in model.glob("*.safetensors"):
         with safe_open(file, "pt") as stored:
@@ -113,14 +112,14 @@ def records(run: Path) -> list[dict[str, Any]]:
 
 
 def curve(run: Path) -> str:
-    """Return the losses of a run as text: a line for each record of metrics.jsonl, then the digest of the weights."""
+    """Format the losses of a run: one line per record of metrics.jsonl, then the digest of the weights."""
     names = ("step", "loss", "grad_norm", "validation_loss")
     lines = [" ".join(repr(record[name]) if name in record else "-" for name in names) for record in records(run)]
     return "\n".join([" ".join(names), *lines, f"sha256 {digest(run / 'model')}"]) + "\n"
 
 
 def numbers(text: str) -> list[float]:
-    """Return the numbers of a curve: those of the lines between the names and the digest."""
+    """Parse the numbers of a curve, without header and digest."""
     return [math.nan if word == "-" else float(word) for line in text.splitlines()[1:-1] for word in line.split()]
 
 
@@ -178,7 +177,7 @@ PLANS = {
 }
 TRAIN = train_line("gptj", "full", "fp32").replace(f"--max-steps {NUM_STEPS}", "--max-steps 4")
 PRESETS = sorted(file.stem for file in (HERE.parents[1] / "recipes").glob("*.yaml"))
-# One after another, in one working folder. A command may be there twice, with a word after it.
+# Commands run in this order in one working folder. A repeated command has a suffix.
 COMMANDS = {
     "recipes-list": "recipes list",
     **{f"recipes-show-{name}": f"recipes show {name}" for name in ["custom", *PRESETS]},
@@ -218,7 +217,7 @@ COMMANDS = {
     "cache-clear": "cache clear",
     "download-error": "download --offline",
 }
-# Facts of the machine, of the moment or of the file system. Of these only the type is kept.
+# Values that depend on machine, time or file system: only their type is compared.
 VOLATILE = re.compile(
     r"(.*_)?seconds|.*_per_second|.*_gflops|[mh]fu|stall|memory_bytes|have|started|ended|saved_at|.*_bytes"
 )
@@ -237,7 +236,7 @@ def is_volatile(name: str, key: str) -> bool:
 
 
 def normalised(value: Any, name: str, places: dict[str, str]) -> Any:
-    """Return an object with paths in words, and the types of values that no two calls have in common."""
+    """Replace paths, and values that differ between any two calls, by placeholders."""
     if isinstance(value, dict):
         return {
             key: f"<{type(each).__name__}>" if is_volatile(name, key) else normalised(each, name, places)
@@ -253,9 +252,10 @@ def normalised(value: Any, name: str, places: dict[str, str]) -> Any:
 
 
 def differences(ours: Any, golden: Any, rel: float, at: str) -> Iterator[str]:
-    """Yield where two objects differ; if a relative tolerance is given, fractions may by it, and written texts at all.
+    """Yield the differences of two objects.
 
-    A random model's likeliest words are nearly as likely as others.
+    With a relative tolerance, fractions may differ by it and generated texts may differ freely: a random
+    model's likeliest tokens are nearly tied.
     """
     if isinstance(ours, dict) and isinstance(golden, dict):
         if list(ours) != list(golden):
@@ -273,7 +273,7 @@ def differences(ours: Any, golden: Any, rel: float, at: str) -> Iterator[str]:
 
 @pytest.fixture
 def free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the same memory free at all times: a plan's buffers are as many as there is room for."""
+    """Fix the free memory: a plan sizes its buffers by it."""
     memory = psutil.virtual_memory()
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=64 * 10**9))
 
@@ -307,7 +307,7 @@ def test_golden_json(shell, tmp_path, own_home, updating) -> None:
 
 
 def pages(shell) -> Iterator[tuple[str, str]]:
-    """Yield every command with its help, found by reading the help of its group."""
+    """Yield every command with its help page, following the help of its group."""
     waiting = [""]
     while waiting:
         command = waiting.pop(0)
@@ -358,7 +358,7 @@ def old_folders(tmp_path: Path) -> Path:
 
 
 def point_to_base(folders: Path) -> None:
-    """Write where the runs' base model is now, as the messages say."""
+    """Update the path of the runs' base model, as the error message suggests."""
     for file in (*folders.glob("*/recipe.yaml"), *folders.glob("*/model/adapter_config.json")):
         text = file.read_text(encoding="utf-8")
         assert "/tmp/old/model" in text

@@ -1,4 +1,4 @@
-"""Texts that tokenizers trip over."""
+"""List texts that break tokenizers."""
 
 AWKWARD = {
     "emoji": "👍🏽 👩‍👩‍👧‍👦 🏳️‍🌈 ❤️ 🇫🇷 1️⃣ \U0001fae8",

@@ -1,4 +1,4 @@
-"""BertSumExt on padded rows with masks, in plain torch: the oracle of the head for sentences."""
+"""Implement BertSumExt on padded rows in plain torch: the oracle of the sentence head."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Positions(nn.Module):
 
 
 class Between(nn.Module):
-    """The layers between sentences; names of parameters are those of the authors' files."""
+    """Implement the inter-sentence layers; parameter names match the authors' files."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Between(nn.Module):
 
 
 class BertSumExt(nn.Module):
-    """BERT and the layers between sentences."""
+    """Combine BERT and the inter-sentence layers."""
 
     def __init__(self, config: transformers.BertConfig) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Names and layouts of the Cerebras model zoo, by the table in the description of its format."""
+"""Map names and layouts of the Cerebras model zoo, following the table in its format description."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ optimizer: {weight_decay_rate: 0.1}
 
 
 def theirs(state: State, prefix: str = "model.") -> State:
-    """Name a model's tensors as Cerebras does, by the table in the description."""
+    """Rename a model's tensors to Cerebras names."""
     named = {}
     for name, tensor in state.items():
         own = name.removeprefix("transformer.")
@@ -62,7 +62,7 @@ def gpt2_state(is_tied: bool) -> State:
 
 
 def gpt2_theirs(state: State, positions: str) -> State:
-    """Name a GPT-2's tensors as Cerebras does: matrices turned round, q, k and v apart."""
+    """Rename a GPT-2's tensors to Cerebras names: transposed matrices, separate q, k and v."""
     named = {
         "embedding_layer.word_embeddings.weight": state["transformer.wte.weight"],
         positions: state["transformer.wpe.weight"],

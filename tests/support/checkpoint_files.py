@@ -1,4 +1,4 @@
-"""Checkpoints of a small random GPT-J, written by hand in every form of Hugging Face's."""
+"""Write checkpoints of a small random GPT-J in every Hugging Face form, by hand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ State = dict[str, Tensor]
 
 
 def make_state() -> tuple[GPTJConfig, State]:
-    """A random GPT-J in which no tensor is all zeros or ones, so that every mix-up shows."""
+    """Return a random GPT-J without constant tensors, so that every mix-up shows."""
     config = GPTJConfig(
         vocab_size=64,
         n_positions=32,
@@ -35,7 +35,7 @@ def make_state() -> tuple[GPTJConfig, State]:
 
 
 def write_source(folder: Path, state: State, form: str = "safetensors", config: GPTJConfig | None = None) -> Path:
-    """Write a checkpoint as others do: by hand, not by the code under test."""
+    """Write a checkpoint by hand, independent of the code under test."""
     folder.mkdir()
     (config or make_state()[0]).save_pretrained(folder)
     raw = json.loads((folder / "config.json").read_text())

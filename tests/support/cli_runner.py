@@ -1,4 +1,4 @@
-"""Runs a command as typed, in this process."""
+"""Run a command line in this process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gptj_ft.cli import app
 
 @dataclass(frozen=True)
 class Outcome:
-    """Exit code and what was printed where."""
+    """Hold exit code and output."""
 
     code: int
     out: str
@@ -22,7 +22,7 @@ class Outcome:
 
     @property
     def said(self) -> str:
-        """All that was printed, however its lines are broken."""
+        """Return all output with line breaks removed."""
         return " ".join((self.out + self.err).split())
 
     @property
@@ -31,13 +31,13 @@ class Outcome:
 
 
 class Shell:
-    """Types commands."""
+    """Run commands."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         self._monkeypatch, self._capsys = monkeypatch, capsys
 
     def __call__(self, line: str, *more: object) -> Outcome:
-        """Run ``gptj-ft`` with the words of a line, and arguments that are not to be split."""
+        """Run ``gptj-ft`` with the words of a line plus unsplit arguments."""
         self._monkeypatch.setattr("sys.argv", ["gptj-ft", *shlex.split(line), *map(str, more)])
         self._capsys.readouterr()
         with pytest.raises(SystemExit) as stop:

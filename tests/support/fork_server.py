@@ -1,7 +1,7 @@
-"""Runs commands and modules in forks of a process that has everything imported, and sends them signals when told to.
+"""Run commands and modules in forks of a process that has everything imported, and signal them on request.
 
-A command then takes as long as its own work, not the seconds that importing torch takes. As a script, it is the server:
-one JSON object a line comes in, one goes out.
+A command then takes only its own time, without seconds of imports. Run as a script, this file is the server: JSON lines
+in, JSON lines out.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ LAUNCHER_SECONDS = 8.0  # after the death of a process, until the others are tol
 
 @dataclass(frozen=True)
 class Job:
-    """A command line of gptj-ft, its working folder, and its signals: after how many seconds, which, and to which rank.
+    """Describe a command line, its working folder, and signals: delay, number and target rank.
 
-    Several processes are started as a launcher does it, and meet in a file of the folder. With a module, the line are
-    the words for that instead.
+    Several processes start as under a launcher and meet in a file of the folder. With a module, the line holds its
+    arguments.
     """
 
     line: str
@@ -41,7 +41,7 @@ class Job:
 
 
 class ForkServer:
-    """The server's other end."""
+    """Talk to the server process."""
 
     def __init__(self) -> None:
         path = os.pathsep.join(map(str, (TESTS.parent, TESTS)))
@@ -51,14 +51,14 @@ class ForkServer:
         )
 
     def run(self, line: str, folder: Path, *signals: tuple[float, int]) -> tuple[int, float]:
-        """Run a command; return its exit code, -9 if it was killed, and the seconds that it took."""
+        """Run a command; return its exit code (-9 if killed) and its seconds."""
         codes, seconds = self.run_together(line, folder, 1, *((delay, number, 0) for delay, number in signals))
         return codes[0], seconds[0]
 
     def run_together(
         self, line: str, folder: Path, processes: int, *signals: tuple[float, int, int]
     ) -> tuple[list[int], list[float]]:
-        """Run a command in several processes; return the exit code of each, and after how many seconds it ended."""
+        """Run a command in several processes; return exit code and duration of each."""
         return self._do(Job(line, str(folder), signals, processes))
 
     def run_module(self, module: str, *words: str) -> list[Any]:
@@ -124,7 +124,7 @@ def serve() -> None:
 
 
 def work(job: Job, rank: int, number: int) -> NoReturn:
-    """Be the command or the module; never returns."""
+    """Run the command or module in the fork; never returns."""
     code = 1
     try:
         if job.module:

@@ -1,9 +1,9 @@
-"""Forecasts of GPT-J 6B beside the ledger and the replay of a step without numbers; for a process of its own.
+"""Compare forecasts of GPT-J 6B with ledger and replay of a step without data; needs a separate process.
 
     python -m support.ghost_forecasts memory '{"cap": 8, "tokens": 16384, "method": "full"}' ...
     python -m support.ghost_forecasts time '{"device": "RTX 4060 8GB", "tokens": 16384}' ...
 
-prints a JSON line for each case.
+It prints a JSON line per case.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NARROW = {"moments": "bf16", "gradients": "bf16"}
 
 
 def memory(case: dict[str, Any]) -> dict[str, Any]:
-    """Plan a step within a cap, and take the ledger of what was planned."""
+    """Plan a step within a cap and return the ledger of that plan."""
     from gptj_ft.planning.working_memory import usable
 
     options = {**NARROW, "method": case["method"]}
@@ -38,7 +38,7 @@ def memory(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def time(case: dict[str, Any]) -> dict[str, Any]:
-    """Replay a step by the product's own timeline, and the operations of the same step at the same rates."""
+    """Replay a step by the planner's timeline and by the recorded operations, at the same rates."""
     from gptj_ft.planning.plan import Plan
 
     rates, options = RATES[case["device"]], {**NARROW, "weights": "host", "optimizer_state": "host"}
@@ -61,7 +61,7 @@ def batch(case: dict[str, Any]) -> GhostBatch:
 
 
 def planned(case: dict[str, Any], options: dict[str, Any], cap: int, device: DeviceRates) -> Any:
-    """Return the plan of a case, the shape of the model, and the options of the recipe."""
+    """Return the plan of a case, the model's shape and the recipe's options."""
     from gptj_ft.config.resolve import build
     from gptj_ft.models.registry import Architecture, families
     from gptj_ft.models.trainable import select
@@ -84,7 +84,7 @@ def planned(case: dict[str, Any], options: dict[str, Any], cap: int, device: Dev
 
 
 def rates_of(device: DeviceRates) -> Any:
-    """Return the rates of a replay as those of a plan."""
+    """Convert the rates of a replay to the planner's rates."""
     from gptj_ft.planning.probe import ASSUMED_DISK, ComputeRates, Rates
 
     products, moved = device.flops * device.reached, device.memory * device.memory_reached

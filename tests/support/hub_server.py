@@ -1,6 +1,6 @@
-"""A Hugging Face Hub on 127.0.0.1: as much of its protocol as downloads and uploads use, and faults on request.
+"""Serve a Hugging Face Hub on 127.0.0.1: the protocol of downloads and uploads, with faults on request.
 
-Run it by hand to download from a folder: ``python tests/support/hub_server.py FOLDER``, then ``HF_ENDPOINT=http://127.0.0.1:8000``.
+By hand: ``python tests/support/hub_server.py FOLDER``, then download with ``HF_ENDPOINT=http://127.0.0.1:8000``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LARGE_BYTES = 10_000  # from here on a file counts as stored in git-lfs: known b
 
 @dataclass
 class Request:
-    """What a client sent."""
+    """Record one client request."""
 
     method: str
     path: str
@@ -40,7 +40,7 @@ class Request:
 
 @dataclass
 class Revision:
-    """What a data set holds at a revision: a folder of files, and the metadata of its README."""
+    """Hold a data set revision: a folder of files and its README metadata."""
 
     folder: Path
     commit: str
@@ -49,7 +49,7 @@ class Revision:
 
 @dataclass
 class Pushed:
-    """A repository that was made here: who may see it, its files, its commits' messages."""
+    """Record a repository created by a push: visibility, files, commit messages."""
 
     private: bool
     files: dict[str, bytes] = field(default_factory=dict)
@@ -93,14 +93,14 @@ class Hub:
     closing: threading.Event = field(default_factory=threading.Event)
 
     def fetched(self) -> list[str]:
-        """Return the names of the files that were asked for."""
+        """Return the names of the requested files."""
         return [r.path.rpartition("/")[2] for r in self.requests if r.method == "GET" and "/resolve/" in r.path]
 
     def asked(self, path: str) -> dict[str, object] | None:
-        """Return what the Hub says about a repository at a revision; ``None`` if there is no such revision.
+        """Return the Hub's answer about a repository at a revision; ``None`` if the revision does not exist.
 
         Raises:
-            KeyError: there is no such repository.
+            KeyError: unknown repository.
         """
         kind, name, revision = re.fullmatch(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/revision/(.+))?", path).groups()
         if kind == "models" and name in self.pushed:
@@ -119,7 +119,7 @@ class Hub:
         return about | ({"modelId": name} if kind == "models" else {"cardData": found.card or None})
 
     def file(self, path: str) -> Path:
-        """Return the file behind an address of its content."""
+        """Return the file behind a content address."""
         if path.startswith("/cdn/"):
             return Path(path.removeprefix("/cdn"))
         if path.startswith(f"/{REPOSITORY}/resolve/{COMMIT}/"):
@@ -168,7 +168,7 @@ def serve(folder: Path, port: int = 0) -> Iterator[Hub]:
 
 @contextmanager
 def reachable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """Serve a folder, and have this process take that for the Hub; it has a network meanwhile."""
+    """Serve a folder as the Hub of this process, with network access meanwhile."""
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy", "HF_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)

@@ -1,4 +1,4 @@
-"""A disk that has only what was flushed: a power cut takes every write and every name since the last fsync."""
+"""Simulate a disk that keeps only flushed data: a power cut loses every write and name since the last fsync."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Names = dict[str, tuple[int, bool]]  # name -> inode, whether it is a folder
 
 
 class LossyDisk:
-    """Watches a folder; `crash` leaves in it what a power cut would have.
+    """Watch a folder; `crash` puts it into the state after a power cut.
 
-    A file has the content of its last fsync, empty if there was none. A folder has the names of its own last fsync.
-    What is there at the beginning is on the disk. Nothing is really flushed, so that it is fast.
+    A file keeps the content of its last fsync, a folder the names of its own last fsync. Initial content counts as
+    flushed. Nothing is really flushed, which keeps it fast.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -31,11 +31,10 @@ class LossyDisk:
         monkeypatch.setattr(os, "fsync", self._fsync)
 
     def crash(self, seed: int | None = None) -> None:
-        """Put the folder into the state that it has after a power cut.
+        """Put the folder into its state after a power cut.
 
-        Args:
-            seed: ``None``: whatever was not flushed is lost. A number: any of it may have reached the disk, for a disk
-                writes when it likes; of each name the flushed state or the newest, of each file also half of that.
+        Args: seed: ``None`` loses all unflushed data. A number keeps a random part: disks write when they like. Each
+        name has its flushed or newest state, and each file may hold half of that.
         """
         draw = random.Random(seed)
         self._watch_names(self._folder)

@@ -1,6 +1,6 @@
-"""mesh-transformer-jax, written once more from the description of its files: what makes a checkpoint, and its forward.
+"""Implement mesh-transformer-jax from the description of its files: checkpoints and forward pass.
 
-Nothing here comes from the code under test. Leaves are kept as the format has them, one set a shard.
+It shares no code with the package. Leaves are kept in the file layout, one set per shard.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SHARDS = 4
 
 
 def random_shards(seed: int = 0, shards: int = SHARDS) -> list[Leaves]:
-    """Draw what a trained model may hold: biases on the embedding, norms beside shard 0's that count for nothing."""
+    """Draw a plausible trained model: embedding biases, and norms in other shards than 0, which do not count."""
     draw = np.random.default_rng(seed)
     d, ff, v = SHAPE["d_model"], 4 * SHAPE["d_model"], SHAPE["n_vocab"]
 
@@ -56,20 +56,20 @@ def random_shards(seed: int = 0, shards: int = SHARDS) -> list[Leaves]:
 
 
 def in_order(leaves: Leaves) -> list[NDArray[np.generic]]:
-    """Return the leaves of a dictionary in their order: by their keys as strings."""
+    """Return the leaves of a dictionary, sorted by key as string."""
     named = {("causal_transformer_shard/~/" + module, name): array for (module, name), array in leaves.items()}
     return [named[key] for key in sorted(named)]
 
 
 def flat(leaves: Leaves, step: int, moments: tuple[Leaves, ...] = ()) -> list[NDArray[np.generic]]:
-    """Return the leaves of a shard's tree in their order."""
+    """Return the leaves of a shard's tree in file order."""
     count = np.array(step, np.int32)
     state = [count, *(array for moment in moments for array in in_order(moment)), count] if moments else []
     return [*state, *in_order(leaves), count]
 
 
 def as_bf16(array: NDArray[np.generic]) -> NDArray[np.generic]:
-    """Return the upper halves of fp32 numbers as numpy has jax's bfloat16: two bytes of no known type."""
+    """Return the upper halves of fp32 numbers as jax's bfloat16 appears in numpy: two bytes of unknown type."""
     if array.dtype != np.float32:
         return array
     return (array.view(np.uint32) >> 16).astype(np.uint16).view("V2")
@@ -78,7 +78,7 @@ def as_bf16(array: NDArray[np.generic]) -> NDArray[np.generic]:
 def write(
     folder: Path, shards: list[Leaves], *, step: int = 10, moments: tuple[list[Leaves], ...] = (), bf16: bool = False
 ) -> Path:
-    """Write ``step_N/shard_I/J.npz``, a full checkpoint where there are moments; return the folder of the step."""
+    """Write ``step_N/shard_I/J.npz``, with moments if the checkpoint has them; return the step's folder."""
     for number, leaves in enumerate(shards):
         arrays = flat(leaves, step, tuple(moment[number] for moment in moments))
         if bf16:
@@ -95,7 +95,7 @@ def write(
 
 
 def pack(step: Path, path: Path) -> Path:
-    """Put a checkpoint into an archive, packed as its name says."""
+    """Write a checkpoint into an archive, compressed by its suffix."""
     raw = io.BytesIO()
     with tarfile.open(fileobj=raw, mode="w") as archive:
         archive.add(step, step.name)
@@ -109,7 +109,7 @@ def pack(step: Path, path: Path) -> Path:
 
 
 def forward(shards: list[Leaves], tokens: list[int]) -> NDArray[np.float64]:
-    """Return the logits of each position as the shards compute them together: sums over shards where it has psum."""
+    """Return the logits of each position, summed over shards where the model uses psum."""
     d_head = SHAPE["d_model"] // SHAPE["n_heads"]
     wide = [{key: array.astype(np.float64) for key, array in leaves.items()} for leaves in shards]
     rows = len(wide[0]["embedding_shard/~/linear", "w"])
@@ -151,7 +151,7 @@ def _norm(
 
 
 def _rotate(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Turn the pairs (2i, 2i+1) of the first dimensions by position / 10000^(2i/dims)."""
+    """Rotate the pairs (2i, 2i+1) of the first dimensions by position / 10000^(2i/dims)."""
     dims, result = SHAPE["pe_rotary_dims"], x.copy()
     for i in range(dims // 2):
         angle = np.arange(len(x))[:, None] / 10000 ** (2 * i / dims)

@@ -1,13 +1,11 @@
-"""Mutation testing: does a test fail when a line of the core says something else?
+"""Test the tests by mutation: does a test fail when a line of the core changes?
 
-``make mutants`` draws mutants of the modules below by a seed, runs for each the tests that reach its line, and prints
-those that no test noticed. A mutant is one change of one expression or statement: another comparison, operator, number
-or boolean, a condition turned round, a call left out. Mutants that change no behaviour are listed, with the reason, in
-``equivalent_mutants.json``; they are not counted.
+``make mutants`` samples mutants of the modules below, runs the tests that reach each mutated line, and prints the
+survivors. A mutant changes one expression or statement: a comparison, operator, number or boolean, a negated condition,
+an omitted call. ``equivalent_mutants.json`` lists mutants that change no behaviour, with the reason; they do not count.
 
-Which tests reach a line is traced once, and kept in ``.mutants/``. Then each mutant runs in a fork of a process that
-has imported torch and pytest, but nothing of the package: an import hook hands out the changed module, and no file
-changes.
+A trace finds the tests that reach a line, once, and is kept in ``.mutants/``. Each mutant runs in a fork of a process
+that has imported torch and pytest but not the package. An import hook provides the changed module; no file changes.
 """
 
 from __future__ import annotations
@@ -127,7 +125,7 @@ class Mutant:
 
     @property
     def key(self) -> list[str]:
-        """Name it without its line's number, which changes."""
+        """Identify a mutant without its line number, which shifts."""
         return [self.file, self.text, self.before, self.after]
 
     def __str__(self) -> str:
@@ -153,7 +151,7 @@ def mutants_of(file: str) -> list[Mutant]:
 
 
 def _nodes(tree: ast.AST) -> Iterator[Any]:
-    """Yield the nodes that behaviour depends on: no annotations, messages of errors, assertions, docstrings."""
+    """Yield nodes that affect behaviour: no annotations, error messages, assertions or docstrings."""
     for name, value in ast.iter_fields(tree):
         if name in ("annotation", "returns", "decorator_list", "type_comment"):
             continue
@@ -168,7 +166,7 @@ def _nodes(tree: ast.AST) -> Iterator[Any]:
 
 
 def _changes(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield what a node may be changed into."""
+    """Yield the possible mutations of a node."""
     if isinstance(node, ast.Compare) and type(node.ops[0]) in COMPARED:
         yield _with(node, ops=[COMPARED[type(node.ops[0])](), *node.ops[1:]])
     elif isinstance(node, ast.BinOp) and type(node.op) in COMPUTED:
@@ -202,7 +200,7 @@ def _with(node: ast.AST, **fields: Any) -> ast.AST:
 
 
 class Reached:
-    """A plugin of pytest that notes which lines of the sources each test runs, on whatever thread, and for how long."""
+    """Record, as a pytest plugin, the source lines that each test runs on any thread, and its seconds."""
 
     def __init__(self) -> None:
         self.tests: dict[str, dict[str, Any]] = {}
@@ -236,7 +234,7 @@ class Reached:
 
 
 class Changed(importlib.abc.MetaPathFinder):
-    """Hands out one module of the package as a mutant has it."""
+    """Import one module of the package in its mutated form."""
 
     def __init__(self, mutant: Mutant) -> None:
         path = PACKAGE / mutant.file
@@ -261,7 +259,7 @@ class Changed(importlib.abc.MetaPathFinder):
 
 
 def in_fork(work: Callable[[], int], seconds: float) -> int | None:
-    """Run something in a fork, in silence; return its exit code, or ``None`` if it hung."""
+    """Run a function in a silent fork; return its exit code, or ``None`` if it hung."""
     child = os.fork()
     if child == 0:
         os.setsid()
@@ -285,7 +283,7 @@ def in_fork(work: Callable[[], int], seconds: float) -> int | None:
 
 
 def trace() -> dict[str, dict[str, Any]]:
-    """Return what each test reaches; traced anew when a source or a test has changed."""
+    """Return the lines that each test reaches; repeats the trace if a source or test has changed."""
     files = sorted([*(PACKAGE / name for name in SOURCES), *(TESTS / name for name in SUITE)])
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
     path = KEPT / f"reached-{digest}.json"
@@ -314,7 +312,7 @@ def _suite() -> list[str]:
 
 
 def tests_for(mutant: Mutant, reached: dict[str, dict[str, Any]]) -> tuple[list[str], list[str]]:
-    """Return the tests that reach a mutant's line, those of its file if it runs on import: the quickest, the rest."""
+    """Return the tests that reach a mutant's line, or its file for import-time lines: the fastest, then the rest."""
     by_line = [name for name, facts in reached.items() if mutant.line in facts["lines"].get(mutant.file, ())]
     names = by_line or [name for name, facts in reached.items() if mutant.file in facts["lines"]]
     names.sort(key=lambda name: float(reached[name]["seconds"]))
@@ -342,7 +340,7 @@ def try_mutant(mutant: Mutant, reached: dict[str, dict[str, Any]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Draw mutants, try each, print those that survive."""
+    """Sample mutants, test each, print the survivors."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sample", type=int, default=300, help="mutants to draw; 0: all")
     parser.add_argument("--skip", type=int, default=0, help="of them, the first, which have been tried")

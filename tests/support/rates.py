@@ -1,4 +1,4 @@
-"""Rates of machines that are not there, in round numbers."""
+"""Provide rates of imaginary machines, in round numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gptj_ft.planning.probe import ComputeRates, DiskRates, Rates
 
 
 def layers_by(compute: ComputeRates) -> Callable[[Sequence[LayerKind]], list[Seconds]]:
-    """Return what times layers on a machine that does nothing but their products, at these rates."""
+    """Return a layer timer for a machine that does only matrix products, at these rates."""
 
     def seconds(kind: LayerKind) -> Seconds:
         rate = compute.fp32 if kind.given.dtype == torch.float32 else compute.bf16
@@ -23,7 +23,7 @@ def layers_by(compute: ComputeRates) -> Callable[[Sequence[LayerKind]], list[Sec
 
 
 def round_rates(disk: DiskRates, to_device: float, from_device: float, on_cpu: bool = False) -> Rates:
-    """Return the rates of a machine that multiplies 10^12 numbers a second, in bf16 four times as many."""
+    """Return the rates of a machine with 1 TFLOP/s in fp32 and 4 TFLOP/s in bf16."""
     compute = ComputeRates(
         fp32=1e12,
         bf16=4e12,

@@ -1,4 +1,4 @@
-"""Published data sets, which are not part of the project."""
+"""Locate published data sets, which are not part of the project."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def real_data(name: str) -> Path:
-    """Return a file of the data folder; skip the test if it is not there."""
+    """Return a file of the data folder; skip the test if it is missing."""
     folder = Path(os.environ.get("GPTJ_FT_TEST_DATA") or Path(__file__).parents[3] / "shared" / "data")
     if not (folder / name).exists():
         pytest.skip(f"real data not found: {folder / name} (set GPTJ_FT_TEST_DATA)")

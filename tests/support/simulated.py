@@ -1,9 +1,8 @@
-"""Train, score and write on the simulated device, in every placement and schedule; for a process of its own.
+"""Train, score and generate on the simulated device in every placement and schedule; needs a separate process.
 
-``python -m support.simulated [--all | --only NAME ...]`` prints a JSON line for each case: its names, a digest of its
-numbers, the races that were found and between which places, and what went wrong. Cases of one group must give the same
-digest. Without options it takes the reduced matrix of every test run, and adds losses beside those of the CPU, and the
-program's waits for the device.
+``python -m support.simulated [--all | --only NAME ...]`` prints a JSON line per case: names, digest of its numbers,
+races with their places, errors. Cases of one group must have equal digests. Without options it runs the reduced matrix
+of the test suite, compares losses with the CPU, and counts the program's waits for the device.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class Case:
 
 @lru_cache
 def model_folder(name: str) -> Path:
-    """Return the folder of a random model of one of the `SHAPES`, made once in the process."""
+    """Return the folder of a random model of one of the `SHAPES`, cached per process."""
     from conftest import random_gpt2, random_gptj
 
     folder = Path(tempfile.mkdtemp(prefix="simulated-model-", dir=memory()))
@@ -94,7 +93,7 @@ def model_folder(name: str) -> Path:
 
 
 def memory() -> str | None:
-    """Return a folder in memory, if this system has one."""
+    """Return a folder in shared memory if the system has one."""
     return "/dev/shm" if os.path.isdir("/dev/shm") else None
 
 
@@ -143,7 +142,7 @@ class Training:
         return curve, state
 
     def waits(self, device: torch.device) -> list[tuple[str, int]]:
-        """Return where the program waits for the device in a step of the steady state, and how often."""
+        """Count the program's waits in a steady-state step, by place."""
         with self.opened(device) as (model, _, take_step):
             for step in range(STEPS - 1):
                 take_step(step)
@@ -156,7 +155,8 @@ class Training:
 
     @contextmanager
     def opened(self, device: torch.device) -> Iterator[tuple[Any, Any, Callable[[int], tuple[float, float]]]]:
-        """Open the model; yield it, its optimizer, and what takes a step and returns its loss and gradient norm."""
+        """Open the model; yield it, its optimizer, and a function that takes a step and returns loss and gradient
+        norm."""
         from gptj_ft.checkpoints.model_folder import open_checkpoint
         from gptj_ft.config.resolve import build
         from gptj_ft.data.batches import micro_batches
@@ -225,9 +225,9 @@ CLIPPING = {"clipped": 0.1, "not clipped": None}
 
 
 def full(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[Case]:
-    """Full fine-tuning: placements, kept activations, deferred updates, with clipping and without.
+    """Full fine-tuning: placements, kept activations, deferred updates, with and without clipping.
 
-    Where boundaries leave the device there are also models of more layers than there are buffers for boundaries.
+    Offloaded boundaries include models with more layers than boundary buffers.
     """
     for dtype, (words, clip) in product(dtypes, CLIPPING.items()):
         for number, places in enumerate(EVERYWHERE):
@@ -239,14 +239,14 @@ def full(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[Case]
 
 
 def tied(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[Case]:
-    """GPT-2, whose embedding is its head, too."""
+    """GPT-2, whose head shares the embedding's weights."""
     for dtype, (words, clip), places in product(dtypes, CLIPPING.items(), EVERYWHERE[:4]):
         run = Training("gpt2", {"clip_norm": clip}, places, dtype=dtype, kept=1, fp16_exponent=19)
         yield from _cases("tied", f"{dtype}, {words}", "/".join(places), run, schedules)
 
 
 def lora(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[Case]:
-    """Adapters with dropout, the frozen weights in each place: from a folder they come by the reader's own threads."""
+    """Adapters with dropout, frozen weights in each place; from a folder, the reader's threads load them."""
     for dtype, frozen, (state, kept) in product(dtypes, PLACES, (("device", 0), ("disk", 1))):
         options = {"method": "lora", "lora": LORA}
         run = Training("gptj", options, (state, state, "device"), frozen, dtype, kept=kept, fp16_exponent=20)
@@ -254,7 +254,7 @@ def lora(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[Case]
 
 
 def part(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[Case]:
-    """Some of the parameters, by ``--train``: a block, and parts of others."""
+    """Partial training by ``--train``: one block, and parts of others."""
     for dtype, frozen, state in product(dtypes, PLACES, ("host", "disk")):
         options = {"train": ["h.1.*", "h.2.mlp.*", "ln_f.*"]}
         run = Training("gptj", options, (state, state, "host"), frozen, dtype, fp16_exponent=20)
@@ -265,7 +265,7 @@ def part(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[Case]
 
 
 def read(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[Case]:
-    """Losses of a model that is only read, its weights in each place."""
+    """Losses of a model in inference, weights in each place."""
 
     def run(model: str, dtype: str, weights: str) -> Callable[[torch.device], Any]:
         def losses(device: torch.device) -> Any:
@@ -284,7 +284,7 @@ def read(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[Case]
 
 
 class Tokenizer:
-    """What decoding asks of a tokenizer."""
+    """Provide the tokenizer methods that decoding needs."""
 
     eos_token_id = 60
 
@@ -298,7 +298,7 @@ SETTINGS = {
 
 def write(dtypes: Sequence[str], schedules: Sequence[Schedule], settings: Sequence[str] = tuple(SETTINGS)
           ) -> Iterator[Case]:  # fmt: skip
-    """Tokens that a model writes, its weights in each place; the first thing that is asked of it."""
+    """Generated tokens, weights in each place, as the first use of the model."""
 
     def run(dtype: str, weights: str, setting: str) -> Callable[[torch.device], Any]:
         def rows(device: torch.device) -> Any:
@@ -329,11 +329,11 @@ def write(dtypes: Sequence[str], schedules: Sequence[Schedule], settings: Sequen
 
 
 class Stopped(Exception):
-    """The run is cut off here."""
+    """Interrupt the run here."""
 
 
 def runs(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[Case]:
-    """Whole runs: validated while they train, with checkpoints, straight through and resumed after an error."""
+    """Whole runs with validation and checkpoints, straight and resumed after an error."""
     for dtype, state, is_cut in product(dtypes, PLACES, (False, True)):
         if state == "device" and is_cut:
             continue
@@ -414,7 +414,7 @@ def every_case(dtypes: Sequence[str] = tuple(DTYPES)) -> list[Case]:
 
 
 def reduced() -> list[Case]:
-    """Return the cases of every test run: each scenario, place and schedule at least once, and late most often."""
+    """Return the cases of the test suite: each scenario, place and schedule at least once, mostly ``late``."""
     found: list[Case] = []
     for name, scenario in SCENARIOS.items():
         cases = list(scenario(tuple(DTYPES), ("late",)))
@@ -426,7 +426,7 @@ def reduced() -> list[Case]:
 
 
 def prepare() -> None:
-    """Make this process one that runs cases: the device registered, the machine's rates known, models made."""
+    """Set up this process: register the device, fix the rates, create the models."""
     torch.set_num_threads(1)
     accelerator.install()
     logging.disable(logging.WARNING)
@@ -445,7 +445,7 @@ def prepare() -> None:
 
 
 def run_case(case: Case, device: str = DEVICE, **options: Any) -> dict[str, Any]:
-    """Run a case in a simulation of its own; return what was found."""
+    """Run a case in a new simulation; return its findings."""
     forget_tensors()
     gc.freeze()  # modules come as cases need them: a second to look through each time
     simulation = accelerator.start(case.schedule, seed=1, num_devices=case.num_devices, **options)
@@ -465,14 +465,14 @@ def run_case(case: Case, device: str = DEVICE, **options: Any) -> dict[str, Any]
 
 
 def clean_up() -> None:
-    """Remove what `prepare` and `model_folder` made."""
+    """Remove the files of `prepare` and `model_folder`."""
     for name in SHAPES:  # those that were made, and the others in a moment
         shutil.rmtree(model_folder(name), ignore_errors=True)
     shutil.rmtree(os.environ["GPTJ_FT_HOME"], ignore_errors=True)
 
 
 def count_waits() -> list[dict[str, Any]]:
-    """Return the program's waits in a step, for models and micro-batches of several numbers."""
+    """Count the program's waits in a step, for several models and numbers of micro-batches."""
     found = []
     lora = {"method": "lora", "lora": LORA}
     for model, options, tokens, micro_batches in (
@@ -488,7 +488,7 @@ def count_waits() -> list[dict[str, Any]]:
 
 
 def agreement(dtype: str) -> list[list[float]]:
-    """Return losses and gradient norms of the device, and those of the CPU."""
+    """Return losses and gradient norms of the device and of the CPU."""
     accelerator.start("random")
     both = [Training(dtype=dtype, fp16_exponent=8)(torch.device(device))[0] for device in (DEVICE, "cpu")]
     return [[number for pair in curve for number in pair] for curve in both]

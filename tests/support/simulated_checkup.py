@@ -1,7 +1,7 @@
-"""Check the simulated device up; for a process of its own.
+"""Run the device check-up on the simulated device; needs a separate process.
 
-``python -m support.simulated_checkup`` prints the report as JSON, with the number of races that were seen, and then a
-line for each fault of `FAULTS`: its name, and the part that should find it, run once more with the fault planted.
+``python -m support.simulated_checkup`` prints the report as JSON with the number of races, then a line for each fault
+of `FAULTS`: its name and the result of the part that should find it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ FAULTS: dict[str, tuple[str, list[Any]]] = {
 
 
 def find(part: str, planted: list[Callable[[], Any]], folder: Path) -> dict[str, Any]:
-    """Run a part with faults planted."""
+    """Run a part of the check-up with planted faults."""
     patches = [plant() for plant in planted]
     for each in patches:
         each.start()

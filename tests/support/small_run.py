@@ -1,4 +1,4 @@
-"""A run of a few milliseconds a step, driven from Python: its session, its folder, its weights, and power cuts."""
+"""Drive a tiny run from Python: session, folder, weights and power cuts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPERATIONS = ("pwritev", "fsync", "replace", "rename", "link")
 
 
 def small_session(folder: Path, num_steps: int = 3, group: Group = ALONE, **options: object) -> TrainSetup:
-    """Return a session on six short random rows and two to validate on; everything on disk, if not told otherwise."""
+    """Return a session on six short random rows and two validation rows; everything on disk by default."""
     if not (folder / "config.json").is_file():
         random_gptj(vocab_size=40, n_positions=32, n_embd=16, n_layer=2, n_head=2, rotary_dim=4).save_pretrained(folder)
     generator = torch.Generator().manual_seed(0)
@@ -65,11 +65,11 @@ def assert_same_weights(ours: dict[str, torch.Tensor], theirs: dict[str, torch.T
 
 
 class PowerCut(BaseException):
-    """Nothing of the process runs on after this."""
+    """Signal the cut; the process must not do anything afterwards."""
 
 
 class Power:
-    """Counts disk operations, and fails each from the n-th on: a process that is dead writes nothing more."""
+    """Count disk operations and fail each from the n-th on, like a dead process."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, last: int | None = None) -> None:
         self.count, self._last = 0, last
@@ -88,15 +88,15 @@ class Power:
 
 
 def cut_points(count: int, first: int = 0, stride: int = 1) -> range:
-    """Return the operations at which the power of a run is cut.
+    """Return the operations at which to cut the power of a run.
 
-    Not the last three: a run can have an operation more than another, as its threads meet.
+    It leaves out the last three: thread timing changes the number of operations by one.
     """
     return range(first, count - 3, stride)
 
 
 def cut_and_resume(session: TrainSetup, run: Run, cuts: Sequence[int]) -> None:
-    """Cut the power at the n-th operation of each session in turn, then let the run end."""
+    """Cut the power at the n-th operation of each session in turn, then complete the run."""
     for last in cuts:
         with pytest.MonkeyPatch.context() as patch:
             Power(patch, last)
@@ -107,5 +107,5 @@ def cut_and_resume(session: TrainSetup, run: Run, cuts: Sequence[int]) -> None:
 
 
 def losses_of(run: Run) -> list[tuple[object, ...]]:
-    """Return the numbers of a run's metrics that do not depend on the time."""
+    """Return the time-independent numbers of a run's metrics."""
     return [(line["step"], line.get("loss"), line.get("validation_loss")) for line in run.metrics()]

@@ -58,7 +58,7 @@ def weights_after(stack, optimizer: AdamW) -> list[dict[str, torch.Tensor]]:
 
 
 def oracle_loss(oracle, docs: list[list[int]], z_loss: float = 0.0):
-    """Mean loss over the target tokens of all documents, each run alone."""
+    """Return the mean loss over the target tokens of all documents, each run alone."""
     total, count = torch.zeros(()), 0
     for ids, prompt in zip(docs, PROMPTS, strict=True):
         logits, targets = oracle(torch.tensor([ids])).logits[0, :-1], torch.tensor(ids[1:])

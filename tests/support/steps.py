@@ -1,4 +1,4 @@
-"""Let something happen to a run while it computes a step: a signal, a full disk, an error."""
+"""Inject an event while a run computes a step: a signal, a full disk, an error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gptj_ft.training import compute
 
 @contextmanager
 def before_steps(action: Callable[[int], object]) -> Iterator[None]:
-    """Call something with the number of each optimizer step, from 1, before it is computed."""
+    """Call a function with the number of each optimizer step, from 1, before the step."""
     original = compute.train_step
 
     def watched(stack, optimizer, *rest):
@@ -27,12 +27,12 @@ def before_steps(action: Callable[[int], object]) -> Iterator[None]:
 
 
 def interrupting(*steps: int, by: int = signal.SIGINT) -> AbstractContextManager[None]:
-    """Send this process a signal while it computes these steps."""
+    """Send this process a signal during these steps."""
     return before_steps(lambda step: os.kill(os.getpid(), by) if step in steps else None)
 
 
 def failing(step: int, error: BaseException | None = None) -> AbstractContextManager[None]:
-    """Fail a step; by default the disk is full."""
+    """Fail a step; by default with a full disk."""
 
     def fail(number: int) -> None:
         if number == step:

@@ -1,4 +1,4 @@
-"""Runs made by the command line: some that end, and some that a full disk stops after a number of steps."""
+"""Create runs by the command line: complete ones, and ones stopped by a full disk."""
 
 from __future__ import annotations
 

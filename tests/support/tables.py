@@ -1,4 +1,4 @@
-"""Rows as tokens, in memory."""
+"""Build tokenized rows in memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COLUMNS: dict[str, list[Any]] = {
 
 
 def table_of(**columns: list[Any]) -> TokenTable:
-    """Rows in memory; columns that are not given are empty, zero or false."""
+    """Return rows in memory; missing columns are empty, zero or false."""
     empty = {name: type(values[0])() for name, values in COLUMNS.items()}
     count = len(next(iter(columns.values())))
     arrays = [to_arrow(field.type, columns.get(field.name, [empty[field.name]] * count)) for field in SCHEMA]

@@ -1,4 +1,4 @@
-"""Writer of TensorFlow's checkpoints, by the descriptions of LevelDB's tables and of tensor_bundle.proto."""
+"""Write TensorFlow checkpoints, following the descriptions of LevelDB tables and tensor_bundle.proto."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def message(field: int, content: bytes) -> bytes:
 
 
 def block(entries: list[tuple[bytes, bytes]], every: int) -> bytes:
-    """Return a block: keys without what they share with the one before, but whole every so many."""
+    """Return a block with prefix-compressed keys and restart points."""
     out, restarts, last = bytearray(), [], b""
     for count, (key, value) in enumerate(entries):
         shared = 0
@@ -51,7 +51,7 @@ def block(entries: list[tuple[bytes, bytes]], every: int) -> bytes:
 
 
 def table(entries: list[tuple[bytes, bytes]], block_entries: int, compression: int = 0) -> bytes:
-    """Return a table: blocks of so many entries, an empty index of meta blocks, the index, and the footer."""
+    """Return a table: data blocks, an empty meta index, the index, the footer."""
     out, index = bytearray(), []
 
     def add(content: bytes) -> bytes:
@@ -76,7 +76,7 @@ def write_bundle(
     header: bytes = b"",
     more: bytes = b"",
 ) -> Path:
-    """Write ``PREFIX.index`` and its data files; ``header`` and ``more`` are further fields of the messages."""
+    """Write ``PREFIX.index`` and its data files; ``header`` and ``more`` add fields to the messages."""
     entries = [(b"", number(1, num_files) + header + message(3, number(1, 1)))]
     data = [bytearray() for _ in range(num_files)]
     for place, name in enumerate(sorted(tensors)):
@@ -101,7 +101,7 @@ HEADS |= {"cls.seq_relationship.bias": "cls/seq_relationship/output_bias"}
 
 
 def googles(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Name a BERT's tensors as google-research does: kernels are (in, out)."""
+    """Rename a BERT's tensors to google-research names; kernels are (in, out)."""
     named = {}
     for name, tensor in state.items():
         if "decoder" in name or "position_ids" in name:

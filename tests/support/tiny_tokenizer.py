@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer, trained on a few words."""
+"""Train a byte-level BPE tokenizer on a few words."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TEXT = (
 
 
 def make_tokenizer(vocab_size=400, text=TEXT, eos="<|endoftext|>"):
-    """A byte-level BPE, as GPT-J's is, trained on a few words: merges inside words, none across blanks."""
+    """Return a byte-level BPE like GPT-J's: it merges inside words, never across blanks."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -35,7 +35,7 @@ def make_tokenizer(vocab_size=400, text=TEXT, eos="<|endoftext|>"):
 
 
 def encode(recipe: Recipe, tokenizer, values: Mapping[str, Any], answer_at: int | None = None) -> Encoded:
-    """Encode a row alone, as `tokenize_rows` does in batches."""
+    """Encode one row, as `tokenize_rows` does in batches."""
     texts = parts(recipe, values)
     ids = tokenize(tokenizer, [text for text, _ in texts])
     encoded = assemble(recipe, tokenizer, eos_of(tokenizer), values, texts, ids, answer_at)

@@ -1,4 +1,4 @@
-"""BERT's kind of tokenizer with a vocabulary of a few words and all letters."""
+"""Build a BERT tokenizer with a vocabulary of a few words and all letters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ENDS = "ing ed s er es ly ion"
 
 
 def write_vocabulary(folder: Path, is_cased: bool = False) -> Path:
-    """Write ``vocab.txt`` into a folder, and return the folder; a cased one has upper-case words, too."""
+    """Write ``vocab.txt`` into a folder and return the folder; a cased vocabulary has upper-case words, too."""
     words = WORDS.split()
     if is_cased:
         words += [word.capitalize() for word in words]
@@ -27,5 +27,5 @@ def write_vocabulary(folder: Path, is_cased: bool = False) -> Path:
 
 
 def make_wordpiece(folder: Path, is_cased: bool = False) -> PreTrainedTokenizerFast:
-    """Write the vocabulary into a folder, and load its tokenizer."""
+    """Write the vocabulary into a folder and load its tokenizer."""
     return load_tokenizer(write_vocabulary(folder, is_cased))

@@ -1,4 +1,4 @@
-"""Files of tokens as other systems write them: HDF5 samples, and TFRecords by the definition of their parts."""
+"""Write token files of other systems: HDF5 samples, and TFRecords from their format definition."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PAD, EOS, SEP = 50256, 50256, 50300
 
 
 def sample(tokens: list[int], trained: set[int], length: int, pad: int = PAD) -> list[list[int]]:
-    """Three rows of a document whose tokens with the indices ``trained`` are targets."""
+    """Return three rows of a document whose ``trained`` token indices are targets."""
     padding = length - (len(tokens) - 1)
     mask = [int(index + 1 in trained) for index in range(len(tokens) - 1)]
     return [tokens[:-1] + [pad] * padding, mask + [0] * padding, tokens[1:] + [pad] * padding]
@@ -30,7 +30,7 @@ def write_hdf5(path: Path, data: object, stated: object = None, dtype: str = "in
 
 
 def slow_crc32c(data: bytes) -> int:
-    """The definition: bit by bit."""
+    """Compute CRC-32C by definition, bit by bit."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc ^= byte

@@ -1,17 +1,17 @@
-"""An accelerator that is not there: tensors of a device ``sim``, whose work is queued on streams and done late.
+"""Simulate an accelerator: tensors on a device ``sim`` whose work is queued on streams and executed late.
 
-`install` registers the device with torch as a PrivateUse1 backend, in Python, without a compiler; it is for a process
-of its own. `start` begins a simulation. A program then finds the device as it finds any other: by
-`torch.get_device_module`, see `module`.
+`install` registers the device with torch as a PrivateUse1 backend, in pure Python, in a separate process. `start`
+begins a simulation. A program then finds the device like any other, by `torch.get_device_module`; see `module`.
 
-What is modelled: streams, events and host threads; a caching allocator that gives memory to the next at once; kernels'
-order by adversarial schedules; races by byte range, on the device and on registered host memory; the program's waits,
-with their lines; several devices; registration of host memory and its refusal; memory that runs out; a lost device;
-random numbers drawn on the device. What is not: kernels' rounding (it is the CPU's), time, the driver, copies between
-devices, host memory that is touched by the CPU while a copy is under way (seen only where numbers differ), and host
-interleavings that did not happen in the run. A view's bytes are its hull. Autograd's device thread uses the default
-stream; torch's Python backends know one device only, so that backward on ``sim:1`` needs
-`torch.autograd.set_multithreading_enabled(False)`.
+Modelled: streams, events and host threads; a caching allocator that reuses memory at once; adversarial kernel
+schedules; races by byte range, in device memory and registered host memory; the program's waits, with their source
+lines; several devices; registration of host memory and its failure; out of memory; a lost device; random numbers drawn
+on the device.
+
+Not modelled: rounding of kernels (the CPU computes), time, drivers, copies between devices, CPU writes to host memory
+during a copy (visible only as wrong numbers), and thread interleavings that did not occur in the run. The bytes of a
+view are its hull. Autograd's device thread uses the default stream. torch's Python backends support one device, so
+backward on ``sim:1`` needs `torch.autograd.set_multithreading_enabled(False)`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _kept: list[Any] = []
 
 
 def install() -> None:
-    """Register the device with torch, and start a simulation if there is none."""
+    """Register the device with torch and start a simulation if none is running."""
     if not is_running():
         start()
     if _kept:

@@ -1,6 +1,6 @@
 """Run a module with the device registered: ``python -m support.accelerator gptj_ft finetune --device sim ...``.
 
-Nothing measures the simulated device: its rates are assumed.
+The rates of the simulated device are assumed, not measured.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def assume_rates() -> None:
-    """Have nothing measure this machine or the device."""
+    """Replace measurements of the machine and the device by assumed rates."""
     import conftest
     from support.rates import layers_by
 

@@ -1,4 +1,4 @@
-"""Copies between the host and a simulated device, and inside it, as CUDA makes them."""
+"""Copy between the host and a simulated device, and on it, with CUDA's semantics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from support.accelerator.simulation import NAME, Operation, now, show, site
 
 
 def copy(target: Any, source: Any, non_blocking: bool = False) -> Any:
-    """Copy on the current stream; the program waits unless it is non-blocking and the host memory is locked."""
+    """Copy on the current stream; blocks unless it is non-blocking and the host memory is pinned."""
     from support.accelerator.tensor import SimTensor, access
 
     if isinstance(target, SimTensor) and isinstance(source, SimTensor):
@@ -61,7 +61,7 @@ def _inside(target: Any, source: Any) -> Any:
 
 
 def _converted(target: Any, source: Any) -> Any:
-    """Copy to another type: non-blocking, the device converts, in fresh memory of its own."""
+    """Convert and copy; a non-blocking copy converts on the device, in new memory."""
     from support.accelerator.tensor import SimTensor, new
 
     index = (target if isinstance(target, SimTensor) else source).block.device_index
@@ -77,7 +77,7 @@ def _converted(target: Any, source: Any) -> Any:
 
 def to_copy(x: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None,
             non_blocking: bool = False, memory_format: Any = None) -> Any:  # fmt: skip
-    """Return a copy of another type or on another device."""
+    """Return a copy of another dtype or on another device."""
     from support.accelerator.tensor import SimTensor, new
 
     dtype = dtype or x.dtype

@@ -1,6 +1,6 @@
-"""What a user sees when a device fails, by the command line: each fault and the command after it, as JSON.
+"""Run commands on failing devices and print each outcome and the following command as JSON.
 
-For a process of its own; every command has a simulation of its own.
+It needs a separate process; every command gets its own simulation.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PLACES = {
 
 
 def command(line: str, **options: Any) -> tuple[dict[str, Any], Simulation]:
-    """Run ``gptj-ft`` with the words of a line; return its code and what it said, and the simulation."""
+    """Run ``gptj-ft`` with the words of a line; return exit code, output and simulation."""
     from gptj_ft.cli import app
 
     forget_tensors()
@@ -63,7 +63,7 @@ def digest(run: str) -> str:
 
 
 def cases(places: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield each fault with what was said, and the numbers of the run in the end."""
+    """Yield each fault with the command's output and a digest of the final model."""
     for place in places:
         options = PLACES[place]
         line = f"{LINE} {options} --output {place}"

@@ -1,11 +1,11 @@
-"""Ghost mode: an optimizer step of a model of any size, without its numbers, as a byte ledger and a trace.
+"""Run an optimizer step of a model of any size without data; record a byte ledger and a trace.
 
     from support.accelerator.ghost import GPTJ_6B, GhostBatch, ghost_step
     ledger, trace = ghost_step(GPTJ_6B, Placement("host", "host"), BufferBudget(2, 24), GhostBatch(16384, 1024, 2048))
     seconds = replay(trace, RATES["RTX 4060 8GB"]).seconds
 
-The product's own schedule runs, all of its layers, threads and buffers; only floating point numbers are missing. For a
-process of its own, as everything that registers the device.
+The real schedule runs with all layers, threads and buffers; only floating point data is missing. It needs a separate
+process.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Ledger:
 
 
 def forget_tensors() -> None:
-    """Drop the tensors that the product keeps of an earlier simulation's device."""
+    """Drop tensors that the package caches from an earlier simulation."""
     from gptj_ft.models import attention
     from gptj_ft.streaming import adamw
 

@@ -1,4 +1,4 @@
-"""Ghost steps for the tests, as JSON; for a process of its own."""
+"""Print ghost steps for the tests as JSON; needs a separate process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LORA = {"method": "lora", "lora": {"rank": 8, "targets": ["q_proj", "v_proj"], "
 
 
 def small() -> list[dict[str, Any]]:
-    """Return ledgers of a small model, without numbers and with them, and the bytes that the forecast expects."""
+    """Return ledgers of a small model with and without data, and the forecast bytes."""
     from gptj_ft.streaming.model import BufferBudget
     from gptj_ft.streaming.stores.placement import Placement
 
@@ -48,7 +48,7 @@ def small() -> list[dict[str, Any]]:
 
 
 def whole() -> dict[str, Any]:
-    """Return the ledger and the seconds of a step of GPT-J 6B, with 16,384 tokens in an RTX 4060's 8 GB."""
+    """Return ledger and seconds of a GPT-J 6B step with 16,384 tokens in the 8 GB of an RTX 4060."""
     from gptj_ft.streaming.model import BufferBudget
     from gptj_ft.streaming.stores.placement import Placement
 

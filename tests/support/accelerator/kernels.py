@@ -1,4 +1,4 @@
-"""Kernels that a CPU has not, or that round or draw otherwise there than on a device."""
+"""Define kernels that the CPU lacks, or that round or draw random numbers differently on a device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 
 def draws(func: Any, kwargs: dict[str, Any], index: int) -> dict[str, Any]:
-    """Give a random operation a generator that was seeded when it was issued, as Philox offsets are."""
+    """Seed the generator of a random operation when it is issued, like Philox offsets."""
     if not _is_random(func):
         return kwargs
     if kwargs.get("generator") is not None:
@@ -45,7 +45,7 @@ def _scores(q: Tensor, k: Tensor, start: int, end: int, scale: float) -> tuple[T
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, ends_k: Any, max_q: Any, max_k: Any,
             is_causal: Any = False, scale: float | None = None, *rest: Any) -> tuple[Tensor, ...]:  # fmt: skip
-    """Attend document by document, in fp32."""
+    """Attend to each document separately, in fp32."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     outs, logsums = [], []
     for start, end in pairwise(ends.tolist()):
@@ -72,7 +72,7 @@ def _varlen_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
 
 def _layer_norm_backward(grad: Tensor, x: Tensor, shape: Any, mean: Tensor, rstd: Tensor, weight: Tensor | None,
                          bias: Tensor | None, mask: Any) -> Any:  # fmt: skip
-    """Statistics are fp32 on a GPU whatever the inputs are; a CPU wants them in the type of the weights."""
+    """Accept fp32 statistics for any input dtype, as a GPU does; the CPU wants the weights' dtype."""
     kind = x.dtype if weight is None else weight.dtype
     return aten.native_layer_norm_backward.default(grad, x, shape, mean.to(kind), rstd.to(kind), weight, bias, mask)
 

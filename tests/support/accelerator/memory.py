@@ -1,4 +1,4 @@
-"""Memory of a simulated device: a caching allocator that reuses at once, and races by byte range."""
+"""Simulate device memory: a caching allocator with immediate reuse, and race detection by byte range."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Access = tuple["Region", int, int, bool]
 
 
 class Region:
-    """Bytes that several blocks have one after the other, and their accesses that may still race.
+    """Hold bytes that several blocks use one after another, with the accesses that may still race.
 
     Args:
         size: bytes.
-        has_data: whether there are any; not in ghost mode, nor for the host's memory.
+        has_data: whether bytes exist; not in ghost mode or for host memory.
     """
 
     def __init__(self, size: int, has_data: bool = True) -> None:
@@ -29,7 +29,7 @@ class Region:
         self._simulation = now()
 
     def note(self, low: int, high: int, writes: bool, operation: Operation) -> None:
-        """Note an access; compare it with those before that it does not happen after."""
+        """Record an access; compare it with earlier accesses that it does not happen after."""
         simulation = operation.stream.simulation
         if self._simulation is not simulation:  # of a tensor that outlived a simulation: a cached one, say
             self._simulation, self._accesses = simulation, []
@@ -61,9 +61,9 @@ class Region:
 
 
 class Block:
-    """Memory of a tensor and its views; goes back to the stream it was allocated on when the last is let go.
+    """Hold the memory of a tensor and its views; it returns to its allocation stream with the last reference.
 
-    As by CUDA's caching allocator: that stream has it again at once, though others may still use it.
+    As with CUDA's caching allocator, that stream can reuse it at once, even while other streams use it.
     """
 
     def __init__(self, num_bytes: int, index: int) -> None:
@@ -121,7 +121,7 @@ def _give_back(
 
 
 def find_locked(tensor: torch.Tensor) -> tuple[Region, int] | None:
-    """Return the registered host memory that a tensor lies in, and where in it; ``None``: it can be swapped out."""
+    """Return the registered host memory of a tensor and the offset in it; ``None``: pageable memory."""
     at = tensor.data_ptr()
     for address, region in now().locked.items():
         if address <= at and at + tensor.nbytes <= address + region.size:
@@ -130,14 +130,14 @@ def find_locked(tensor: torch.Tensor) -> tuple[Region, int] | None:
 
 
 def lock(tensor: torch.Tensor) -> None:
-    """Lock the memory of a host tensor for as long as there is any of it."""
+    """Register the memory of a host tensor for its lifetime."""
     locked, address = now().locked, tensor.data_ptr()
     locked[address] = Region(tensor.nbytes, has_data=False)
     weakref.finalize(tensor.untyped_storage(), locked.pop, address, None)
 
 
 def hull(shape: Any, stride: Any) -> int:
-    """Return how many elements lie between the first of a tensor and the end of its last."""
+    """Count the elements from the first to the last of a strided tensor."""
     if 0 in shape:
         return 0
     last = 0

@@ -1,4 +1,4 @@
-"""The module that stands for `torch.cuda`: what `torch.get_device_module` returns for a simulated device."""
+"""Replace `torch.cuda`: the module that `torch.get_device_module` returns for a simulated device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OUT_OF_MEMORY, INVALID_VALUE = 2, 1  # cudaError_t
 
 
 class CudaRuntime:
-    """What `cudart()` returns: host memory is registered with the current device."""
+    """Stand for `cudart()`: registers host memory with the current device."""
 
     @staticmethod
     def cudaHostRegister(address: int, size: int, flags: int) -> int:
@@ -40,7 +40,7 @@ class CudaRuntime:
 
 
 class Module:
-    """The functions of `torch.cuda` that a program may use; what is not here is not simulated, and raises."""
+    """Provide the functions of `torch.cuda` that a program may use; any other name raises."""
 
     Stream, Event = Stream, Event
 

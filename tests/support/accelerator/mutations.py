@@ -1,11 +1,11 @@
-"""Teeth: take every wait, event and mark out of the accelerator path, one at a time; does the simulator find it?
+"""Remove every wait, event and stream mark of the accelerator path, one at a time: does the simulator notice?
 
-``python -m support.accelerator.mutations [--sample N] [--only REGEX]`` prints a JSON line for each mutation: where it
-is, what was changed, and what found it: a race, other numbers, an error, or a program that hangs. Mutations are found
-in the sources, by their syntax trees; nothing is listed by hand but the few names of the seam.
+``python -m support.accelerator.mutations [--sample N] [--only REGEX]`` prints a JSON line per mutation: place, change,
+and the symptom: a race, other numbers, an error or a hang. Syntax trees yield the mutations; only the interface names
+are listed by hand.
 
-Each runs in a fork of a process that has imported torch and everything else but the package, from a copy of it with the
-one change, through cases of `support.simulated` until one of them shows it.
+Each mutation runs in a fork of a process that has imported everything except the package. The fork imports a changed
+copy of the package and runs cases of `support.simulated` until one shows the mutation.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _move(self, stream: ast.expr) -> None:
-        """Have another stream wait, or be marked."""
+        """Move a wait or mark to another stream."""
         text = self._text(stream)
         if "compute_stream" in text:
             self._add(stream, "the wrong stream", text.replace("compute_stream", "update_stream"))
@@ -194,7 +194,7 @@ class Finder(ast.NodeVisitor):
 
 
 def _name(node: ast.AST) -> str:
-    """Return the last name of what is called, or stands there."""
+    """Return the last part of a dotted name or call."""
     if isinstance(node, ast.Call):
         return _name(node.func)
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
@@ -215,7 +215,7 @@ def find_mutations(package: Path = ROOT / "gptj_ft") -> list[Mutation]:
 
 
 def cases_for(path: str) -> Iterator[simulated.Case]:
-    """Yield cases for a mutation of a file, those that use most of it first."""
+    """Yield cases for a mutation of a file, best coverage first."""
     seen = set()
     shared = [simulated_several.case_of(way, "device", "late") for way in ("direct", "rows")]
     telling = shared if Path(path).name in ("relay.py", "lanes.py") else list(_telling())
@@ -258,7 +258,7 @@ def _telling() -> Iterator[simulated.Case]:
 
 
 class Server:
-    """Runs mutations in forks of this process, from a copy of the package."""
+    """Run mutations in forks of this process, from a copy of the package."""
 
     def __init__(self) -> None:
         simulated.prepare()
@@ -282,7 +282,7 @@ class Server:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def learn(self, cases: Sequence[simulated.Case]) -> list[str]:
-        """Run cases on the sources as they are; return what is wrong with them."""
+        """Run cases on the unchanged sources; return their failures."""
         wrong = []
         for found in self._fork(cases, stops=False):
             if found["error"] or found["races"]:
@@ -291,7 +291,7 @@ class Server:
         return wrong
 
     def run(self, mutation: Mutation, cases: Sequence[simulated.Case]) -> dict[str, Any]:
-        """Return what finds a mutation."""
+        """Return the symptom of a mutation."""
         path = self._package / mutation.path
         source, started = path.read_text(encoding="utf-8"), time.monotonic()
         for cached in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
@@ -324,7 +324,7 @@ class Server:
         return None
 
     def _fork(self, cases: Sequence[simulated.Case], stops: bool) -> Iterator[dict[str, Any]]:
-        """Run cases in a fork; yield what each found. With ``stops`` the reader may have enough at any time."""
+        """Run cases in a fork and yield the outcome of each; ``stops`` lets the reader end early."""
         reader, writer = os.pipe()
         child = os.fork()
         if child == 0:

@@ -1,10 +1,10 @@
-"""Seconds from a trace: what a program's threads did on the simulated device, replayed at a real device's rates.
+"""Compute seconds from a trace: replay the operations of a simulated run at a real device's rates.
 
-Discrete events. Threads of the program issue operations and wait for streams and for each other's futures; streams are
-queues; kernels share one engine, and each direction of the link has one. Rates are data sheets' times the share that is
-usually reached. It shows where a schedule leaves the link or the device idle; it is no measurement.
+A discrete event simulation. Program threads issue operations and wait for streams and futures; streams are queues;
+kernels share one engine, and each link direction has one. Rates are data sheet values times the usual efficiency. The
+result shows where a schedule leaves the link or the device idle; it is no measurement.
 
-Not modelled: the interpreter lock, both directions of a link slowing each other down, clocks that change.
+Not modelled: the interpreter lock, interference between link directions, changing clocks.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class DeviceRates:
     copy: float = 10e-6
 
     def seconds(self, event: TraceEvent) -> float:
-        """Return how long an operation takes by itself."""
+        """Return the duration of one operation alone."""
         if event.kind.startswith(("h2d", "d2h")):
             share = self.pageable if "pageable" in event.kind else 1.0
             return event.num_bytes / (self.link * share) + self.copy
@@ -126,12 +126,12 @@ class Replay:
 
     @property
     def share_of_bound(self) -> float:
-        """Return how near the step is to its bound: the busiest engine's seconds, as a share of all."""
+        """Return the busiest engine's seconds as a share of the step."""
         return max(self.busy.values()) / self.seconds
 
 
 def replay(trace: Trace, rates: DeviceRates) -> Replay:
-    """Return how long a trace takes on a device."""
+    """Return the duration of a trace on a device."""
     return _Replay(trace, rates).run()
 
 
@@ -174,7 +174,7 @@ class _Replay:
             call()
 
     def _go_on(self, thread: str) -> None:
-        """Have a thread do what it does until it has to wait."""
+        """Advance a thread until it has to wait."""
         program = self._programs[thread]
         while program:
             event = program[0]
@@ -201,7 +201,7 @@ class _Replay:
             return
 
     def _begin(self, stream: int) -> None:
-        """Start what is first in a stream's queue, if it can."""
+        """Start the first operation of a stream's queue if its dependencies are done."""
         event = self._queues[stream][0]
         if event.kind == "wait" and event.after in self._begun and ("put", event.after) not in self._ended:
             self._waiting["put", event.after].append(lambda: self._begin(stream))

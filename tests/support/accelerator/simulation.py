@@ -1,9 +1,8 @@
-"""Streams, events and schedules of a simulated accelerator, and what is found wrong while a program uses it.
+"""Simulate streams, events and schedules of an accelerator, and record faults of the program.
 
-Vector clocks: a `Clock` says of each stream how many of its operations are known to have ended. Streams, events,
-threads of the program and futures (see `threads`) each have one. An operation *happens after* another if its stream's
-clock covers it; two accesses to the same bytes of which neither happens after the other, one of them a write, are a
-race, whatever the numbers turned out to be.
+Vector clocks: a `Clock` counts, per stream, the operations known to have ended. Streams, events, program threads and
+futures (see `threads`) each have one. An operation *happens after* another if its stream's clock covers it. Two
+accesses to the same bytes race if neither happens after the other and one writes, even if the numbers come out right.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ SITE_FRAMES = 3
 
 
 def merge(into: Clock, other: Clock) -> None:
-    """Add what another clock knows."""
+    """Merge another clock."""
     for key, value in other.items():
         if into.get(key, 0) < value:
             into[key] = value
@@ -95,7 +94,7 @@ class Stream:
         return torch.device(NAME, self.device_index)
 
     def put(self, operation: Operation) -> Operation:
-        """Append an operation; some of what is queued may run now, as the schedule has it."""
+        """Append an operation; the schedule may run some of the queue now."""
         with LOCK:
             simulation = self.simulation
             simulation.count_operation()
@@ -121,7 +120,7 @@ class Stream:
             return operation
 
     def run_until(self, operation: Operation | None) -> None:
-        """Run what is queued, up to an operation or to the end, and what it waits for on other streams."""
+        """Run the queue up to an operation or to the end, with its dependencies on other streams."""
         while self.queue and not (operation is not None and operation.done):
             first = self.queue[0]
             other = first.waits_for
@@ -153,7 +152,7 @@ class Stream:
             self.finish()
 
     def finish(self, operation: Operation | None = None) -> None:
-        """Have the thread wait until the stream has passed an operation, or all of them."""
+        """Block the thread until the stream has passed an operation, or all of them."""
         with LOCK:
             self.simulation.note("wait", operation or self.last)
             self.run_until(operation)
@@ -223,7 +222,7 @@ class Event:
         (stream or now().stream()).wait_event(self)
 
     def elapsed_time(self, other: Event) -> float:
-        """Return milliseconds between two events that have been passed, by the clock of this machine."""
+        """Return milliseconds between two passed events, by this machine's clock."""
         if not (self._timed and other._timed):
             raise ValueError("Both events must be created with argument 'enable_timing=True'.")
         first, second = self.operation, other.operation
@@ -276,7 +275,7 @@ class Device:
     regions: dict[tuple[int, int], list[Any]] = field(default_factory=lambda: defaultdict(list))
 
     def draw(self) -> int:
-        """Return the seed of a random operation: fixed when it is issued, not when it runs."""
+        """Return the seed of a random operation, fixed when it is issued."""
         self.offset += 1
         found = hashlib.blake2b(f"{self.seed} {self.offset}".encode(), digest_size=7).digest()
         return int.from_bytes(found, "little")
@@ -343,7 +342,7 @@ class Simulation:
 
     @property
     def device_index(self) -> int:
-        """The thread's current device."""
+        """Return the thread's current device."""
         return getattr(self._local, "device", 0)
 
     @device_index.setter
@@ -351,7 +350,7 @@ class Simulation:
         self._local.device = index
 
     def index_of(self, device: Any) -> int:
-        """Return the index of a device as torch's functions take it: a device, a string, a number or nothing."""
+        """Return the index of a device given as device, string, number or None."""
         if device is None:
             return self.device_index
         if isinstance(device, str):
@@ -379,20 +378,20 @@ class Simulation:
         self.device_index = stream.device_index
 
     def clock(self) -> Clock:
-        """Return what the current thread knows to have ended."""
+        """Return the current thread's clock."""
         if not hasattr(self._local, "clock"):
             self._local.clock = {}
         clock: Clock = self._local.clock
         return clock
 
     def touch(self, index: int) -> None:
-        """Note that the program uses a device: a real one makes a context of some 0.5 GB there."""
+        """Record that the program uses a device; a real device creates a context of some 0.5 GB."""
         self.touched.add(index)
 
     # -------------------------------------------------------------- schedule
 
     def step(self) -> None:
-        """Run some of what is queued; called whenever something was queued."""
+        """Run some of the queued operations; called after each enqueue."""
         schedule = self.schedule
         if schedule == "late":
             return
@@ -422,30 +421,30 @@ class Simulation:
         self.check()
 
     def lose(self, reason: str) -> None:
-        """Lose the device: as on a real one, nothing that follows can use it."""
+        """Lose the device: every later call fails."""
         self.lost = self.lost or reason
 
     def check(self) -> None:
-        """Raise if the device is lost, or if something failed in backward."""
+        """Raise if the device is lost or backward failed."""
         if self._failed is not None or self.lost:
             error, self._failed = self._failed, None
             self.fail(error or torch.AcceleratorError(f"CUDA error: {self.lost}"))
 
     def fail(self, error: Exception) -> None:
-        """Raise an error; inside of backward, by the first call after it.
+        """Raise an error; inside backward, from the next call after it.
 
-        There torch calls Python again while it unwinds, for the device's guard, and that ends the process.
+        In backward, torch calls Python again while it unwinds, for the device guard, and that would end the process.
         """
         if torch._C._current_graph_task_id() == -1:
             raise error
         self._failed = self._failed or error
 
     def set_last_error(self, message: str | None) -> None:
-        """Leave an error in the runtime, as a call of it that failed does."""
+        """Leave an error in the runtime, like a failed call."""
         self._local.last_error = message
 
     def check_launch(self) -> None:
-        """Raise the thread's last error, as the check behind each launch of a kernel does; that consumes it."""
+        """Raise and clear the thread's last error, like the check behind a kernel launch."""
         error = getattr(self._local, "last_error", None)
         if error is not None:
             self._local.last_error = None
@@ -454,16 +453,16 @@ class Simulation:
     # -------------------------------------------------------------- findings
 
     def note(self, action: str, what: Any) -> None:
-        """Note what a thread of the program does, for `replay`."""
+        """Record an action of a program thread, for `replay`."""
         if self.trace is not None:
             self.trace.append((threading.current_thread().name, action, what))
 
     def note_wait(self, what: str) -> None:
-        """Note that the program waits for the device."""
+        """Record that the program waits for the device."""
         self.waits[what, thread_name(), show(site())] += 1
 
     def report(self, limit: int = 30) -> str:
-        """Describe what was found."""
+        """Describe the findings."""
         lines = [f"races: {len(self.races)} pairs of places, {sum(self.races.values())} times"]
         for (a, b), count in self.races.most_common(limit):
             lines += [f"  {count:5d} x {self.examples[a, b]}", f"        {a}", f"        {b}"]
@@ -474,7 +473,7 @@ class Simulation:
         return "\n".join(lines)
 
     def program_name(self, code: CodeType) -> str | None:
-        """Return the name of a source file inside the program's package; ``None``: it is another's."""
+        """Return a source file's name inside the program's package; ``None``: another package."""
         try:
             return self._codes[code]
         except KeyError:
@@ -488,7 +487,7 @@ _now: Simulation | None = None
 
 
 def start(*args: Any, **options: Any) -> Simulation:
-    """Begin a new simulation; arguments of `Simulation`."""
+    """Start a new simulation; arguments as for `Simulation`."""
     global _now
     with LOCK:
         _now = simulation = Simulation(*args, **options)
@@ -498,7 +497,7 @@ def start(*args: Any, **options: Any) -> Simulation:
 
 
 def now() -> Simulation:
-    """Return the simulation that runs."""
+    """Return the running simulation."""
     assert _now is not None, "no simulation was started"
     return _now
 
@@ -508,12 +507,12 @@ def is_running() -> bool:
 
 
 def thread_name() -> str:
-    """Return the name of the thread without the numbers of a pool."""
+    """Return the thread's name without pool numbers."""
     return threading.current_thread().name.rstrip("0123456789_-")
 
 
 def site() -> Site:
-    """Return where the program is: the innermost frames that are the program's own."""
+    """Return the innermost frames of the program's own source."""
     frame: FrameType | None = sys._getframe(1)
     found: list[tuple[str, int, str]] = []
     name_of = now().program_name
@@ -526,5 +525,5 @@ def site() -> Site:
 
 
 def show(at: Site) -> str:
-    """Describe a site; outside the program's own lines it is the thread's name."""
+    """Format a site; outside the program it is the thread's name."""
     return " < ".join(f"{name}:{line} {function}" for name, line, function in at) or thread_name()

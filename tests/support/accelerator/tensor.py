@@ -1,7 +1,7 @@
-"""Tensors of a simulated device: every aten operation on one is queued on the thread's current stream.
+"""Implement tensors of a simulated device: each aten operation is queued on the thread's current stream.
 
-An operation gets the shapes of its outputs from the meta kernel and their memory from the simulated allocator, at once;
-its numbers are computed by the CPU's kernels when the schedule runs it.
+An operation gets output shapes from the meta kernel and memory from the simulated allocator at once; CPU kernels
+compute its data when the schedule runs it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 
 
 class SimStorage:
-    """What a program may ask of a tensor's storage."""
+    """Provide the storage attributes that a program may read."""
 
     def __init__(self, block: Block) -> None:
         self._block = block
@@ -103,7 +103,7 @@ class SimTensor(torch.Tensor):
 
 
 def new(shape: Any, stride: Any, dtype: torch.dtype, index: int, poison: bool = False) -> SimTensor:
-    """Allocate a tensor on the current stream of a device; with ``poison`` it is filled with NaN there."""
+    """Allocate a tensor on the current stream of a device; ``poison`` fills it with NaN."""
     num_bytes = hull(shape, stride) * dtype.itemsize
     with torch.inference_mode(False):
         block = Block(num_bytes, index)
@@ -120,7 +120,7 @@ def new(shape: Any, stride: Any, dtype: torch.dtype, index: int, poison: bool = 
 
 
 def access(tensor: SimTensor, writes: bool) -> Access | None:
-    """Return the bytes of a tensor: its hull, for a view that leaves gaps."""
+    """Return the bytes of a tensor; for a view with gaps, its hull."""
     data = tensor.data_cpu
     if data.numel() == 0:
         return None
@@ -129,7 +129,7 @@ def access(tensor: SimTensor, writes: bool) -> Access | None:
 
 
 def operation(label: str, reads: Any, writes: Any, run: Callable[[], object] | None, kind: str = "op") -> Operation:
-    """Return an operation that reads and writes these tensors."""
+    """Build an operation that reads and writes these tensors."""
     if now().ghost:
         made = Operation(label, run, (), kind)
         written = sum(map(_touched, writes))
@@ -140,7 +140,7 @@ def operation(label: str, reads: Any, writes: Any, run: Callable[[], object] | N
 
 
 def _touched(tensor: SimTensor) -> int:
-    """Return the bytes that an operation takes through memory; of a table that is looked up in, the rows alone."""
+    """Count the bytes that an operation moves; for embedding lookups only the rows."""
     data = tensor.data_cpu
     numel = hull(data.shape, data.stride()) if 0 in data.stride() else data.numel()
     return numel * data.element_size()
@@ -182,7 +182,7 @@ _shapes: dict[Any, Any] = {}  # shapes of the results, by operation and argument
 
 
 def mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """Change the leaves of arguments: a value, or lists and tuples of values."""
+    """Map a function over the leaves of nested arguments."""
     if isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
         return type(tree)([mapped(x, change) for x in tree])
     return change(tree)
@@ -240,7 +240,7 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _common_device(kernel: Kernel, tensors: list[SimTensor], hosts: list[torch.Tensor]) -> int:
-    """Return the device of an operation; a number alone may lie on the host."""
+    """Return the device of an operation; scalars may be on the host."""
     indices = {x.block.device_index for x in tensors}
     wrong = [f"cpu {tuple(x.shape)}" for x in hosts if x.ndim]
     if wrong or len(indices) > 1:
@@ -252,14 +252,14 @@ def _common_device(kernel: Kernel, tensors: list[SimTensor], hosts: list[torch.T
 
 
 def _data_of(x: Any) -> Any:
-    """Return the data of a device tensor; of a number of the host a copy, as it is now."""
+    """Return the data of a device tensor; of a host scalar a copy."""
     if isinstance(x, SimTensor):
         return x.data_cpu
     return x.clone() if type(x) is torch.Tensor and x.ndim == 0 and not x.is_meta else x
 
 
 def _plain(args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
-    """Return arguments for a kernel of the CPU."""
+    """Convert arguments for a CPU kernel."""
     named = {key: CPU if key == "device" else mapped(value, _data_of) for key, value in kwargs.items()}
     return mapped(args, _data_of), named
 
@@ -277,7 +277,7 @@ def _wait_for(kernel: Kernel, tensors: list[SimTensor], index: int) -> None:
 
 
 def _computed_now(func: Any, args: Any, kwargs: Any, index: int) -> Any:
-    """Compute what the program has waited for."""
+    """Compute a result that the program waits for."""
     call_args, call_kwargs = _plain(args, kwargs)
     if _has_ghost(call_args, call_kwargs):
         if func is aten._local_scalar_dense.default:
@@ -325,7 +325,7 @@ def _in_place(func: Any, kernel: Kernel, args: Any, kwargs: Any, tensors: list[S
 
 
 def _shapes_of(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the form of each result of an operation, by its meta kernel."""
+    """Return the form of each result, from the meta kernel."""
 
     def form(x: Any) -> Any:
         if isinstance(x, torch.Tensor):
@@ -351,7 +351,7 @@ def _shapes_of(func: Any, args: Any, kwargs: Any) -> Any:
 
 @dataclass(frozen=True)
 class Form:
-    """Shape, strides and type of a tensor."""
+    """Hold shape, strides and dtype of a tensor."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -381,7 +381,7 @@ def _new(func: Any, kernel: Kernel, args: Any, kwargs: Any, tensors: list[SimTen
 
 
 def _count_flops(kernel: Kernel, args: Any) -> int:
-    """Count the FLOPs of products and of attention; the rest is bounded by memory."""
+    """Count the FLOPs of products and attention; other operations are bound by memory."""
     if not now().ghost:
         return 0
     name = kernel.name
@@ -415,7 +415,7 @@ def _empty_strided(size: Any, stride: Any, dtype: Any = None, layout: Any = None
 
 
 def _made(op: Any) -> Callable[..., SimTensor]:
-    """Return a kernel for an operation that makes a tensor of a size that it finds out itself."""
+    """Return a kernel for an operation whose output size depends on data."""
 
     def kernel(*args: Any, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None,
                **kwargs: Any) -> SimTensor:  # fmt: skip
@@ -439,7 +439,7 @@ MADE = ("arange", "arange.start", "arange.start_step", "eye", "eye.m", "linspace
 
 
 def register_kernels() -> torch.library.Library:
-    """Register the operations that torch does not hand to `SimTensor`; returns what keeps them registered."""
+    """Register operations that torch does not dispatch to `SimTensor`; keep the result alive."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("empty.memory_format", _empty, "PrivateUse1")
     library.impl("empty_strided", _empty_strided, "PrivateUse1")

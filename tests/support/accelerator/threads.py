@@ -1,4 +1,4 @@
-"""Futures hand on what a thread knows of the device, and are never early under the schedule ``late``."""
+"""Carry clocks between threads through futures; under the schedule ``late`` no future is done early."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from support.accelerator import simulation as sim
 
 
 def carry_clocks() -> None:
-    """Have `Future` and `ThreadPoolExecutor` carry clocks from thread to thread, for the rest of the process.
+    """Patch `Future` and `ThreadPoolExecutor` to carry clocks, for the rest of the process.
 
-    Locks, lists and queues that threads share carry none: what is ordered by them alone would be called a race.
+    Locks, lists and queues carry none: ordering by them alone would count as a race.
     """
     future: Any = Future
     pool: Any = ThreadPoolExecutor
