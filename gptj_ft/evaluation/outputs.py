@@ -18,8 +18,8 @@ from gptj_ft.evaluation.likelihood import passes
 from gptj_ft.models.batch import Marks
 from gptj_ft.planning.inference_plan import TokenBudget
 from gptj_ft.streaming.model import OffloadedModel
-from gptj_ft.streaming.objective import Objective
-from gptj_ft.streaming.step import StepLoss, head_outputs
+from gptj_ft.streaming.objective import Objective, StepLoss
+from gptj_ft.streaming.scoring import head_outputs
 
 Outputs = NDArray[np.float32]
 NO_TOKEN_LIMIT = 2**62  # tokens: no limit

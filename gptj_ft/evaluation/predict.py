@@ -20,7 +20,6 @@ from gptj_ft.models.registry import Architecture
 from gptj_ft.planning.inference_plan import TokenBudget, batches_by_length
 from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.system.accelerator import fork_rng
-from gptj_ft.system.processes.dealing import deal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -85,7 +84,7 @@ class Predictor:
 
     def rounds(self, groups: Sequence[T]) -> Iterator[Sequence[T]]:
         """Yield as many groups at a time as processes write; of a group that is only read, all have a share."""
-        return in_rounds(groups, self._offloaded.replicas.size if self.writes else 1)
+        return in_rounds(groups, self._offloaded.exchange.num_replicas if self.writes else 1)
 
     def answer(self, groups: Sequence[PromptGroup]) -> list[Answers]:
         """Answer groups of prompts made by `together`, those of a round dealt out to the model's replicas.
@@ -95,12 +94,12 @@ class Predictor:
         Returns:
             The answers to each group's prompts, and the losses of its documents.
         """
-        replicas = self._offloaded.replicas
-        if replicas.size == 1 or not self.writes:
+        exchange = self._offloaded.exchange
+        if exchange.num_replicas == 1 or not self.writes:
             return [self._answer(group) for group in groups]
         sizes = [sum(map(len, group.prompts)) for group in groups]
         units = [{**vars(group), "documents": [each._asdict() for each in group.documents]} for group in groups]
-        found = deal(replicas, "answers", units, sizes, self.compute)
+        found = exchange.map_units("answers", units, sizes, self.compute)
         return [(texts, [RowLoss(**loss) for loss in of_documents]) for texts, of_documents in found]
 
     def compute(self, units: Sequence[Mapping[str, Any]]) -> Iterator[tuple[list[str], list[dict[str, Any]]]]:

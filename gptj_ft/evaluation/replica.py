@@ -20,7 +20,8 @@ from gptj_ft.generation.replica import hear_model
 from gptj_ft.models.registry import Architecture
 from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.streaming.objective import objective_of
-from gptj_ft.streaming.step import compute_outputs, compute_scores
+from gptj_ft.streaming.replicas import on_units
+from gptj_ft.streaming.scoring import compute_outputs, compute_scores
 from gptj_ft.system.processes.dealing import Compute, serve
 from gptj_ft.system.processes.group import Group
 
@@ -62,9 +63,10 @@ class Replica:
     @property
     def works(self) -> Mapping[str, Compute]:
         """What computes each kind of work, by the name under which it is dealt out."""
+        device = self.offloaded.device
         return {
-            "scores": partial(compute_scores, self.offloaded),
-            "outputs": partial(compute_outputs, self.offloaded, objective_of(self.recipe)),
+            "scores": on_units(partial(compute_scores, self.offloaded), device),
+            "outputs": on_units(partial(compute_outputs, self.offloaded, objective_of(self.recipe)), device),
             "continuations": lambda units: continuations(self._model, self._tokenizer, units),
             "answers": lambda units: self._predictor.compute(units),
         }

@@ -130,7 +130,7 @@ def run_batch(
         try:
             numbered = [([answered[each] for each in batch], number) for number, batch in enumerate(batches)]
             left = [(rows, number) for rows, number in numbered if not file.done.issuperset(rows)]
-            for some in in_rounds(left, generator.model.offloaded.replicas.size):
+            for some in in_rounds(left, generator.model.offloaded.exchange.num_replicas):
                 for rows, lines in zip((rows for rows, _ in some), _answers(generator, planned, some), strict=True):
                     file.append(zip(rows, lines, strict=True))
                 if progress:

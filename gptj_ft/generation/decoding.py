@@ -12,7 +12,6 @@ import torch
 from gptj_ft.config.options import Generation
 from gptj_ft.generation.hf_model import RaggedCache, StreamedModel
 from gptj_ft.system.accelerator import fork_rng
-from gptj_ft.system.processes.dealing import deal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -56,12 +55,12 @@ def generate_batches(
 
     torch's generators are left as they were.
     """
-    replicas = model.offloaded.replicas
-    if replicas.size == 1:
+    exchange = model.offloaded.exchange
+    if exchange.num_replicas == 1:
         return [_continue(model, tokenizer, batch) for batch in batches]
     units = [{**vars(batch), "settings": batch.settings.model_dump(mode="json")} for batch in batches]
     sizes = [batch.num_tokens for batch in batches]
-    return deal(replicas, "continuations", units, sizes, partial(continuations, model, tokenizer))
+    return exchange.map_units("continuations", units, sizes, partial(continuations, model, tokenizer))
 
 
 def continuations(

@@ -26,7 +26,7 @@ from gptj_ft.planning.plan import device_cap
 from gptj_ft.planning.resources import free_resources, inference_dtype
 from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.streaming.open import open_for_inference
-from gptj_ft.streaming.replicas import lent
+from gptj_ft.streaming.shared_exchange import lent
 from gptj_ft.system import machine
 from gptj_ft.system.dtypes import PRECISION_NAMES
 from gptj_ft.system.plain_text import command_line

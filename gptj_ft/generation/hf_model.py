@@ -25,7 +25,8 @@ from gptj_ft.models.registry import Architecture
 from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.streaming.prefetch import Prefetcher
 from gptj_ft.streaming.schedule import inference_tasks
-from gptj_ft.streaming.step import TokenQuery, TokenScores, forward, route_up, score_hidden
+from gptj_ft.streaming.scoring import TokenQuery, TokenScores, score_hidden
+from gptj_ft.streaming.step import forward
 
 COMPUTED_TOKENS = 2048
 
@@ -51,7 +52,7 @@ class ForwardPasses:
         if layers is None or not layers.is_active:
             self._offloaded.take_slots()  # taken while decoding, it could not be trained with afterwards
             layers = Prefetcher(self._offloaded, inference_tasks(cycle(range(len(self._offloaded.layers)))))
-        hidden = forward(layers, batches, route_up(layers.model, batches))
+        hidden = forward(layers, batches)
         head = next(layers)
         parameters = head.parameters()
         with torch.inference_mode():

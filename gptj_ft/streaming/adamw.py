@@ -176,12 +176,10 @@ class AdamW:
         return norm
 
     def _norms_of_all(self) -> dict[int, float]:
-        """Return the gradient norm of each trained layer, whichever process has it."""
+        """Return the gradient norm of each trained layer."""
         norms = list(self._layer_norms.values())
         values = torch.stack(norms).tolist() if norms else []  # one wait for the device, not one a layer
-        own = dict(zip(self._layer_norms, values, strict=True))
-        every = self._model.relay.group.gather("norms", {str(layer): value for layer, value in own.items()})
-        return {int(layer): value for each in every for layer, value in each.items()}
+        return self._model.exchange.merge_norms(dict(zip(self._layer_norms, values, strict=True)))
 
     @property
     def is_whole(self) -> bool:

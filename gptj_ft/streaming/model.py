@@ -18,7 +18,7 @@ from gptj_ft.models.functional import FunctionalLayer
 from gptj_ft.models.layout import MOMENTS, TIED_SOURCE_LAYER, Kind, Layout
 from gptj_ft.streaming.activations import Activations, DeviceActivations
 from gptj_ft.streaming.buffers import BufferPool, Lease
-from gptj_ft.streaming.relay import ONE_PROCESS, Relay
+from gptj_ft.streaming.exchange import LOCAL, Exchange
 from gptj_ft.streaming.stores.base import CHUNK_NUMEL, LayerStore, chunks
 from gptj_ft.system.accelerator import (
     StallTimer,
@@ -31,7 +31,6 @@ from gptj_ft.system.accelerator import (
     record_event,
     wait_for,
 )
-from gptj_ft.system.processes.group import ALONE, Group
 
 PASS_TOKENS = 32768  # of hidden states held at once when only a loss is wanted, at most
 
@@ -73,10 +72,8 @@ class OffloadedModel:
         budget: buffer budget.
         layouts: layout of the trained parameters of each layer, which have state; default: all of them.
         frozen: layout of the frozen parameters of each layer.
-        relay: owner process of each layer; default: this one, of all. Layouts of the layers of others are empty.
+        exchange: connection to other ranks; default: none. Layouts of layers that are not local are empty.
         lowest_trained: layer at which backward ends, whoever has it; one above the head if nothing is trained.
-        replicas: processes that have the same model, and are in `dealing.serve`: what is only read is dealt out to
-            them; default: none.
         bytes_read, bytes_written: bytes moved between the stores and the device, so far.
     """
 
@@ -87,16 +84,14 @@ class OffloadedModel:
     budget: BufferBudget = BufferBudget()
     layouts: Sequence[Layout] = ()
     frozen: Sequence[Layout] = ()
-    relay: Relay = ONE_PROCESS
+    exchange: Exchange = LOCAL
     lowest_trained: int = -1
-    replicas: Group = ALONE
     bytes_read: int = field(default=0, init=False)
     bytes_written: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.layouts = self.layouts or [Layout.of(layer) for layer in self.layers]
         self.frozen = self.frozen or [Layout.of(layer, ()) for layer in self.layers]
-        self.relay = self.relay if self.relay.owners else Relay.alone(len(self.layers))
         if self.lowest_trained < 0:
             self.lowest_trained = min(self.trained, default=len(self.layers))
         self._waited_seconds = 0.0
@@ -121,9 +116,9 @@ class OffloadedModel:
         return tuple(index for index, layout in enumerate(self.layouts) if layout.numel)
 
     @property
-    def own_layers(self) -> list[int]:
-        """The layers that this process has."""
-        return [layer for layer in range(len(self.layers)) if self.relay.has(layer)]
+    def local_layers(self) -> list[int]:
+        """The layers in this process."""
+        return [layer for layer in range(len(self.layers)) if self.exchange.has(layer)]
 
     @property
     def compute_dtype(self) -> torch.dtype:

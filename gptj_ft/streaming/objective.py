@@ -5,6 +5,7 @@ Axis letters: S rows that the head takes, C its outputs for each.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
@@ -40,6 +41,24 @@ class Objective(Protocol):
         Returns:
             The sum of their losses, and what training adds to it, if it does.
         """
+
+
+@dataclass(frozen=True)
+class StepLoss:
+    """Summed losses of a step or a batch."""
+
+    total: float
+    weight: float  # divisor of the totals: targets, numbers in them, or the sum of class weights
+    z_total: float = 0.0  # sum of the z-losses, which `total` excludes
+    num_targets: int = 0  # rows that the head has computed
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.weight if self.weight else math.nan
+
+    @property
+    def z_mean(self) -> float:
+        return self.z_total / self.weight if self.weight else math.nan
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ from gptj_ft.checkpoints.formats.peft import Adapter, base_folder, open_adapter,
 from gptj_ft.checkpoints.metadata import check_base
 from gptj_ft.checkpoints.model_folder import Checkpoint, check_tensors, layer_tensor, open_checkpoint, tensor_source
 from gptj_ft.models.heads import initialise_head
-from gptj_ft.models.layout import FROZEN, MOMENTS, Kind, Layout
+from gptj_ft.models.layout import FROZEN, MOMENTS, NO_PARAMETERS, Kind, Layout
 from gptj_ft.models.lora import A, B, initialise, is_adapter_parameter, linear_layers
 from gptj_ft.models.registry import Architecture
 from gptj_ft.models.trainable import Selection, adapted, places_of
 from gptj_ft.streaming.activations import OffloadedActivations
+from gptj_ft.streaming.exchange import LOCAL, Exchange
 from gptj_ft.streaming.model import BufferBudget, OffloadedModel
-from gptj_ft.streaming.relay import ONE_PROCESS, Relay, restricted
 from gptj_ft.streaming.stores.device import DeviceStore
 from gptj_ft.streaming.stores.folder import FolderStore
 from gptj_ft.streaming.stores.host import HostStore
@@ -40,7 +40,7 @@ def open_for_training(
     keep_gradients: bool = True,
     boundary: Layout | None = None,
     selection: Selection | None = None,
-    relay: Relay = ONE_PROCESS,
+    exchange: Exchange = LOCAL,
     lowest_trained: int = -1,
 ) -> OffloadedModel:
     """Open empty stores for training a model; `load_weights` or a checkpoint fills them.
@@ -57,7 +57,7 @@ def open_for_training(
         keep_gradients: whether updates wait for the global norm, so that gradients need a store.
         boundary: layout of a layer's inputs; needed where the placement keeps them off the device.
         selection: trained parameters; default: all.
-        relay: owner process of each layer; default: this one, of all.
+        exchange: connection to other ranks; default: none.
         lowest_trained: layer at which backward ends, if another process has it.
     """
     if selection is None:
@@ -65,12 +65,12 @@ def open_for_training(
     stored = {kind: dtype for kind, dtype in dtypes.items() if kind != "grad" or keep_gradients}
     stores = open_stores(placement, selection.trained, stored, device, folder, budget.chunk_numel)
     model = OffloadedModel(
-        selection.build(), dtypes, stores, device, budget, selection.trained, selection.frozen, relay, lowest_trained
+        selection.build(), dtypes, stores, device, budget, selection.trained, selection.frozen, exchange, lowest_trained
     )
     if placement.boundaries != "device":
         assert boundary is not None
         compute, chunk_numel = model.compute_dtype, budget.chunk_numel
-        layouts = restricted([boundary] * len(model.layers), model.relay.owners, model.relay.group.rank)
+        layouts = [boundary if exchange.has(layer) else NO_PARAMETERS for layer in range(len(model.layers))]
         store = open_boundaries(placement, layouts, compute, device, folder, chunk_numel)
         model.boundaries = OffloadedActivations(store, boundary.numel, chunk_numel, compute, device, model)
     return model

@@ -242,6 +242,11 @@ class LayerLoad:
         frozen = self._model.frozen_views(self.index, self.frozen) if self.frozen.numel() else {}
         return {**frozen, **self.trained_parameters()}
 
+    def leaf_parameters(self) -> dict[str, Tensor]:
+        """Return the `parameters`; the trained ones are leaves of a new graph."""
+        trained = {name: view.detach().requires_grad_() for name, view in self.trained_parameters().items()}
+        return {**self.parameters(), **trained}
+
     def parameters_for(self, batches: Sequence[PackedBatch]) -> Mapping[str, Tensor | EmbeddingRows]:
         """Return the `parameters`, or of tables just the rows that these batches use: asked for here, waited for."""
         if not self._tables:

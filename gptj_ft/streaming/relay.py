@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gptj_ft.models.layout import NO_PARAMETERS, Layout
+from gptj_ft.streaming.exchange import Channel
 from gptj_ft.system.processes.group import ALONE, Group, Handover, Link
 
 
@@ -59,16 +60,8 @@ class Relay:
         ways = (self.owners, 0), (self.owners[::-1], 1)
         return sorted({(a, b, down) for owners, down in ways for a, b in pairwise(owners) if a != b})
 
-    def from_head(self, topic: str, values: list[dict[str, float]] | None) -> list[dict[str, float]]:
-        """Broadcast the results of the process that has the head."""
-        if values is not None and self.group.size == 1:
-            return values
-        found = self.group.gather(topic, {"values": values})[self.owners[-1]]["values"]
-        assert found is not None
-        return [dict(each) for each in found]
 
-
-class Route:
+class Route(Channel):
     """Hand on what comes of the layers of one pass; in a single process, nothing is done.
 
     Receives of a layer's inputs are asked for while the layer before it that is here computes, so that they arrive
@@ -101,18 +94,10 @@ class Route:
         if own and own[0] == layers[0]:  # nothing arrives for the first of the pass
             self._ask_next(own[0])
 
-    def arriving(self, layer: int, here: list[Tensor]) -> Iterator[Tensor]:
-        """Yield the inputs of a layer, one per micro-batch, as they come.
-
-        Args:
-            layer: a layer that is here.
-            here: outputs of the layer before, if that is here, too; emptied on the way.
-        """
+    def inputs(self, layer: int, local: list[Tensor]) -> Iterator[Tensor]:
         self._ask_next(layer)
         if layer not in self._coming:
-            here.reverse()
-            while here:
-                yield here.pop()
+            yield from super().inputs(layer, local)
             return
         coming = self._coming.pop(layer)
         coming.reverse()
@@ -121,20 +106,18 @@ class Route:
             handover.wait()
             yield values.to(self._device)
 
-    def hand_on(self, layer: int, values: Tensor) -> bool:
-        """Give what has come of a layer for a micro-batch to the process of the next; tell whether that is another."""
+    def send(self, layer: int, output: Tensor) -> bool:
         target = self._target.get(layer)
         if target is None or self._relay.has(target):
             return False
         if len(self._leaving) == len(self._tokens):
             self._leaving.popleft().wait()  # gloo tells of no transfer that it has ended, unless that is waited for;
             # and what lay on a device may be written again only now
-        sent = values.detach().to(self._wire).contiguous()
+        sent = output.detach().to(self._wire).contiguous()
         self._leaving.append(self._group.send(self._relay.owners[target], sent, self._tag(target)))
         return True
 
-    def end(self) -> None:
-        """Wait until everything has left."""
+    def close(self) -> None:
         for each in self._leaving:
             each.wait()
         self._leaving.clear()

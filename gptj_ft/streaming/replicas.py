@@ -6,8 +6,7 @@ to the last bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,46 +15,45 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gptj_ft.models.batch import PackedBatch
-from gptj_ft.streaming.model import OffloadedModel
-from gptj_ft.system.processes.dealing import deal, end_serving
-from gptj_ft.system.processes.group import ALONE, Group
+from gptj_ft.streaming.exchange import ComputeBatches, Query
+from gptj_ft.system.processes.dealing import Compute, deal
+from gptj_ft.system.processes.group import Group
 
 Unit = Mapping[str, Any]
 _TENSORS = ("tokens_T", "positions_T", "targets_T", "types_T", "values_SC")
 
 
-@contextmanager
-def lent(model: OffloadedModel, replicas: Group) -> Iterator[None]:
-    """Deal what is computed with a model out to other processes, which are in `dealing.serve`, inside the block."""
-    model.replicas = replicas
-    try:
-        yield
-    finally:
-        model.replicas = ALONE
-    end_serving(replicas)
-
-
 def deal_batches(
-    model: OffloadedModel,
-    kind: str,
-    batches: Sequence[PackedBatch],
-    asked: Sequence[Mapping[str, Tensor]],
-    compute: Callable[[Sequence[Unit]], Iterable[Any]],
-) -> list[Any]:
-    """Have micro-batches computed by the replicas of a model and by this process; return what was found of each.
+    replicas: Group, kind: str, batches: Sequence[PackedBatch], queries: Sequence[Query], compute: ComputeBatches
+) -> list[tuple[Tensor, ...]]:
+    """Compute micro-batches on all replicas; return the results in order, on the CPU.
 
     Args:
-        model: the offloaded model.
-        kind: name of what is computed.
+        replicas: processes that have the same model; all others are in `dealing.serve`.
+        kind: name of the computation.
         batches: the micro-batches.
-        asked: queries of each, if there are any.
-        compute: computes this process's share, see `batch_of`.
+        queries: further tensors of each.
+        compute: function for the local share.
     """
     units = [
-        {**_unit_of(batch), **{name: _array(values) for name, values in each.items()}}
-        for batch, each in zip(batches, asked, strict=True)
+        {**_unit_of(batch), "query": [_array(values) for values in query]}
+        for batch, query in zip(batches, queries, strict=True)
     ]
-    return deal(model.replicas, kind, units, [len(batch.tokens_T) for batch in batches], compute)
+    device = batches[0].tokens_T.device if batches else torch.device("cpu")
+    results = deal(replicas, kind, units, [len(batch.tokens_T) for batch in batches], on_units(compute, device))
+    return [tuple(map(torch.from_numpy, each)) for each in results]
+
+
+def on_units(compute: ComputeBatches, device: torch.device) -> Compute:
+    """Return a function that computes units of work in place of micro-batches."""
+
+    def compute_units(units: Sequence[Unit]) -> Iterator[list[NDArray[Any]]]:
+        batches = [batch_of(unit, device) for unit in units]
+        queries = [tuple(torch.from_numpy(values).to(device) for values in unit["query"]) for unit in units]
+        for result in compute(batches, queries):
+            yield [_array(values) for values in result]
+
+    return compute_units
 
 
 def _unit_of(batch: PackedBatch) -> dict[str, Any]:

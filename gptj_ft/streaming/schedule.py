@@ -69,7 +69,7 @@ class PendingUpdates:
                 block of all, with whose weights backward begins, and none where the state is on the device, changed in
                 place.
         """
-        blocks = tuple(layer for layer in model.own_layers if 1 <= layer < len(model.layers) - 2)
+        blocks = tuple(layer for layer in model.local_layers if 1 <= layer < len(model.layers) - 2)
         return cls(step, set(), "grad" in model.stores, () if model.updates_in_place else blocks[:num_deferred])
 
 
@@ -78,7 +78,7 @@ def training_tasks(model: OffloadedModel, pending: PendingUpdates) -> list[Layer
 
     Of a model whose layers are shared between processes, those of this one.
     """
-    own, top = model.own_layers, len(model.layers) - 1
+    own, top = model.local_layers, len(model.layers) - 1
     return [
         *(_forward_task(model, pending, layer) for layer in own),
         *(_backward_task(model, pending, layer) for layer in reversed(own) if model.lowest_trained <= layer < top),

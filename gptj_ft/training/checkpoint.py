@@ -103,30 +103,29 @@ def layers_behind(run: Run, offloaded: OffloadedModel, step: int) -> set[int]:
     return behind
 
 
-def save_checkpoint(run: Run, offloaded: OffloadedModel, state: RunState) -> None:
+def save_checkpoint(run: Run, group: Group, offloaded: OffloadedModel, state: RunState) -> None:
     """Write a checkpoint. Pending updates must have been flushed.
 
     Args:
         run: run that gets the checkpoint.
+        group: processes that share its layers.
         offloaded: model with its optimizer state.
         state: step, losses, digests.
 
     Raises:
         ResourceError: no space, or the disk fails; earlier checkpoints are still there.
     """
-    group = offloaded.relay.group
     if not _is_there(run, group, state):
         with _new_checkpoint(run, group, state) as folder:
             _write_layers(folder, offloaded, state.step)
     run.note_saved(run.checkpoint(state.step) / MANIFEST)
 
 
-def link(run: Run, offloaded: OffloadedModel, state: RunState) -> None:
+def link(run: Run, group: Group, offloaded: OffloadedModel, state: RunState) -> None:
     """Make a checkpoint of a run on disk, of links to its state. Pending updates must have been flushed.
 
     Args and errors: as `save`.
     """
-    group = offloaded.relay.group
     if not _is_there(run, group, state):
         with _new_checkpoint(run, group, state) as folder:
             are_links = _link_layers(run.state, folder, offloaded)
@@ -134,7 +133,7 @@ def link(run: Run, offloaded: OffloadedModel, state: RunState) -> None:
             run.log(f"{run.folder} is on a file system without hard links: its checkpoints are copies")
 
 
-def adopt(run: Run, offloaded: OffloadedModel, step: int) -> None:
+def adopt(run: Run, group: Group, offloaded: OffloadedModel, step: int) -> None:
     """Make a checkpoint the state of a run on disk, of links to it; the state folder must be empty.
 
     Raises:
@@ -147,7 +146,7 @@ def adopt(run: Run, offloaded: OffloadedModel, step: int) -> None:
         sync_path(run.state)
     except OSError as error:
         raise disk_error(error, run.state, RESUME) from error
-    commit_together(run, offloaded.relay.group, state, None)
+    commit_together(run, group, state, None)
 
 
 def turn_into_checkpoint(run: Run, state: RunState) -> None:

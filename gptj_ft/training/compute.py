@@ -15,7 +15,10 @@ from gptj_ft.planning.flops import count_flops
 from gptj_ft.streaming.adamw import AdamW
 from gptj_ft.streaming.lanes import LaneSums, lanes_of, lanes_of_rank
 from gptj_ft.streaming.model import OffloadedModel
-from gptj_ft.streaming.step import StepLoss, evaluate_losses, train_step
+from gptj_ft.streaming.objective import StepLoss
+from gptj_ft.streaming.scoring import evaluate_losses
+from gptj_ft.streaming.shared_exchange import SharedExchange
+from gptj_ft.streaming.step import train_step
 from gptj_ft.training.nonfinite import explain_gradient, explain_loss
 from gptj_ft.training.reporter import StepReport
 from gptj_ft.training.setup import TrainSetup
@@ -35,7 +38,10 @@ def compute_step(setup: TrainSetup, offloaded: OffloadedModel, optimizer: AdamW)
     # As in the Trainer of `transformers`, a skipped step takes its rows and its number, but no place in the schedule.
     lr, scale = setup.schedule.lr(optimizer.num_updates + 1), optimizer.loss_scale
     optimizer.begin_step(lr)
-    loss, grad_norm = guarded_step(setup, offloaded, optimizer, batches, lanes)
+    if lanes:
+        assert isinstance(offloaded.exchange, SharedExchange)
+        offloaded.exchange.lanes = lanes
+    loss, grad_norm = guarded_step(setup, offloaded, optimizer, batches)
     counts = stopwatch.read(sum(setup.train.lengths[row] for row in rows), loss.num_targets)
     count = partial(count_flops, offloaded.layouts, kept=offloaded.budget.num_kept_layers, frozen=offloaded.frozen)
     flops = count(counts.tokens, counts.target_tokens)
@@ -84,7 +90,6 @@ def guarded_step(
     offloaded: OffloadedModel,
     optimizer: AdamW,
     batches: Sequence[PackedBatch],
-    lanes: LaneSums | None = None,
 ) -> tuple[StepLoss, float]:
     """Take one optimizer step; return its loss and gradient norm.
 
@@ -93,7 +98,7 @@ def guarded_step(
         DataError: a weight of the model that training starts from.
     """
     try:
-        loss = train_step(offloaded, optimizer, batches, setup.objective, lanes)
+        loss = train_step(offloaded, optimizer, batches, setup.objective)
     except NotFinite:
         if setup.group.size > 1:
             raise  # where it appeared is found by passes in which all would have to take part

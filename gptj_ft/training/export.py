@@ -69,7 +69,7 @@ def export_model(
     trained = TunedModel(setup.recipe, setup.model, setup.architecture, data, metrics)
     is_last, whole = exported.step == state.step, setup.whole or setup.selection
     own = trained_parameters(offloaded) if is_last else parameters(run.checkpoint(exported.step), offloaded.layouts)
-    layers = every_layer(offloaded.relay, own, whole)
+    layers = every_layer(setup.relay, own, whole)
     if setup.group.rank == 0:
         write_outcome(run.model, trained, whole, layers)
     elif not setup.is_replica:

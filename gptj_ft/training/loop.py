@@ -17,7 +17,7 @@ from gptj_ft.errors import DataError, Interrupted, NotFinite, OutOfTime
 from gptj_ft.planning.working_memory import allocator_limit
 from gptj_ft.streaming.adamw import AdamW
 from gptj_ft.streaming.model import OffloadedModel
-from gptj_ft.streaming.replicas import lent
+from gptj_ft.streaming.shared_exchange import lent
 from gptj_ft.system.accelerator import limit_memory
 from gptj_ft.system.files import discard
 from gptj_ft.system.memory import return_freed_memory
@@ -317,7 +317,7 @@ class Training:
         self.reporter.on_step(report, progress)
         if self.setup.plan.placement.is_durable:
             # The next step may begin meanwhile: whatever it writes comes after this.
-            commit, group = checkpoint.commit_together, self.offloaded.relay.group
+            commit, group = checkpoint.commit_together, self.setup.relay.group
             self.offloaded.stores["grad"].then(partial(commit, self.run, group, self.state, self.optimizer.pending))
         self.deadline.record("step", report.counts.seconds)
 
@@ -423,7 +423,7 @@ class Training:
         except (Interrupted, NotFinite, DataError):  # saved; or resumed, the run would get here again
             raise
         except BaseException:
-            if self.offloaded.relay.group.size > 1 or not self.run.writes:
+            if self.setup.relay.group.size > 1 or not self.run.writes:
                 raise  # the state is in several processes, or a copy
             with suppress(BaseException):  # what ended the run is what is to be told
                 is_durable = self.setup.plan.placement.is_durable

@@ -15,8 +15,10 @@ from gptj_ft.models.batch import most_filled
 from gptj_ft.planning.plan import keeps_gradients
 from gptj_ft.streaming.activations import boundary_layout
 from gptj_ft.streaming.adamw import AdamW, AdamWConfig, Update
+from gptj_ft.streaming.exchange import LOCAL
 from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.streaming.open import load_weights, open_for_training, open_frozen
+from gptj_ft.streaming.shared_exchange import SharedExchange
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
 from gptj_ft.system.direct_io import takes_direct
 from gptj_ft.system.dtypes import PRECISIONS
@@ -61,7 +63,7 @@ def open_state(
         run.log(f"{run.state} is on a file system without direct I/O: transfers go through the page cache")
     try:
         if is_durable and not commit and saved is not None:
-            checkpoint.adopt(run, offloaded, saved)
+            checkpoint.adopt(run, group, offloaded, saved)
             commit = run.last_commit()
         if commit:
             state = checked_state(setup, run, commit)
@@ -125,6 +127,7 @@ def open_offloaded(setup: TrainSetup, run: Run, placement: Placement) -> Offload
     budget = replace(planned, num_kept_layers=planned.num_kept_layers * group.size, pass_tokens=pass_tokens)
     most_tokens, width = most_filled(setup.most_step_tokens), setup.architecture.config.n_embd
     boundary = boundary_layout(most_tokens, width, recipe.batch_size)
+    exchange = SharedExchange(setup.relay) if group.size > 1 or setup.lanes > 1 else LOCAL
     offloaded = open_for_training(
         setup.architecture,
         placement,
@@ -135,7 +138,7 @@ def open_offloaded(setup: TrainSetup, run: Run, placement: Placement) -> Offload
         keep_gradients=keep_gradients,
         boundary=boundary,
         selection=setup.selection,
-        relay=setup.relay,
+        exchange=exchange,
         lowest_trained=lowest_trained(setup),
     )
     try:

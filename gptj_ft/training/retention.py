@@ -127,15 +127,16 @@ class CheckpointRetention:
         return {step: folder for step, folder in found.items() if step in kept}
 
     def _save(self, state: RunState) -> None:
+        group = self._setup.relay.group
         self._optimizer.flush()
         if self._is_replica:
             pass  # what is saved is the first one's
         elif self._is_durable:
-            checkpoint.link(self._run, self._offloaded, state)
+            checkpoint.link(self._run, group, self._offloaded, state)
             # From now on the state names this checkpoint; no other may be removed before that is known.
-            checkpoint.commit_together(self._run, self._offloaded.relay.group, state, self._optimizer.pending)
+            checkpoint.commit_together(self._run, group, state, self._optimizer.pending)
         else:
-            checkpoint.save_checkpoint(self._run, self._offloaded, state)
+            checkpoint.save_checkpoint(self._run, group, self._offloaded, state)
         if self._disks:
             self._mirror(state.step)
         self._saved_at = time.monotonic()

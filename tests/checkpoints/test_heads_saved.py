@@ -36,7 +36,8 @@ from gptj_ft.streaming.open import (
     open_frozen,
     trained_parameters,
 )
-from gptj_ft.streaming.step import head_outputs, train_step
+from gptj_ft.streaming.scoring import head_outputs
+from gptj_ft.streaming.step import train_step
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
 from gptj_ft.system.digests import damaged_files
 from gptj_ft.training.export import write_outcome

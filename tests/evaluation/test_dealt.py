@@ -33,7 +33,7 @@ from gptj_ft.generation import decoding, replica
 from gptj_ft.generation.answers_file import AnswersFile
 from gptj_ft.generation.generator import GenerationSetup, InferenceSetup
 from gptj_ft.generation.replica import announce_end
-from gptj_ft.streaming import step
+from gptj_ft.streaming import shared_exchange
 from gptj_ft.system.processes import dealing
 from gptj_ft.system.processes.dealing import deal, end_serving, owners_of, serve
 from gptj_ft.system.processes.group import ALONE, Group
@@ -218,7 +218,7 @@ def test_another_model_or_another_command_is_refused(tmp_path, rows, monkeypatch
 
 def test_one_process_asks_nobody_and_converts_nothing(tmp_path, rows, monkeypatch) -> None:
     folder = writer(tmp_path / "tuned", "summarization")
-    for module, name in ((step, "deal_batches"), (decoding, "deal"), (dealing, "gather_texts")):
+    for module, name in ((shared_exchange, "deal_batches"), (shared_exchange, "deal"), (dealing, "gather_texts")):
         monkeypatch.setattr(module, name, None)
     assert evaluated(folder, rows, ALONE).rows == 18
 

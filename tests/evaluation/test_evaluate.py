@@ -25,7 +25,7 @@ from gptj_ft.evaluation.eval_set import make_eval_set
 from gptj_ft.evaluation.likelihood import documents_of, label_candidates, log_likelihoods, losses, passes
 from gptj_ft.generation import hf_model
 from gptj_ft.planning import inference_plan
-from gptj_ft.streaming import step
+from gptj_ft.streaming import scoring, step
 from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.streaming.open import open_for_inference
 from gptj_ft.streaming.prefetch import LayerLoad
@@ -397,7 +397,7 @@ def test_a_language_that_rouge_drops_is_warned_of(shell) -> None:
 
 def test_a_damaged_model_is_named_and_not_scored(shell, folder: Path, monkeypatch) -> None:
     write("notes.jsonl", notes(2))
-    original = step.score_tokens
+    original = scoring.score_tokens
 
     def broken(*arguments):
         found = original(*arguments)

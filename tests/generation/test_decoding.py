@@ -242,7 +242,7 @@ def test_rows_of_like_length_share_the_passes_as_far_as_their_tokens_allow() -> 
 @one_shape
 def test_writing_goes_on_after_something_else_has_used_the_weights(streamed) -> None:
     from gptj_ft.models.batch import pack
-    from gptj_ft.streaming.step import evaluate_losses
+    from gptj_ft.streaming.scoring import evaluate_losses
 
     def write() -> list[list[int]]:
         return generate_tokens(streamed, Words(), PROMPTS, Generation(max_new_tokens=6))

@@ -18,12 +18,13 @@ from gptj_ft.config.options import Recipe
 from gptj_ft.data.batches import micro_batches
 from gptj_ft.models.batch import PackedBatch, most_filled, pack, rounded_up
 from gptj_ft.models.registry import read_architecture
-from gptj_ft.streaming import step
+from gptj_ft.streaming import scoring, step
 from gptj_ft.streaming.adamw import AdamW
 from gptj_ft.streaming.model import BufferBudget, OffloadedModel
 from gptj_ft.streaming.objective import CrossEntropy
 from gptj_ft.streaming.open import load_weights, open_for_training
-from gptj_ft.streaming.step import evaluate_losses, train_step
+from gptj_ft.streaming.scoring import evaluate_losses
+from gptj_ft.streaming.step import train_step
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
 from gptj_ft.training.restore import optimizer_config
 
@@ -66,7 +67,8 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Return what turns fillers off."""
 
     def turn_off() -> None:
-        monkeypatch.setattr(step, "filled", lambda model, batches: list(batches))
+        for module in (step, scoring):
+            monkeypatch.setattr(module, "pad_batches", lambda model, batches: list(batches))
         monkeypatch.setattr(step, "num_fillers", lambda *_: 0)
 
     return turn_off

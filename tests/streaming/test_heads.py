@@ -27,7 +27,8 @@ from gptj_ft.streaming.objective import objective_of
 from gptj_ft.streaming.open import load_weights, open_for_training
 from gptj_ft.streaming.prefetch import Prefetcher
 from gptj_ft.streaming.schedule import inference_tasks
-from gptj_ft.streaming.step import evaluate_losses, head_outputs, train_step
+from gptj_ft.streaming.scoring import evaluate_losses, head_outputs
+from gptj_ft.streaming.step import train_step
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
 from gptj_ft.training.restore import optimizer_config
 from gptj_ft.training.setup import trained_architecture

@@ -51,7 +51,8 @@ from gptj_ft.streaming.activations import boundary_layout
 from gptj_ft.streaming.adamw import AdamW
 from gptj_ft.streaming.model import BufferBudget
 from gptj_ft.streaming.open import load_weights, open_for_inference, open_for_training, open_frozen
-from gptj_ft.streaming.step import evaluate_losses, train_step
+from gptj_ft.streaming.scoring import evaluate_losses
+from gptj_ft.streaming.step import train_step
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
 from gptj_ft.system.memory import return_free_heap
 from gptj_ft.training.restore import optimizer_config

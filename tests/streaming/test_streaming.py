@@ -52,7 +52,8 @@ from gptj_ft.streaming.objective import CrossEntropy
 from gptj_ft.streaming.open import load_weights, open_for_inference, open_for_training
 from gptj_ft.streaming.prefetch import LayerLoad, Prefetcher
 from gptj_ft.streaming.schedule import LayerTask, inference_tasks, training_tasks
-from gptj_ft.streaming.step import evaluate_losses, train_step
+from gptj_ft.streaming.scoring import evaluate_losses
+from gptj_ft.streaming.step import train_step
 from gptj_ft.streaming.stores.disk import DiskStore
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
 from gptj_ft.streaming.stores.state_file import StateFile, layer_path

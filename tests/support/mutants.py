@@ -41,6 +41,9 @@ EQUIVALENT = Path(__file__).with_name("equivalent_mutants.json")
 
 SOURCES = (
     "streaming/step.py",
+    "streaming/scoring.py",
+    "streaming/kept_activations.py",
+    "streaming/exchange.py",
     "streaming/model.py",
     "streaming/schedule.py",
     "streaming/prefetch.py",

@@ -271,7 +271,7 @@ def read(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[Case]
         def losses(device: torch.device) -> Any:
             from gptj_ft.data.batches import micro_batches
             from gptj_ft.streaming.open import open_for_inference
-            from gptj_ft.streaming.step import evaluate_losses
+            from gptj_ft.streaming.scoring import evaluate_losses
 
             with open_for_inference(model_folder(model), device, DTYPES[dtype], weights) as (_, stack):
                 batches = [batch.to(device) for batch in micro_batches(documents(), PROMPTS, MICRO_BATCH_TOKENS)]

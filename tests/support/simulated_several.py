@@ -199,23 +199,23 @@ def every_case() -> Iterator[Case]:
             yield from (case_of(way, state, schedule, dtype) for state in places for schedule in schedules)
 
 
-def _hasty(hand_on: Callable[..., bool]) -> Callable[..., bool]:
-    def hand_on_at_once(self: Any, layer: int, values: Tensor) -> bool:
-        return hand_on(self, layer, values.detach().to("cpu", non_blocking=True))
+def _hasty(send: Callable[..., bool]) -> Callable[..., bool]:
+    def send_at_once(self: Any, layer: int, values: Tensor) -> bool:
+        return send(self, layer, values.detach().to("cpu", non_blocking=True))
 
-    return hand_on_at_once
+    return send_at_once
 
 
-def _forgetful(hand_on: Callable[..., bool]) -> Callable[..., bool]:
-    def hand_on_and_forget(self: Any, layer: int, values: Tensor) -> bool:
-        is_gone = hand_on(self, layer, values)
+def _forgetful(send: Callable[..., bool]) -> Callable[..., bool]:
+    def send_and_forget(self: Any, layer: int, values: Tensor) -> bool:
+        is_gone = send(self, layer, values)
         self._leaving.clear()
         return is_gone
 
-    return hand_on_and_forget
+    return send_and_forget
 
 
-# What is planted in `Route.hand_on`, and the case that should find it.
+# What is planted in `Route.send`, and the case that should find it.
 FAULTS = {
     "a hidden state is sent before its copy has ended": (_hasty, case_of("layers", "device", "late")),
     "what is sent is let go before it has left": (_forgetful, case_of("direct", "device", "late")),
@@ -235,7 +235,7 @@ def main(arguments: Sequence[str]) -> None:
     from gptj_ft.streaming.relay import Route
 
     for fault, (changed, case) in () if chosen.all else FAULTS.items():
-        with patch.object(Route, "hand_on", changed(Route.hand_on)):
+        with patch.object(Route, "send", changed(Route.send)):
             print(json.dumps({"fault": fault, **simulated.run_case(case)}), flush=True)
     simulated.clean_up()
     os._exit(0)  # threads of a device that is not there need not be waited for

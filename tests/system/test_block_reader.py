@@ -12,7 +12,7 @@ from conftest import random_gptj
 from gptj_ft.errors import DataError
 from gptj_ft.models.batch import pack
 from gptj_ft.streaming.open import open_for_inference
-from gptj_ft.streaming.step import evaluate_losses
+from gptj_ft.streaming.scoring import evaluate_losses
 from gptj_ft.system.block_reader import MARGIN, BlockReader, Extent, in_blocks
 
 CPU = torch.device("cpu")

@@ -134,7 +134,7 @@ class StreamedLM(TemplateLM):  # type: ignore[misc]
             prompts = [self.tok_encode(str(requests[number].args[0]))[-room:] for number in numbers]
             batches = batches_by_length([len(ids) for ids in prompts], settings, 1, self._together.written)
             left = [batch for batch in batches if not known.keys() >= {numbers[each] for each in batch}]
-            for some in in_rounds(left, self.model.offloaded.replicas.size):
+            for some in in_rounds(left, self.model.offloaded.exchange.num_replicas):
                 seeds = [self._seed * 1_000_003 + numbers[batch[0]] for batch in some]
                 asked = [
                     PromptBatch([prompts[each] for each in batch], settings, seed)

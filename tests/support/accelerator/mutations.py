@@ -56,7 +56,7 @@ EQUIVALENT = {
     ),
     ("HostStore.read_rows", "what it comes after is left out", "after"): "copied on the stream that zeroed the rows",
     ("FolderStore.read_rows", "what it comes after is left out", "after"): "likewise, where no threads read blocks",
-    ("Route.hand_on", "a wait is left out", "self._leaving.popleft().wait()"): (
+    ("Route.send", "a wait is left out", "self._leaving.popleft().wait()"): (
         "what was sent is kept to the end of the pass then; that it is not has a test of its own"
     ),
 }
@@ -218,7 +218,7 @@ def cases_for(path: str) -> Iterator[simulated.Case]:
     """Yield cases for a mutation of a file, best coverage first."""
     seen = set()
     shared = [simulated_several.case_of(way, "device", "late") for way in ("direct", "rows")]
-    telling = shared if Path(path).name in ("relay.py", "lanes.py") else list(_telling())
+    telling = shared if Path(path).name in ("relay.py", "lanes.py", "shared_exchange.py") else list(_telling())
     words = {
         "host.py": "host", "disk.py": "disk", "folder.py": "strided", "block_reader.py": "frozen on disk",
         "device.py": "frozen on device", "open.py": "frozen on", "activations.py": "device/device/host",
