@@ -167,7 +167,7 @@ def head_gradients(step: Step, head: LayerLoad, hidden: Iterable[Tensor]) -> tup
         hidden: input of the head for each micro-batch, [T, D].
 
     Returns:
-        The loss, and d(loss)/d(hidden) for each micro-batch, [T, D]; an empty list if `step.down` has sent them.
+        The loss, and d(loss)/d(hidden) for each micro-batch, [T, D]; an empty list if `Step.down` has sent them.
 
     Raises:
         NotFinite: the loss is not finite. No weight has changed in this step. With a loss scale, the optimizer decides
