@@ -1,4 +1,4 @@
-"""Linear layers, and their products: on a CPU by oneDNN, with gradients of weights summed in fp32 as they come.
+"""Linear layers. On a CPU, oneDNN computes their products and weight gradients are summed in fp32.
 
 Axis letters: T tokens, D their width.
 """
@@ -15,14 +15,15 @@ from torch import Tensor, nn
 from gptj_ft.models.dropout import Noise
 
 Kernel = Literal["training", "decoding"]
-"""Which product computes: always the same, or one that is faster for few tokens on a CPU and rounds differently."""
-FEW_TOKENS = 32  # for fewer, weights are better on the left of a product
-MANY_TOKENS = 128  # for more, one product for several weights is no faster
-SUM_ROWS, SUM_NUMEL = 256, 2**20  # least rows, or elements, of a weight's gradient that are computed and summed at once
+"""``training``: differentiable, the same bits for any number of tokens. ``decoding``: forward only, on a CPU faster for
+few tokens, and rounds differently."""
+FEW_TOKENS = 32  # up to this many, weights are the left factor
+MANY_TOKENS = 128  # beyond this many, one product for several weights is no faster
+SUM_ROWS, SUM_NUMEL = 256, 2**20  # minimum block of a weight gradient that `add_product` computes at once
 
 
 class RowContext(Protocol):
-    """What a linear layer is told of the rows that it computes: how, and the random numbers of dropout."""
+    """Context of a linear layer's input rows."""
 
     @property
     def kernel(self) -> Kernel: ...
@@ -32,41 +33,40 @@ class RowContext(Protocol):
 
 
 def project(x_TD: Tensor, weight: Tensor, bias: Tensor | None, kernel: Kernel, is_transposed: bool = False) -> Tensor:
-    """Compute `torch.nn.functional.linear`, on a CPU by oneDNN; decoding few tokens, in another order.
-
-    Measured in fp32 (torch 2.13, 2 cores of an AMD EPYC): where there is AVX-512, of which MKL's products use half
-    there, oneDNN's have 1.9 to 2.6 times their rate, forward and backward; with AVX2 alone 0.95 to 1.6 times. In bf16
-    both are oneDNN's. In decoding, 2 to 32 tokens go 1.5 to 5 times as fast with weights on the left, which rounds
-    differently, so that training, which runs forward twice, does without.
+    """Compute `torch.nn.functional.linear` with the given kernel; on a CPU by oneDNN.
 
     Args:
         x_TD: inputs.
-        weight: weight, (output width, input width).
-        bias: bias.
+        weight: shape (output width, input width).
+        bias: shape (output width,).
         kernel: kernel of the product.
-        is_transposed: whether the weight is stored (input width, output width).
+        is_transposed: whether ``weight`` is stored as (input width, output width).
     """
+    # Measured in fp32 (torch 2.13, 2 cores of an AMD EPYC): oneDNN's products run at 1.9 to 2.6 times the rate of MKL's
+    # with AVX-512, of which MKL uses half there, and at 0.95 to 1.6 times with AVX2. In bf16, torch uses oneDNN anyway.
+    # Decoding 2 to 32 tokens is 1.5 to 5 times as fast with the weights as the left factor. That order rounds
+    # differently. Training does without it: forward runs twice there and must give the same bits both times.
     if not has_onednn(x_TD):
         return F.linear(x_TD, weight.t() if is_transposed else weight, bias)
-    if torch.is_grad_enabled():
+    if kernel == "training":
         out: Tensor = _Product.apply(x_TD, weight, bias, is_transposed)  # type: ignore[no-untyped-call]
         return out
     if is_transposed:
         weight = weight.t()
-    if kernel == "decoding" and 1 < x_TD.shape[0] <= FEW_TOKENS and weight.is_contiguous() and _is_fp32(x_TD):
+    if 1 < x_TD.shape[0] <= FEW_TOKENS and weight.is_contiguous() and _is_fp32(x_TD):
         out = multiply(weight, x_TD).t().contiguous()
         return out if bias is None else out.add_(bias)
     return multiply(x_TD, weight, bias)
 
 
 def has_onednn(x_TD: Tensor) -> bool:
-    """Tell whether oneDNN has products for them: in fp32 or bf16, on a CPU."""
+    """Tell whether oneDNN multiplies tensors of this type and device."""
     is_kind = x_TD.device.type == "cpu" and x_TD.dtype in (torch.float32, torch.bfloat16)
     return is_kind and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 
 
 def multiply(x_TI: Tensor, weight_OI: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply by a weight on a CPU, by oneDNN, without a graph: [T, O]."""
+    """Multiply by a weight with oneDNN, without an autograd graph: [T, O]."""
     if not _is_fp32(x_TI):
         return F.linear(x_TI, weight_OI, bias)
     out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x_TI, weight_OI, bias, "none", [], "")
@@ -78,29 +78,29 @@ def _is_fp32(x: Tensor) -> bool:
 
 
 def add_product(total_MN: Tensor, left_TM: Tensor, right_TN: Tensor) -> None:
-    """Add ``left.t() @ right`` to a sum in fp32, some rows at a time.
-
-    Product and sum of some rows stay in the cache. Of the whole matrix, in memory that is new each time, the product is
-    written and read once more: with 220 tokens that takes twice as long as the arithmetic of bf16, with 2,048 a fifth.
-    """
+    """Add ``left.t() @ right`` to an fp32 sum, block by block of rows."""
+    # A block of the product stays in the cache until it is added. A whole product goes through new memory instead: one
+    # more write and read, which take twice as long as the bf16 arithmetic with 220 tokens, and a fifth with 2,048.
     num_rows = max(SUM_ROWS, SUM_NUMEL // total_MN.shape[1])
     for total, left in zip(torch.split(total_MN, num_rows), torch.split(left_TM, num_rows, dim=1), strict=True):
-        if _is_fp32(left):  # what the product would otherwise do itself, slower: it takes no turned parts
+        if _is_fp32(left):  # oneDNN copies a transposed slice itself otherwise, and slower
             left = left.contiguous().t().contiguous().t()
         total.add_(multiply(left.t(), right_TN.t()))
 
 
 class _Product(torch.autograd.Function):
-    """A product of oneDNN, and those of its gradients.
+    """oneDNN product with autograd.
 
-    Where the weight is a leaf that has a gradient already, its gradient is added to that by `add_product`.
+    If the weight is a leaf that has a ``.grad`` already, backward adds to it by `add_product`.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, is_transposed: bool) -> Tensor:
         for_x, for_weight, *_ = ctx.needs_input_grad
-        ctx.save_for_backward(x if for_weight else None, weight if for_x else None)  # of frozen matrices, no inputs
-        ctx.leaf = weight if weight.is_leaf and weight.requires_grad else None  # its values may be elsewhere by then
+        ctx.save_for_backward(x if for_weight else None, weight if for_x else None)  # frozen weight: no input needed
+        ctx.leaf = (
+            weight if weight.is_leaf and weight.requires_grad else None
+        )  # for its .grad only: its values may have moved by then
         ctx.is_transposed = is_transposed
         return multiply(x, weight.t() if is_transposed else weight, bias)
 
@@ -123,9 +123,9 @@ class _Product(torch.autograd.Function):
 
 
 def project_by_all(x_TD: Tensor, linears: Sequence[Linear], rows: RowContext) -> Iterator[Tensor]:
-    """Yield the outputs of several linear layers for the same inputs, in one product where that is faster.
+    """Yield the outputs of several linear layers for the same inputs.
 
-    One product where few tokens are decoded and the weights lie side by side: they are read faster together.
+    For decoding few tokens, weights that are adjacent in memory share one product: it reads them faster.
     """
     is_plain = all(type(linear) is Linear for linear in linears)  # no adapters
     first, *others = weights = [linear.weight for linear in linears]
@@ -141,14 +141,14 @@ def project_by_all(x_TD: Tensor, linears: Sequence[Linear], rows: RowContext) ->
 
 
 class Linear(nn.Linear):
-    """`torch.nn.Linear` by way of `project`."""
+    """`torch.nn.Linear` through `project`."""
 
     def forward(self, input: Tensor, rows: RowContext) -> Tensor:  # type: ignore[override]
         return project(input, self.weight, self.bias, rows.kernel)
 
 
 class Conv1D(nn.Module):
-    """A linear layer whose weight is stored (in, out), as TensorFlow did."""
+    """A linear layer whose weight is stored (in, out), as in TensorFlow."""
 
     def __init__(self, num_in: int, num_out: int) -> None:
         super().__init__()
@@ -160,10 +160,10 @@ class Conv1D(nn.Module):
 
 
 class TiedLinear(nn.Module):
-    """A projection whose weight is a parameter of the model's first layer: its transposed embedding, say.
+    """A projection that shares its weight with the model's first layer, usually the embedding.
 
-    The weight is a buffer, and in no ``state_dict``: it is stored, updated and counted where it belongs. Whoever runs
-    the layer hands it in; see `layout.Layout.tied`.
+    The first layer owns the weight: it stores, updates and counts it. Here it is a buffer outside ``state_dict``, which
+    the caller replaces for each run; see `layout.Layout.tied`.
 
     Args:
         shape: shape of the weight, (output width, input width).
