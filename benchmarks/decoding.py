@@ -173,9 +173,9 @@ def figure_c(arguments: argparse.Namespace) -> dict[str, Any]:
             for rows in (1, 8):
                 before = disk.rate(arguments.disk_bytes)
                 first, _ = write(model, arguments, rows, 1, 1)
-                waited = stack.waited_seconds
+                waited = stack.meter.waited_seconds
                 whole, _ = write(model, arguments, rows, 1, arguments.tokens)
-                waited = stack.waited_seconds - waited
+                waited = stack.meter.waited_seconds - waited
                 seconds = (whole - first) / (arguments.tokens - 1)
                 after = disk.rate(arguments.disk_bytes)
                 if turn:

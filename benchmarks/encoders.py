@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gptj_ft.models.batch import PackedBatch
-    from gptj_ft.streaming.model import OffloadedModel
+    from gptj_ft.streaming.offloaded_model import OffloadedModel
 
 FILES = {"sst2": "sentiment/sst2/train.tsv", "mnli": "nli/mnli/train.tsv", "squad": "squad/train-v1.1-subset.json"}
 ROWS = {"sst2": 32, "mnli": 32, "squad": 12}  # of a step
@@ -158,7 +158,7 @@ def open_model(folder: Path, task: str, precision: str, num_kept: int, is_on_dis
 
     from gptj_ft.checkpoints.model_folder import open_checkpoint
     from gptj_ft.config.options import Recipe
-    from gptj_ft.streaming.model import BufferBudget
+    from gptj_ft.streaming.buffers import BufferBudget
     from gptj_ft.streaming.open import load_weights, open_for_training
     from gptj_ft.streaming.stores.placement import Placement, training_dtypes
     from gptj_ft.system.dtypes import PRECISIONS

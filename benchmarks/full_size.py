@@ -46,7 +46,7 @@ from gptj_ft.planning.plan import Free, Plan, forecast, with_replay
 from gptj_ft.planning.resources import Target
 from gptj_ft.planning.workload import Workload
 from gptj_ft.streaming.adamw import AdamW, Update
-from gptj_ft.streaming.model import OffloadedModel
+from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.open import fill_layer, open_for_training
 from gptj_ft.streaming.step import train_step
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
@@ -129,7 +129,7 @@ def train(arguments: argparse.Namespace) -> None:
         for layer in range(len(stack.layers)):
             fill_layer(stack, layer, partial(fill, generator))
         stack.drain()
-        stack.release_filling_pools()
+        stack.free_filling_pools()
         optimizer = AdamW(stack, optimizer_config(work.recipe), num_deferred=late)
         checkpoint.commit(run, RunState(0, None), None)
         say("filled", seconds=time.perf_counter() - start)

@@ -37,7 +37,8 @@ from gptj_ft.planning.probe import ASSUMED_DISK, Rates, measure_compute
 from gptj_ft.planning.workload import Workload
 from gptj_ft.streaming.activations import boundary_layout
 from gptj_ft.streaming.adamw import AdamW
-from gptj_ft.streaming.model import BufferBudget, OffloadedModel
+from gptj_ft.streaming.buffers import BufferBudget
+from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.open import fill_layer, open_for_training
 from gptj_ft.streaming.step import train_step
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
@@ -144,10 +145,10 @@ def run_variant(cap: float | None, arguments: argparse.Namespace, rates: Rates, 
     for tokens in tokens_of_steps:
         batches = batches_of(tokens, ROW, SHAPE["vocab_size"], arguments.micro_batch, device)
         torch.cuda.reset_peak_memory_stats(device)
-        seconds, losses, waited = [], [], stack.waited_seconds
+        seconds, losses, waited = [], [], stack.meter.waited_seconds
         for step in range(WARM_UP + STEPS):
             if step == WARM_UP:
-                waited = stack.waited_seconds
+                waited = stack.meter.waited_seconds
             torch.cuda.synchronize(device)
             start = time.perf_counter()
             optimizer.begin_step(1e-5)
@@ -161,7 +162,7 @@ def run_variant(cap: float | None, arguments: argparse.Namespace, rates: Rates, 
             cap=cap, tokens=tokens, placement=str(plan.placement), kept=plan.budget.num_kept_layers, num_deferred=late,
             seconds=seconds, losses=losses, tokens_per_second=STEPS * tokens / steady,
             mfu=STEPS * flops.model / steady / rates.compute.bf16,
-            stall=(stack.waited_seconds - waited) / steady,
+            stall=(stack.meter.waited_seconds - waited) / steady,
             device_peak_bytes=torch.cuda.max_memory_allocated(device),
             device_reserved_bytes=torch.cuda.max_memory_reserved(device),
             forecast_bytes=plan.device_bytes, forecast_seconds=plan.costs.seconds_per_step, filling=filling,

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from gptj_ft.data.batches import Rows
     from gptj_ft.models.batch import PackedBatch
     from gptj_ft.streaming.adamw import AdamW
-    from gptj_ft.streaming.model import OffloadedModel
+    from gptj_ft.streaming.offloaded_model import OffloadedModel
 
 FILES = {
     "dialogsum": "summarization/dialogsum/train.jsonl",
@@ -140,7 +140,8 @@ def open_model(arguments: argparse.Namespace) -> tuple[OffloadedModel, AdamW]:
     from gptj_ft.models.layout import Layout
     from gptj_ft.models.registry import families
     from gptj_ft.streaming.adamw import AdamW
-    from gptj_ft.streaming.model import BufferBudget, OffloadedModel
+    from gptj_ft.streaming.buffers import BufferBudget
+    from gptj_ft.streaming.offloaded_model import OffloadedModel
     from gptj_ft.streaming.stores.placement import Placement, open_stores, training_dtypes
     from gptj_ft.training.restore import optimizer_config
 

@@ -40,7 +40,8 @@ from gptj_ft.models.linear import project
 from gptj_ft.models.registry import families
 from gptj_ft.planning.probe import DiskRates, measure_disk
 from gptj_ft.streaming.adamw import AdamW
-from gptj_ft.streaming.model import BufferBudget, OffloadedModel
+from gptj_ft.streaming.buffers import BufferBudget
+from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.open import fill_layer
 from gptj_ft.streaming.step import train_step
 from gptj_ft.streaming.stores.placement import Place, Placement, open_stores, training_dtypes
@@ -115,8 +116,8 @@ def run_variant(variant: str, arguments: argparse.Namespace) -> dict[str, object
     for step in range(arguments.steps):
         if arguments.profile and step == arguments.steps - 1:
             profile.start()
-        start, before, spent_before = time.perf_counter(), stack.waited_seconds, ProcessorTime.now()
-        read_before, written_before = stack.bytes_read, stack.bytes_written
+        start, before, spent_before = time.perf_counter(), stack.meter.waited_seconds, ProcessorTime.now()
+        read_before, written_before = stack.meter.bytes_read, stack.meter.bytes_written
         optimizer.begin_step(1e-5)
         losses.append(train_step(stack, optimizer, batches).mean)
         optimizer.finish_step()
@@ -124,9 +125,9 @@ def run_variant(variant: str, arguments: argparse.Namespace) -> dict[str, object
             stack.stores["grad"].then(lambda: None)
         seconds.append(time.perf_counter() - start)
         spent.append(ProcessorTime.now().since(spent_before))
-        waited.append(stack.waited_seconds - before)
-        read.append(stack.bytes_read - read_before)
-        written.append(stack.bytes_written - written_before)
+        waited.append(stack.meter.waited_seconds - before)
+        read.append(stack.meter.bytes_read - read_before)
+        written.append(stack.meter.bytes_written - written_before)
         best.append(best_product(TYPES[arguments.compute], arguments.width))
         print(f"{variant}: step {seconds[-1]:.1f} s, waiting {waited[-1]:.1f} s", file=sys.stderr, flush=True)
     if arguments.profile:

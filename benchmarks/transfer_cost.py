@@ -36,7 +36,8 @@ from torch import Tensor
 from gptj_ft.config.options import Recipe
 from gptj_ft.models.layout import Kind
 from gptj_ft.streaming.adamw import AdamW, Update
-from gptj_ft.streaming.model import BufferBudget, OffloadedModel
+from gptj_ft.streaming.buffers import BufferBudget
+from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.stores.state_file import digest
 from gptj_ft.system.direct_io import open_direct
 from gptj_ft.system.memory import allocate
@@ -95,7 +96,7 @@ def show(name: str, costs: list[Cost]) -> None:
 
 def read_all(model: OffloadedModel) -> int:
     """Read the whole state, part by part, several on their way; return its bytes."""
-    before = model.bytes_read
+    before = model.meter.bytes_read
     for layer in model.trained:
         for kind in model.updated_kinds:
             numel, part = model.layouts[layer].numel, model.budget.chunk_numel
@@ -103,12 +104,12 @@ def read_all(model: OffloadedModel) -> int:
             for start in range(0, numel, part):
                 if len(leases) == model.budget.num_chunks:
                     _end(leases.pop(0))
-                lease = model.lease_chunk(kind, layer, slice(start, min(start + part, numel)))
-                model.fill(lease, kind, layer, start)
+                lease = model.pools.lease_chunk(kind, layer, slice(start, min(start + part, numel)))
+                model.transfers.fill(lease, kind, layer, start)
                 leases.append(lease)
             while leases:
                 _end(leases.pop(0))
-    return model.bytes_read - before
+    return model.meter.bytes_read - before
 
 
 def _end(lease) -> None:  # type: ignore[no-untyped-def]
@@ -119,22 +120,22 @@ def _end(lease) -> None:  # type: ignore[no-untyped-def]
 
 def write_all(model: OffloadedModel, kinds: tuple[Kind, ...], step: int) -> int:
     """Write kinds of every layer, with what the buffers hold, and commit them; return the bytes."""
-    before = model.bytes_written
+    before = model.meter.bytes_written
     for layer in model.trained:
         for kind in kinds:
             model.write_chunks(kind, layer, lambda start, part: None)
-        model.commit(kinds, layer, step)
+        model.transfers.commit(kinds, layer, step)
     model.drain()
-    return model.bytes_written - before
+    return model.meter.bytes_written - before
 
 
 def update_all(model: OffloadedModel, optimizer: AdamW, step: int) -> int:
     """Apply a pending update to every layer; return the bytes read and written."""
-    before = model.bytes_read + model.bytes_written
+    before = model.meter.bytes_read + model.meter.bytes_written
     optimizer.updates.step = step
     optimizer.resume(Update(step, 1e-5, 0.5, num_skipped=-1), set(model.trained))  # not the first: that is compared
     optimizer.flush()
-    return model.bytes_read + model.bytes_written - before
+    return model.meter.bytes_read + model.meter.bytes_written - before
 
 
 def through_store(arguments: argparse.Namespace) -> None:

@@ -31,7 +31,7 @@ from gptj_ft.generation.generator import InferenceSetup, check_writes
 from gptj_ft.models.registry import Architecture, read_architecture
 from gptj_ft.planning.inference_plan import InferencePlan
 from gptj_ft.planning.resources import check_lengths
-from gptj_ft.streaming.model import OffloadedModel
+from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.system.paths import home, is_adapter, is_model, models
 from gptj_ft.system.processes.group import ALONE, Group
 

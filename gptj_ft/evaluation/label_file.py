@@ -30,8 +30,8 @@ from gptj_ft.generation.generator import InferenceSetup
 from gptj_ft.models.registry import Architecture
 from gptj_ft.planning.inference_plan import InferencePlan
 from gptj_ft.planning.resources import check_lengths
-from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.streaming.objective import objective_of
+from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.system.files import discard, replace_text
 
 FILE_AND_LINE = ("file", "line")

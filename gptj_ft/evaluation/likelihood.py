@@ -19,7 +19,7 @@ from gptj_ft.data.template import fields_of, render
 from gptj_ft.data.tokenization import tokenize
 from gptj_ft.evaluation.metrics.language_model import RowLoss
 from gptj_ft.models.batch import PackedBatch, pack
-from gptj_ft.streaming.model import OffloadedModel
+from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.scoring import TokenQuery, TokenScores, score_tokens
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from gptj_ft.data.table import TokenTable
 from gptj_ft.evaluation.likelihood import passes
 from gptj_ft.models.batch import Marks
 from gptj_ft.planning.inference_plan import TokenBudget
-from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.streaming.objective import Objective, StepLoss
+from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.scoring import head_outputs
 
 Outputs = NDArray[np.float32]

@@ -18,7 +18,7 @@ from gptj_ft.generation.decoding import generate_tokens, in_rounds, text_of
 from gptj_ft.generation.hf_model import Prefill, RaggedCache, StreamedModel
 from gptj_ft.models.registry import Architecture
 from gptj_ft.planning.inference_plan import TokenBudget, batches_by_length
-from gptj_ft.streaming.model import OffloadedModel
+from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.system.accelerator import fork_rng
 
 if TYPE_CHECKING:

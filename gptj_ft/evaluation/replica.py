@@ -18,8 +18,8 @@ from gptj_ft.generation.generator import InferenceSetup
 from gptj_ft.generation.hf_model import StreamedModel
 from gptj_ft.generation.replica import hear_model
 from gptj_ft.models.registry import Architecture
-from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.streaming.objective import objective_of
+from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.replicas import on_units
 from gptj_ft.streaming.scoring import compute_outputs, compute_scores
 from gptj_ft.system.processes.dealing import Compute, serve

@@ -22,7 +22,7 @@ from gptj_ft.errors import DataError, NotFinite
 from gptj_ft.models.batch import HeadRows, PackedBatch, pack
 from gptj_ft.models.kv_cache import KVCache
 from gptj_ft.models.registry import Architecture
-from gptj_ft.streaming.model import OffloadedModel
+from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.prefetch import Prefetcher
 from gptj_ft.streaming.schedule import inference_tasks
 from gptj_ft.streaming.scoring import TokenQuery, TokenScores, score_hidden
@@ -50,7 +50,7 @@ class ForwardPasses:
         """
         layers, self._layers = self._layers, None  # a pass that is broken off leaves the next one nothing to go on from
         if layers is None or not layers.is_active:
-            self._offloaded.take_slots()  # taken while decoding, it could not be trained with afterwards
+            self._offloaded.pools.allocate_slots()  # taken while decoding, it could not be trained with afterwards
             layers = Prefetcher(self._offloaded, inference_tasks(cycle(range(len(self._offloaded.layers)))))
         hidden = forward(layers, batches)
         head = next(layers)

@@ -13,7 +13,7 @@ from gptj_ft.models.layout import Kind
 from gptj_ft.planning.probe import Rates
 from gptj_ft.planning.traffic import Pass, bytes_moved, state_kinds, training_passes
 from gptj_ft.planning.workload import Workload
-from gptj_ft.streaming.model import BufferBudget
+from gptj_ft.streaming.buffers import BufferBudget
 from gptj_ft.streaming.stores.placement import Placement
 
 WARRANTED_BYTES = 600e12  # written to an SSD; see `Costs.ssd_wear`

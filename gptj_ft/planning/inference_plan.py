@@ -18,7 +18,7 @@ from gptj_ft.models.layout import Layout
 from gptj_ft.models.registry import Architecture
 from gptj_ft.planning.plan import PLACES_FASTEST_FIRST, PROCESS_BYTES, Free, Need, needs_of, shortage
 from gptj_ft.planning.suggestions import Candidate, Knob, halves, lift_caps, read_less_ahead, stream_more, suggest
-from gptj_ft.streaming.model import PASS_TOKENS
+from gptj_ft.streaming.buffers import PASS_TOKENS
 from gptj_ft.streaming.step import HEAD_CHUNK_BYTES
 from gptj_ft.streaming.stores.placement import Place
 from gptj_ft.system.block_reader import STAGING_BYTES

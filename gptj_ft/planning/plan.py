@@ -23,7 +23,7 @@ from gptj_ft.planning.traffic import Pass
 from gptj_ft.planning.working_memory import TOKEN_BYTES, WorkingMemory, reserve, usable
 from gptj_ft.planning.workload import Workload
 from gptj_ft.streaming.activations import NUM_BUFFERS
-from gptj_ft.streaming.model import PASS_TOKENS, BufferBudget, pool_shapes
+from gptj_ft.streaming.buffers import PASS_TOKENS, BufferBudget, pool_shapes
 from gptj_ft.streaming.stores.base import CHUNK_NUMEL
 from gptj_ft.streaming.stores.placement import Place, Placement, training_dtypes
 from gptj_ft.system.block_reader import STAGING_BYTES

@@ -33,10 +33,12 @@ from gptj_ft.planning.virtual_machine import (
 from gptj_ft.planning.working_memory import head_chunk, head_cost
 from gptj_ft.planning.workload import Workload
 from gptj_ft.streaming.activations import OffloadedActivations, boundary_layout
-from gptj_ft.streaming.model import BufferBudget
-from gptj_ft.streaming.prefetch import LayerLoad, Prefetcher, Updated
+from gptj_ft.streaming.buffers import BufferBudget
+from gptj_ft.streaming.loaded_layer import LoadedLayer
+from gptj_ft.streaming.prefetch import Prefetcher
 from gptj_ft.streaming.schedule import LayerTask, training_tasks
 from gptj_ft.streaming.stores.placement import Place, Placement
+from gptj_ft.streaming.update_pump import Updated
 from gptj_ft.system.accelerator import META
 from gptj_ft.system.direct_io import TRANSFERS
 
@@ -237,9 +239,9 @@ class _Updates(CountedUpdates):
         piece = self._replay.prices.bytes_moved(self._bytes * (span.stop - span.start), self._kernels)
         self._replay.update(piece, tensors)
 
-    def add_gradient(self, load: LayerLoad) -> None:
+    def add_gradient(self, load: LoadedLayer) -> None:
         """Take the norm of a layer's gradient, and use it as the task says."""
-        gradient = load.tensors["grad"]
+        gradient = load.gradient.flat
         self._replay.compute(self._replay.prices.bytes_moved(gradient.nbytes))
         if load.task.gradient == "write" and self._replay.model.dtypes["grad"] != gradient.dtype:
             number = 2 * -(-gradient.numel() // self._replay.model.budget.chunk_numel)
@@ -284,7 +286,7 @@ class _Replay:
             layout = boundary_layout(load.step_tokens, load.width, self._micro_batches)
             store = self._store(placement.boundaries, VirtualQueue(clock, HOST_TRANSFERS))
             self.model.boundaries = OffloadedActivations(
-                store, layout.numel, budget.chunk_numel, load.dtype, META, self.model
+                store, layout.numel, budget.chunk_numel, load.dtype, META, self.model.meter
             )
         self._costs = [_LayerPieces.of(cost, self.prices) for cost in self._layer_costs()]
         if rates.on_cpu:
@@ -395,16 +397,16 @@ class _Replay:
     def _note_turn(self) -> None:
         self._turn = self._counters()
 
-    def _forward(self, load: LayerLoad, layers: Prefetcher) -> None:
+    def _forward(self, load: LoadedLayer, layers: Prefetcher) -> None:
         for _ in range(self._micro_batches):
             self._run_forward(load, layers)
 
-    def _run_forward(self, load: LayerLoad, layers: Prefetcher) -> None:
+    def _run_forward(self, load: LoadedLayer, layers: Prefetcher) -> None:
         for piece in self._costs[load.index].forward:
             layers.poll()
             self.compute(piece)
 
-    def _backward(self, load: LayerLoad, layers: Prefetcher, recomputes: bool) -> None:
+    def _backward(self, load: LoadedLayer, layers: Prefetcher, recomputes: bool) -> None:
         for b in range(self._micro_batches):
             layers.poll()
             if recomputes:
@@ -416,7 +418,7 @@ class _Replay:
         if load.task.gradient:
             self._updates.add_gradient(load)
 
-    def _head(self, load: LayerLoad) -> None:
+    def _head(self, load: LoadedLayer) -> None:
         if load.is_trained:
             self._zero_gradients(load)
         self._compute_head(load)
@@ -424,7 +426,7 @@ class _Replay:
         if load.task.gradient:
             self._updates.add_gradient(load)
 
-    def _compute_head(self, load: LayerLoad) -> None:
+    def _compute_head(self, load: LoadedLayer) -> None:
         if self._on_cpu:
             return self.compute(_Piece(self._load.head_seconds(self._load.mean_step_targets, trains=True), 1))
         chunk = head_chunk(self._load).tokens
@@ -436,11 +438,11 @@ class _Replay:
                 self.compute(_Piece(share * piece.seconds, piece.number))
             left -= chunk
 
-    def _zero_gradients(self, load: LayerLoad) -> None:
+    def _zero_gradients(self, load: LoadedLayer) -> None:
         """Take the buffers that a layer's gradients are summed in, and set them to zero."""
-        load.gradients()
+        load.gradient.begin()
         if load.layout.numel:
-            gradient = load.tensors["grad"]
+            gradient = load.gradient.flat
             self.use([gradient], writes=True)
             self.compute(self.prices.bytes_moved((ZEROED_ON_CPU if self._on_cpu else 1) * gradient.nbytes))
 
@@ -454,5 +456,5 @@ def _between(before: Sequence[float], after: Sequence[float]) -> PassTimes:
     return PassTimes(*(new - old for new, old in zip(after, before, strict=True)))
 
 
-def _weights(load: LayerLoad) -> list[Tensor]:
-    return [tensor for tensor in (load.tensors.get("weight"), load.frozen) if tensor is not None and tensor.numel()]
+def _weights(load: LoadedLayer) -> list[Tensor]:
+    return [tensor for tensor in (load.weights.trained, load.weights.frozen) if tensor.numel()]

@@ -13,13 +13,15 @@ from gptj_ft.models.embedding import Embedding
 from gptj_ft.models.layout import FROZEN, TIED_SOURCE_LAYER, Kind
 from gptj_ft.planning.probe import Rates
 from gptj_ft.planning.workload import Workload
-from gptj_ft.streaming.model import BufferBudget, OffloadedModel
-from gptj_ft.streaming.prefetch import Prefetcher, Updated
+from gptj_ft.streaming.buffers import BufferBudget
+from gptj_ft.streaming.offloaded_model import OffloadedModel
+from gptj_ft.streaming.prefetch import Prefetcher
 from gptj_ft.streaming.schedule import LayerTask, PendingUpdates, flush_tasks, training_tasks
 from gptj_ft.streaming.stores.base import LayerStore
 from gptj_ft.streaming.stores.device import DeviceStore
 from gptj_ft.streaming.stores.fake import CountingStore
 from gptj_ft.streaming.stores.placement import Place, Placement
+from gptj_ft.streaming.update_pump import Updated
 from gptj_ft.system.accelerator import META
 
 NOTHING: Mapping[Place, int] = {}
@@ -189,7 +191,7 @@ class StepCounter:
             if is_up:
                 turns |= {(place, load.index): len(store.requests) for place, store in self._stores.items()}
             if load.is_trained and (not is_up or load.index == top):
-                load.gradients()
+                load.gradient.begin()
             if load.task.gradient:
                 load.use_gradient(optimizer.updates.step + 1)
         optimizer.updates.step += 1

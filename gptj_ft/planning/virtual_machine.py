@@ -17,10 +17,8 @@ from typing import Any, Literal, cast
 
 from torch import Tensor
 
-from gptj_ft.models.layout import Kind
 from gptj_ft.planning.probe import DiskRates
-from gptj_ft.streaming.stores.base import chunks
-from gptj_ft.system.accelerator import Transfer
+from gptj_ft.streaming.stores.base import LayerStore, Span, chunks
 
 COPY_SECONDS = 10e-6  # to begin one
 Direction = Literal["in", "out"]
@@ -354,7 +352,7 @@ class VirtualQueue:
         self.clock.after(earlier, work.end)
 
 
-class VirtualStore:
+class VirtualStore(LayerStore):
     """A store in the host's memory or on its disk, whose transfers take virtual time.
 
     Args:
@@ -373,54 +371,29 @@ class VirtualStore:
         chunk_numel: int,
         events: Callable[[], list[Work]],
     ) -> None:
-        self.digest_numel = 0
         self._queue, self._link, self._hazards, self._part, self._events = queue, link, hazards, chunk_numel, events
 
-    def own(self, kind: Kind, layer: int) -> Tensor | None:
-        return None
+    def read(self, span: Span, out: Tensor) -> Future[Tensor]:
+        return cast("Future[Tensor]", self._transfer("in", span, out))
 
-    def in_host(self, kind: Kind, layer: int) -> Tensor | None:
-        return None
+    def read_rows(self, span: Span, name: str, rows: Sequence[int], out: Tensor) -> None:
+        self._transfer("in", span, out.view(-1)).result()
 
-    def read(
-        self, kind: Kind, layer: int, out: Tensor, start: int = 0, after: Sequence[Transfer] = ()
-    ) -> Future[Tensor]:
-        return cast("Future[Tensor]", self._transfer("in", kind, layer, out, after))
-
-    def read_rows(
-        self, kind: Kind, layer: int, name: str, rows: Sequence[int], out: Tensor, after: Sequence[Transfer] = ()
-    ) -> None:
-        self._transfer("in", kind, layer, out.view(-1), after).result()
-
-    def write(
-        self, kind: Kind, layer: int, values: Tensor, start: int = 0, after: Sequence[Transfer] = (),
-        digests: Sequence[str] = (),
-    ) -> Future[None]:  # fmt: skip
-        work = self._transfer("out", kind, layer, values, after)
+    def write(self, span: Span, values: Tensor, digests: Sequence[str] = ()) -> Future[None]:
+        work = self._transfer("out", span, values)
         self._queue.writes.append(work)
         return cast("Future[None]", work)
 
     def commit(self, layer: int, step: int) -> None:
         self._queue.commit(layer)
 
-    def then(self, task: Callable[[], None]) -> Future[None]:
-        raise AssertionError("a forecast saves nothing")
-
-    def drain(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def _transfer(
-        self, direction: Direction, kind: Kind, layer: int, tensor: Tensor, after: Sequence[Transfer]
-    ) -> Work:
+    def _transfer(self, direction: Direction, span: Span, tensor: Tensor) -> Work:
         queue, work, writes = self._queue, Work(self._queue.clock), direction == "in"
-        before = self._hazards.earlier(tensor, writes) + (self._events() if kind == "boundary" else [])
+        before = self._hazards.earlier(tensor, writes) + (self._events() if span.kind == "boundary" else [])
         self._hazards.note(tensor, work, writes)
-        first = [cast("Work", transfer) for transfer in after]
-        if layer in queue.commits:
-            first.append(queue.commits[layer])
+        first = [cast("Work", transfer) for transfer in span.after]
+        if span.layer in queue.commits:
+            first.append(queue.commits[span.layer])
         sizes = [(part.stop - part.start) * tensor.element_size() for part in self._parts(tensor)]
 
         def task(end_thread: Callable[[], None]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
@@ -13,7 +12,8 @@ from torch import Tensor
 
 from gptj_ft.models.layout import FLAT_ALIGNMENT, PARAMETER_ALIGNMENT, Kind, Layout
 from gptj_ft.streaming.buffers import Buffer, BufferPool
-from gptj_ft.streaming.stores.base import LayerStore
+from gptj_ft.streaming.stores.base import LayerStore, Span
+from gptj_ft.streaming.transfers import TransferMeter
 from gptj_ft.system.accelerator import current_stream, record_event, wait_for
 from gptj_ft.system.memory import allocate
 
@@ -75,16 +75,6 @@ class SavedInputs:
     content: tuple[int, int]
 
 
-class TransferCounter(Protocol):
-    """Counts what is moved and waited for."""
-
-    bytes_read: int
-    bytes_written: int
-
-    def waiting(self) -> AbstractContextManager[None]:
-        """Count the time spent inside as waiting for the stores."""
-
-
 class OffloadedActivations:
     """Keep layer inputs in a store; on the device are those of `NUM_BUFFERS` layers, and the token ids.
 
@@ -104,7 +94,7 @@ class OffloadedActivations:
         chunk_numel: int,
         dtype: torch.dtype,
         device: torch.device,
-        meter: TransferCounter,
+        meter: TransferMeter,
     ) -> None:
         self._store, self._numel, self._chunk_numel, self._meter = store, numel, chunk_numel, meter
         self._device = device
@@ -134,7 +124,7 @@ class OffloadedActivations:
         for view, x in zip(_views(buffer.tensor, entry.shapes), inputs, strict=True):
             view.copy_(x)
         values = buffer.tensor[: entry.numel]
-        buffer.transfers.append(self._store.write(BOUNDARY, layer, values, 0, record_event(self._device)))
+        buffer.transfers.append(self._store.write(Span(BOUNDARY, layer, 0, record_event(self._device)), values))
         self._store.commit(layer, self._count)
         self._meter.bytes_written += values.nbytes
         buffer.release()
@@ -161,7 +151,7 @@ class OffloadedActivations:
         buffer, is_here = self._buffers.acquire(entry.content)
         if not is_here:
             values = buffer.tensor[: entry.numel]
-            buffer.transfers.append(self._store.read(BOUNDARY, layer, values, 0, tuple(buffer.transfers)))
+            buffer.transfers.append(self._store.read(Span(BOUNDARY, layer, 0, tuple(buffer.transfers)), values))
             self._meter.bytes_read += values.nbytes
         return buffer
 

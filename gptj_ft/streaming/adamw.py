@@ -20,12 +20,14 @@ from torch import Tensor
 
 from gptj_ft.errors import GptjFtError
 from gptj_ft.models.layout import MOMENTS, Kind
+from gptj_ft.streaming.loaded_layer import LoadedLayer
 from gptj_ft.streaming.loss_scale import LossScale
-from gptj_ft.streaming.model import OffloadedModel
-from gptj_ft.streaming.prefetch import LayerLoad, Prefetcher, Updated
+from gptj_ft.streaming.offloaded_model import OffloadedModel
+from gptj_ft.streaming.prefetch import Prefetcher
 from gptj_ft.streaming.schedule import LayerTask, PendingUpdates, flush_tasks
 from gptj_ft.streaming.stores.base import chunks
 from gptj_ft.streaming.update_check import UnchangedParameters
+from gptj_ft.streaming.update_pump import Updated
 from gptj_ft.system.memory import allocate
 
 UNCORRECTED = 10**9
@@ -257,14 +259,14 @@ class AdamW:
     def applied(self, task: LayerTask) -> None:
         if task.writes:
             waits = self.updates.waits
-            self._model.commit(self._model.updated_kinds, task.layer, self.step if waits else self.step + 1)
+            self._model.transfers.commit(self._model.updated_kinds, task.layer, self.step if waits else self.step + 1)
             self.updates.layers.discard(task.layer)
             if waits:  # otherwise it is a step ahead, until the others are, too
                 self._torn.discard(task.layer)
 
-    def add_gradient(self, load: LayerLoad) -> None:
-        self._layer_norms[load.index] = torch.linalg.vector_norm(load.tensors["grad"])
-        load.use_gradient(self.step + 1)
+    def add_gradient(self, layer: LoadedLayer) -> None:
+        self._layer_norms[layer.index] = torch.linalg.vector_norm(layer.gradient.flat)
+        layer.use_gradient(self.step + 1)
 
     def _in_fp32(self, kind: Kind, values: Tensor) -> Tensor:
         if values.dtype == torch.float32:

@@ -1,72 +1,131 @@
-"""Pools of buffers on the device, through which the tensors of a model pass."""
+"""Buffers on the device: tensors of streamed layers pass through them."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from gptj_ft.models.layout import TIED_SOURCE_LAYER, Kind, Layout
+from gptj_ft.streaming.stores.base import CHUNK_NUMEL, LayerStore
 from gptj_ft.system.accelerator import Transfer, fresh, record_event
+
+PASS_TOKENS = 32768  # maximum tokens whose hidden states exist at once in a pass that computes only losses
+
+
+@dataclass(frozen=True)
+class BufferBudget:
+    """Limits on the parts of a model that are on the device at once."""
+
+    read_ahead: int = 1  # layers whose weights are prefetched
+    num_gradients: int = 2  # gradient buffers; with two, one is written while the next gradient is summed
+    num_chunks: int = 24  # chunk buffers of each kind that only an update needs
+    chunk_numel: int = CHUNK_NUMEL
+    num_kept_layers: int = 0  # top blocks that keep their activations for backward
+    pass_tokens: int = PASS_TOKENS
+    forward_bytes: int | None = None
+    """CPU: resident bytes above which a forward pass that keeps activations returns free heap; None: no limit."""
+
+
+DEFAULT_BUDGET = BufferBudget()
+
+
+class PoolShape(NamedTuple):
+    """Shape of a buffer pool."""
+
+    num_buffers: int
+    numel: int  # of each buffer
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return self.num_buffers * self.numel * self.dtype.itemsize
+
+
+def pool_shapes(
+    budget: BufferBudget, layouts: Sequence[Layout], frozen: Sequence[Layout], dtypes: Mapping[Kind, torch.dtype]
+) -> dict[str, PoolShape]:
+    """Return the shape of every pool that a model may need; a forecast selects those that a run will use.
+
+    Args:
+        budget: limits of the buffers.
+        layouts: layouts of the trained parameters of each layer.
+        frozen: layouts of the frozen ones.
+        dtypes: types of the kinds.
+
+    Returns:
+        ``weights`` and ``frozen``: slots for whole layers, with room for the source of tied parameters.
+        ``gradients``: buffers for any layer except the tied source, which has ``tied gradient``.
+        Each kind: its chunks, at most as many as all layers have.
+    """
+    source, has_ties = layouts[TIED_SOURCE_LAYER].numel, any(layout.tied for layout in layouts)
+    whole = max(layout.numel + (source if layout.tied else 0) for layout in layouts)
+    summed = max(layout.numel for i, layout in enumerate(layouts) if not (has_ties and i == TIED_SOURCE_LAYER))
+    chunk = min(budget.chunk_numel, max(layout.numel for layout in layouts))
+    num_chunks = min(budget.num_chunks, sum(-(-layout.numel // max(1, chunk)) for layout in layouts))
+    slots, fp32 = budget.read_ahead + 1, torch.float32
+    return {
+        "weights": PoolShape(slots, whole, dtypes["weight"]),
+        "frozen": PoolShape(slots, max((layout.numel for layout in frozen), default=0), dtypes["weight"]),
+        "gradients": PoolShape(budget.num_gradients, summed, fp32),
+        "tied gradient": PoolShape(int(has_ties), source, fp32),
+        **{kind: PoolShape(num_chunks, chunk, dtype) for kind, dtype in dtypes.items()},
+    }
 
 
 @dataclass(eq=False)
 class Buffer:
-    """Memory on the device and the transfers that use it.
+    """Device memory and the transfers that use it."""
 
-    Attributes:
-        tensor: flat tensor.
-        key: name of its content, now or when the transfers have ended; ``None``: nothing of use.
-        transfers: transfers that use it still.
-        refcount: active users; at 0 the buffer may be reused.
-    """
-
-    tensor: Tensor
-    key: Hashable = None
+    tensor: Tensor  # flat
+    key: Hashable = None  # name of the content, now or after the transfers; None: no valid content
     transfers: list[Transfer] = field(default_factory=list)
-    refcount: int = 0
+    refcount: int = 0  # users; at 0 the buffer may be reused
 
     def release(self) -> None:
-        """End a use. A device may be behind the program: whatever is put here next waits until it has caught up."""
+        """End a use. The next user waits for the event: the device may lag behind the program."""
         self.refcount -= 1
         self.transfers += record_event(self.tensor.device)
 
 
 class BufferPool:
-    """Buffers of one size, the longest unused first in line; what is still in one need not be read again.
+    """Buffers of one size, least recently used first. A buffer's content is cached until the buffer is reused.
 
-    The passes over the layers go up and down in turn, so what was used last is needed first.
+    Passes alternate between up and down, so the most recently used content is needed first.
     """
 
     def __init__(self, count: int, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._line = [
+        self._buffers = [
             Buffer(tensor, None, [*zeroed]) for tensor, zeroed in (fresh(numel, dtype, device) for _ in range(count))
         ]
 
     def has_free(self, key: Hashable) -> bool:
         """Tell whether `acquire` would return a buffer."""
-        return any(not buffer.refcount or (key is not None and buffer.key == key) for buffer in self._line)
+        return any(not buffer.refcount or (key is not None and buffer.key == key) for buffer in self._buffers)
 
     def holds(self, key: Hashable) -> bool:
-        """Tell whether a buffer has a content."""
-        return any(buffer.key == key for buffer in self._line)
+        """Tell whether a buffer has this content."""
+        return any(buffer.key == key for buffer in self._buffers)
 
     def acquire(self, key: Hashable) -> tuple[Buffer, bool]:
-        """Return a buffer for a content, and whether it holds it already; it has one user more until its `release`."""
-        found = [buffer for buffer in self._line if key is not None and buffer.key == key]
-        unused = [buffer for buffer in self._line if not buffer.refcount]
-        buffer = (found or [buffer for buffer in unused if buffer.key is None] or unused)[0]
+        """Return a buffer for a content, and whether the content is cached; adds a user until `Buffer.release`."""
+        cached = [buffer for buffer in self._buffers if key is not None and buffer.key == key]
+        unused = [buffer for buffer in self._buffers if not buffer.refcount]
+        buffer = (cached or [buffer for buffer in unused if buffer.key is None] or unused)[0]
         buffer.key = key
         buffer.refcount += 1
-        self._line.remove(buffer)
-        self._line.append(buffer)
+        self._buffers.remove(buffer)
+        self._buffers.append(buffer)
         buffer.transfers = [transfer for transfer in buffer.transfers if not transfer.done() or transfer.exception()]
-        return buffer, bool(found)
+        return buffer, bool(cached)
 
     def cancel(self) -> None:
-        """Release every buffer: their users were cancelled."""
-        for buffer in self._line:
+        """Release every buffer whose users were cancelled."""
+        for buffer in self._buffers:
             if buffer.refcount:
                 buffer.refcount = 1
                 buffer.release()
@@ -74,31 +133,25 @@ class BufferPool:
 
 @dataclass(eq=False)
 class Lease:
-    """The use of some elements on the device: a store's own memory, or a buffer that is read into and written from.
+    """Use of some elements on the device, in a store's own memory or in a buffer."""
 
-    Attributes:
-        tensor: the elements, flat.
-        buffer: the buffer that they are in; ``None``: they are the store's own, and nothing has to be moved.
-        is_cached: whether they need not be read: the store's own, or still in the buffer.
-    """
-
-    tensor: Tensor
-    buffer: Buffer | None = None
-    is_cached: bool = True
+    tensor: Tensor  # flat
+    buffer: Buffer | None = None  # None: the store's own memory; nothing has to be moved
+    is_cached: bool = True  # no read is necessary
 
     @classmethod
     def of(cls, pool: BufferPool, key: Hashable, numel: int) -> Lease:
-        """Acquire a buffer for a content of so many elements."""
+        """Acquire a buffer for a content."""
         buffer, is_cached = pool.acquire(key)
         return cls(buffer.tensor[:numel], buffer, is_cached)
 
     @property
     def transfers(self) -> list[Transfer]:
-        """Transfers that still use the memory; new ones are appended."""
+        """Transfers that still use the memory; callers append theirs."""
         return [] if self.buffer is None else self.buffer.transfers
 
     def label(self, key: Hashable) -> None:
-        """Name the content, now or when the transfers have ended; ``None``: nothing of use."""
+        """Name the buffer's content, now or after its transfers; None: no valid content."""
         if self.buffer is not None:
             self.buffer.key = key
 
@@ -106,3 +159,90 @@ class Lease:
         """End the use."""
         if self.buffer is not None:
             self.buffer.release()
+
+
+class BufferPools:
+    """The buffer pools of a model. A lease uses a buffer, or the store's own memory if the store is on the device.
+
+    A pool is allocated at its first use.
+    """
+
+    def __init__(
+        self,
+        budget: BufferBudget,
+        layouts: Sequence[Layout],
+        frozen: Sequence[Layout],
+        dtypes: Mapping[Kind, torch.dtype],
+        stores: Mapping[Kind, LayerStore],
+        device: torch.device,
+    ) -> None:
+        self._shapes = pool_shapes(budget, layouts, frozen, dtypes)
+        self._layouts, self._frozen, self._dtypes, self._stores = layouts, frozen, dtypes, stores
+        self._device = device
+        self._has_ties = any(layout.tied for layout in layouts)
+        self.allocated: dict[str, BufferPool] = {}
+
+    def __getitem__(self, name: str) -> BufferPool:
+        """Return a pool, by its name in `pool_shapes`."""
+        if name not in self.allocated:
+            self.allocated[name] = BufferPool(*self._shapes[name], self._device)
+        return self.allocated[name]
+
+    def gradients(self, layer: int) -> BufferPool:
+        """Return the pool for a layer's fp32 gradient.
+
+        The source of tied parameters has its own pool. Its gradient starts with the tied layer, the first in backward,
+        and stays until backward reaches the source, the last.
+        """
+        return self["tied gradient" if self._has_ties and layer == TIED_SOURCE_LAYER else "gradients"]
+
+    def lease_weights(self, layer: int, key: Hashable) -> Lease:
+        """Lease memory for a layer's trained weights; a buffer has room for the tied source's weights behind them."""
+        own = self._stores["weight"].own("weight", layer)
+        return Lease(own) if own is not None else Lease.of(self["weights"], key, self._layouts[layer].numel)
+
+    def lease_frozen(self, layer: int) -> Lease:
+        """Lease memory for a layer's frozen weights."""
+        own = self._stores["frozen"].own("frozen", layer)
+        return Lease(own) if own is not None else Lease.of(self["frozen"], layer, self._frozen[layer].numel)
+
+    def lease_gradient(self, layer: int) -> Lease:
+        """Lease memory for a layer's fp32 gradient sum."""
+        if "grad" in self._stores and self._dtypes["grad"] == torch.float32:
+            own = self._stores["grad"].own("grad", layer)
+            if own is not None:
+                return Lease(own)
+        return Lease.of(self.gradients(layer), None, self._layouts[layer].numel)
+
+    def lease_stored_gradient(self, layer: int, key: Hashable) -> Lease | None:
+        """Lease a layer's stored gradient if it is still in the buffer that it was summed in, in the store's type."""
+        if self._stores["grad"].own("grad", layer) is not None or not self.gradients(layer).holds(key):
+            return None
+        buffer, _ = self.gradients(layer).acquire(key)
+        return Lease(buffer.tensor.view(self._dtypes["grad"])[: self._layouts[layer].numel], buffer)
+
+    def lease_chunk(self, kind: Kind, layer: int, span: slice, key: Hashable = None) -> Lease:
+        """Lease memory for a chunk of a kind that only an update needs."""
+        own = self._stores[kind].own(kind, layer)
+        return Lease(own[span]) if own is not None else Lease.of(self[kind], key, span.stop - span.start)
+
+    def has_free_chunk(self, kind: Kind, layer: int, key: Hashable) -> bool:
+        """Tell whether `lease_chunk` would find memory."""
+        return self._stores[kind].own(kind, layer) is not None or self[kind].has_free(key)
+
+    def allocate_slots(self) -> None:
+        """Allocate the slots of streamed weights now instead of at their first use."""
+        slots: tuple[tuple[Kind, str], ...] = (("weight", "weights"), ("frozen", "frozen"))
+        for kind, name in slots:
+            if kind in self._stores and self._stores[kind].own(kind, TIED_SOURCE_LAYER) is None:
+                _ = self[name]
+
+    def free(self, names: Iterable[str]) -> None:
+        """Free pools without pending transfers; a later use allocates them again."""
+        for name in [*names]:
+            self.allocated.pop(name, None)
+
+    def cancel(self) -> None:
+        """Release every buffer: all users were cancelled."""
+        for pool in self.allocated.values():
+            pool.cancel()

@@ -16,7 +16,7 @@ from gptj_ft.models.batch import PackedBatch
 from gptj_ft.streaming.objective import Objective, StepLoss
 
 if TYPE_CHECKING:
-    from gptj_ft.streaming.prefetch import LayerLoad
+    from gptj_ft.streaming.loaded_layer import LoadedLayer
 
 Query = tuple[Tensor, ...]
 Result = tuple[Tensor, ...]
@@ -55,7 +55,7 @@ class GradientReducer:
     The step calls `begin`, `end_micro_batch` for each micro-batch and `end`, layer by layer.
     """
 
-    def __init__(self, consume: Callable[[LayerLoad], None]) -> None:
+    def __init__(self, consume: Callable[[LoadedLayer], None]) -> None:
         self._consume = consume
 
     def totals(self, batches: Sequence[PackedBatch], objective: Objective) -> tuple[float, int]:
@@ -66,13 +66,13 @@ class GradientReducer:
         """Extend each series of loss terms to the whole step."""
         return series
 
-    def begin(self, layer: LayerLoad) -> None:
+    def begin(self, layer: LoadedLayer) -> None:
         """Start a trained layer: its gradient buffers are ready, no micro-batch is summed yet."""
 
-    def end_micro_batch(self, layer: LayerLoad, num_done: int) -> None:
+    def end_micro_batch(self, layer: LoadedLayer, num_done: int) -> None:
         """Note that the gradient buffers contain ``num_done`` micro-batches."""
 
-    def end(self, layer: LayerLoad) -> None:
+    def end(self, layer: LoadedLayer) -> None:
         """Reduce the layer's gradient and pass it to the optimizer, now or while the next layer computes."""
         if layer.task.gradient:
             self._consume(layer)
@@ -106,7 +106,7 @@ class Exchange:
         """
         return Channel()
 
-    def open_reducer(self, consume: Callable[[LayerLoad], None]) -> GradientReducer:
+    def open_reducer(self, consume: Callable[[LoadedLayer], None]) -> GradientReducer:
         """Open the reducer of one step; ``consume`` gives a layer's complete gradient to the optimizer."""
         return GradientReducer(consume)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gptj_ft.models.batch import PackedBatch, Poll
 from gptj_ft.streaming.exchange import Channel
-from gptj_ft.streaming.prefetch import LayerLoad
+from gptj_ft.streaming.loaded_layer import LoadedLayer
 
 
 class SavedView(NamedTuple):
@@ -37,13 +37,13 @@ class KeptActivations:
         self._indices: dict[int, int] = {}  # index in _weights by storage address
 
     def run(
-        self, layer: LayerLoad, inputs: Iterable[Tensor], batches: Sequence[PackedBatch], poll: Poll, up: Channel
+        self, layer: LoadedLayer, inputs: Iterable[Tensor], batches: Sequence[PackedBatch], poll: Poll, up: Channel
     ) -> list[Tensor]:
         """Run the layer on every micro-batch; return the detached outputs that stay local."""
         self.bind(layer)
         self.parameters = layer.leaf_parameters()
         local = []
-        with layer.saving_places(self._pack, self._unpack):
+        with layer.saving_views(self._pack, self._unpack):
             for values, batch in zip(inputs, batches, strict=True):
                 x = values.detach().requires_grad_(layer.is_above_trained)
                 self.inputs.append(x)
@@ -53,9 +53,9 @@ class KeptActivations:
                     local.append(self.outputs[-1].detach())
         return local
 
-    def bind(self, layer: LayerLoad) -> None:
+    def bind(self, layer: LoadedLayer) -> None:
         """Point the graphs at the slot that the layer's weights are in now."""
-        self._weights = layer.frozen, *((layer.tensors["weight"],) if layer.layout.numel else ())
+        self._weights = layer.weights.frozen, *((layer.weights.trained,) if layer.layout.numel else ())
         addresses = [flat.untyped_storage().data_ptr() for flat in self._weights]
         self._indices = {address: i for i, address in enumerate(addresses) if self._weights[i].numel()}
 

@@ -20,8 +20,10 @@ from gptj_ft.models.lora import A, B, initialise, is_adapter_parameter, linear_l
 from gptj_ft.models.registry import Architecture
 from gptj_ft.models.trainable import Selection, adapted, places_of
 from gptj_ft.streaming.activations import OffloadedActivations
+from gptj_ft.streaming.buffers import BufferBudget
 from gptj_ft.streaming.exchange import LOCAL, Exchange
-from gptj_ft.streaming.model import BufferBudget, OffloadedModel
+from gptj_ft.streaming.offloaded_model import OffloadedModel
+from gptj_ft.streaming.stores.base import Span
 from gptj_ft.streaming.stores.device import DeviceStore
 from gptj_ft.streaming.stores.folder import FolderStore
 from gptj_ft.streaming.stores.host import HostStore
@@ -72,7 +74,7 @@ def open_for_training(
         compute, chunk_numel = model.compute_dtype, budget.chunk_numel
         layouts = [boundary if exchange.has(layer) else NO_PARAMETERS for layer in range(len(model.layers))]
         store = open_boundaries(placement, layouts, compute, device, folder, chunk_numel)
-        model.boundaries = OffloadedActivations(store, boundary.numel, chunk_numel, compute, device, model)
+        model.boundaries = OffloadedActivations(store, boundary.numel, chunk_numel, compute, device, model.meter)
     return model
 
 
@@ -87,7 +89,7 @@ def open_frozen(model: OffloadedModel, architecture: Architecture, checkpoint: C
     """
     find = partial(tensor_source, architecture, checkpoint)
     if any(layout.numel for layout in model.frozen):
-        model.stores = {**model.stores, "frozen": FolderStore(model.frozen, find, model.device)}
+        model.stores["frozen"] = FolderStore(model.frozen, find, model.device)
         if place != "disk":
             _settle_frozen(model, place)
 
@@ -102,16 +104,16 @@ def _settle_frozen(model: OffloadedModel, place: Place) -> None:
             continue
         own = store.own(FROZEN, layer)
         if isinstance(store, DeviceStore) and own is not None:
-            source.read(FROZEN, layer, own, 0, store.zeroed).result()
+            source.read(Span(FROZEN, layer, 0, store.zeroed), own).result()
             continue
-        slot, _ = model.frozen_slots.acquire(None)
+        slot, _ = model.pools["frozen"].acquire(None)
         values = slot.tensor[: layout.numel]
-        slot.transfers.append(source.read(FROZEN, layer, values, 0, tuple(slot.transfers)))
-        slot.transfers.append(store.write(FROZEN, layer, values, 0, tuple(slot.transfers)))
+        slot.transfers.append(source.read(Span(FROZEN, layer, 0, tuple(slot.transfers)), values))
+        slot.transfers.append(store.write(Span(FROZEN, layer, 0, tuple(slot.transfers)), values))
         slot.release()
     store.drain()
     source.close()
-    model.stores = {**model.stores, FROZEN: store}
+    model.stores[FROZEN] = store
 
 
 def load_weights(
@@ -146,7 +148,7 @@ def load_weights(
     for layer in model.trained:
         fill_layer(model, layer, partial(load, layer), partial(load_moment, layer) if moments else None)
     model.drain()
-    model.release_filling_pools()
+    model.free_filling_pools()
 
 
 def fill_layer(
@@ -164,7 +166,7 @@ def fill_layer(
         fill_moment: the same for each of the two moments; ``None``: they are zeros.
     """
     layout, kinds = model.layouts[layer], tuple(kind for kind in model.dtypes if kind != "grad")
-    slot, _ = model.gradients(layer).acquire(None)  # as large as the layer, and fp32
+    slot, _ = model.pools.gradients(layer).acquire(None)  # as large as the layer, and fp32
     flat = slot.tensor[: layout.numel].zero_()
     for name, view in layout.views(flat).items():
         fill(name, view)
@@ -178,7 +180,7 @@ def fill_layer(
                 fill_moment(kind, name, view)
         model.write_chunks(kind, layer, lambda start, part: part.copy_(flat[start : start + len(part)]))
     slot.release()
-    model.commit(kinds, layer, 0)
+    model.transfers.commit(kinds, layer, 0)
 
 
 def trained_parameters(model: OffloadedModel) -> Iterator[dict[str, Tensor]]:
@@ -212,7 +214,7 @@ def flat_views(model: OffloadedModel, kind: Kind, layer: int) -> dict[str, Tenso
     held = model.stores[kind].in_host(kind, layer)
     if held is not None:
         return model.layouts[layer].views(held.float())
-    slot, _ = model.gradients(layer).acquire(None)
+    slot, _ = model.pools.gradients(layer).acquire(None)
     flat = slot.tensor[: model.layouts[layer].numel]
     for start, part in model.read_chunks(kind, layer):
         flat[start : start + len(part)] = part
@@ -237,7 +239,7 @@ def load_adapter(model: OffloadedModel, architecture: Architecture, adapter: Ada
     for name in adapter.whole:
         layer, local = places[name]
         views_of(layer)[local].copy_(adapter.read_whole(name))
-    model.stores = {**model.stores, "weight": store}
+    model.stores["weight"] = store
 
 
 @contextmanager

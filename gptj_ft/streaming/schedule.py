@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from gptj_ft.streaming.model import OffloadedModel
+from gptj_ft.streaming.offloaded_model import OffloadedModel
 
 
 @dataclass(frozen=True)

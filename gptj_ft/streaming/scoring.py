@@ -13,9 +13,10 @@ from torch import Tensor
 from gptj_ft.models.batch import HeadRows, PackedBatch
 from gptj_ft.models.linear import Kernel
 from gptj_ft.streaming.exchange import Query
-from gptj_ft.streaming.model import OffloadedModel
+from gptj_ft.streaming.loaded_layer import LoadedLayer
 from gptj_ft.streaming.objective import CrossEntropy, Objective, StepLoss
-from gptj_ft.streaming.prefetch import LayerLoad, Prefetcher
+from gptj_ft.streaming.offloaded_model import OffloadedModel
+from gptj_ft.streaming.prefetch import Prefetcher
 from gptj_ft.streaming.schedule import inference_tasks
 from gptj_ft.streaming.step import forward, head_chunk_size, head_chunks, open_channel, pad_batches
 
@@ -110,7 +111,7 @@ def compute_scores(
 
 
 def score_hidden(
-    head: LayerLoad, hidden: Sequence[Tensor], queries: Sequence[Query], kernel: Kernel = "training"
+    head: LoadedLayer, hidden: Sequence[Tensor], queries: Sequence[Query], kernel: Kernel = "training"
 ) -> list[TokenScores]:
     """Score tokens, given the head's inputs."""
     parameters, size = head.parameters(), head_chunk_size(head)
@@ -127,7 +128,7 @@ def score_hidden(
     return scores
 
 
-def forward_trunk(model: OffloadedModel, batches: Sequence[PackedBatch]) -> tuple[list[Tensor], LayerLoad | None]:
+def forward_trunk(model: OffloadedModel, batches: Sequence[PackedBatch]) -> tuple[list[Tensor], LoadedLayer | None]:
     """Run the layers below the head; return the head's inputs and the head, or None if the head is not local."""
     batches, top = pad_batches(model, batches), len(model.layers) - 1
     layers, up = Prefetcher(model, inference_tasks(model.local_layers)), open_channel(model, range(top + 1), batches)

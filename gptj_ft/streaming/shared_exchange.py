@@ -13,9 +13,9 @@ from torch import Tensor
 from gptj_ft.models.batch import PackedBatch
 from gptj_ft.streaming.exchange import Channel, ComputeBatches, Exchange, GradientReducer, Query, Result
 from gptj_ft.streaming.lanes import LaneSums, Summing
-from gptj_ft.streaming.model import OffloadedModel
+from gptj_ft.streaming.loaded_layer import LoadedLayer
 from gptj_ft.streaming.objective import Objective, StepLoss
-from gptj_ft.streaming.prefetch import LayerLoad
+from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.relay import Relay, Route
 from gptj_ft.streaming.replicas import deal_batches
 from gptj_ft.system.processes.dealing import deal, end_serving
@@ -46,7 +46,7 @@ class SharedExchange(Exchange):
             return Channel()
         return Route(self._relay, layers, num_tokens, dtype, device)
 
-    def open_reducer(self, consume: Callable[[LayerLoad], None]) -> GradientReducer:
+    def open_reducer(self, consume: Callable[[LoadedLayer], None]) -> GradientReducer:
         return LaneReducer(consume, self.lanes) if self.lanes else GradientReducer(consume)
 
     def broadcast_losses(self, losses: list[StepLoss] | None) -> list[StepLoss]:
@@ -91,24 +91,24 @@ def lent(model: OffloadedModel, replicas: Group) -> Iterator[None]:
 class LayerSum:
     """A layer whose gradient other processes are summing while the next layer computes."""
 
-    layer: LayerLoad
+    layer: LoadedLayer
     summing: Summing
 
-    def end(self, consume: Callable[[LayerLoad], None]) -> None:
+    def end(self, consume: Callable[[LoadedLayer], None]) -> None:
         """Wait for the sum, and give it to the optimizer."""
         (total,) = self.summing.end()
-        self.layer.lease_gradient().copy_(total)
+        self.layer.gradient.lease_again().copy_(total)
         consume(self.layer)
-        self.layer.release_gradient()
+        self.layer.gradient.release()
 
 
 class LaneReducer(GradientReducer):
     """Sum the gradients of a step over its lanes, while the next layer computes where that is possible."""
 
-    def __init__(self, consume: Callable[[LayerLoad], None], lanes: LaneSums) -> None:
+    def __init__(self, consume: Callable[[LoadedLayer], None], lanes: LaneSums) -> None:
         super().__init__(consume)
         self._lanes = lanes
-        self._layer: LayerLoad | None = None  # the layer that `begin` has started
+        self._layer: LoadedLayer | None = None  # the layer that `begin` has started
         # Tied source: the part of its gradient that the tied layer has summed. It is complete already.
         self._tied_part: Tensor | None = None
         self._earlier: LayerSum | None = None
@@ -119,33 +119,33 @@ class LaneReducer(GradientReducer):
     def gather_losses(self, series: list[list[float]]) -> list[list[float]]:
         return self._lanes.losses(series)
 
-    def begin(self, layer: LayerLoad) -> None:
+    def begin(self, layer: LoadedLayer) -> None:
         self._layer, self._tied_part = layer, None
-        if layer.is_tied_source:
-            self._tied_part = layer.tensors["grad"].clone()
-            layer.tensors["grad"].zero_()
-        self._lanes.begin(layer.gradient_sums())
-        self._lanes.close(layer.gradient_sums(), 0)
+        if layer.gradient.is_tied_source:
+            self._tied_part = layer.gradient.flat.clone()
+            layer.gradient.flat.zero_()
+        self._lanes.begin(layer.gradient.sums())
+        self._lanes.close(layer.gradient.sums(), 0)
 
-    def end_micro_batch(self, layer: LayerLoad, num_done: int) -> None:
-        self._lanes.close(layer.gradient_sums(), num_done)
+    def end_micro_batch(self, layer: LoadedLayer, num_done: int) -> None:
+        self._lanes.close(layer.gradient.sums(), num_done)
 
-    def end(self, layer: LayerLoad) -> None:
+    def end(self, layer: LoadedLayer) -> None:
         if layer.is_trained:
             if self._layer is not layer:  # this process has no rows in this step
-                layer.gradients()
+                layer.gradient.begin()
                 self.begin(layer)
             # An update in backward needs the layer's weights now. A layer with tied parameters has two gradients.
             can_wait = layer.task.gradient == "write" and not layer.layout.tied and self._tied_part is None
             if can_wait and self._lanes.group.size > 1:
                 following = LayerSum(layer, self._lanes.start())
-                layer.release_gradient()  # the lanes' sums are copies: the previous layer gets the buffer
+                layer.gradient.release()  # the lanes' sums are copies: the previous layer gets the buffer
                 self._end_earlier()
                 self._earlier = following
                 return
-            self._lanes.total(layer.gradient_sums())
+            self._lanes.total(layer.gradient.sums())
             if self._tied_part is not None:
-                layer.tensors["grad"].add_(self._tied_part)
+                layer.gradient.flat.add_(self._tied_part)
                 self._tied_part = None
         self._end_earlier()
         super().end(layer)

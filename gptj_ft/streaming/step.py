@@ -31,11 +31,13 @@ from gptj_ft.models.batch import HeadRows, PackedBatch, rounded_up
 from gptj_ft.streaming.activations import Activations
 from gptj_ft.streaming.exchange import Channel, GradientReducer
 from gptj_ft.streaming.kept_activations import KeptActivations
+from gptj_ft.streaming.loaded_layer import LoadedLayer
 from gptj_ft.streaming.loss_scale import LossScale
-from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.streaming.objective import CrossEntropy, Objective, StepLoss
-from gptj_ft.streaming.prefetch import LayerLoad, Prefetcher, Updater
+from gptj_ft.streaming.offloaded_model import OffloadedModel
+from gptj_ft.streaming.prefetch import Prefetcher
 from gptj_ft.streaming.schedule import PendingUpdates, training_tasks
+from gptj_ft.streaming.update_pump import Updater
 from gptj_ft.system.memory import return_free_heap
 
 HEAD_CHUNK_BYTES = 128 * 2**20  # of fp32 logits
@@ -47,7 +49,7 @@ class Optimizer(Updater, Protocol):
     updates: PendingUpdates
     loss_scale: LossScale | None
 
-    def add_gradient(self, layer: LayerLoad) -> None:
+    def add_gradient(self, layer: LoadedLayer) -> None:
         """Store the layer's complete gradient, or update the layer with it, as the layer's task says."""
 
 
@@ -158,7 +160,7 @@ def forward(
     return hidden
 
 
-def head_gradients(step: Step, head: LayerLoad, hidden: Iterable[Tensor]) -> tuple[StepLoss, list[Tensor]]:
+def head_gradients(step: Step, head: LoadedLayer, hidden: Iterable[Tensor]) -> tuple[StepLoss, list[Tensor]]:
     """Compute the loss, the head's gradient and the gradients of the head's inputs.
 
     Args:
@@ -249,12 +251,12 @@ def backward(step: Step, layers: Prefetcher, gradients: list[Tensor], kept: dict
     step.reducer.close()
 
 
-def attach_gradients(layer: LayerLoad, parameters: Mapping[str, Tensor]) -> None:
+def attach_gradients(layer: LoadedLayer, parameters: Mapping[str, Tensor]) -> None:
     """Have autograd sum the parameters' gradients into the layer's flat fp32 gradient.
 
     The gradients of tied parameters go into the flat gradient of the layer that owns them.
     """
-    for name, total in layer.gradients().items():
+    for name, total in layer.gradient.begin().items():
         sum_into(parameters[name], total)
 
 
@@ -278,7 +280,7 @@ def _adder(total: Tensor) -> Callable[[Tensor], None]:
     return add_to_total
 
 
-def head_chunks(head: LayerLoad, batch: PackedBatch, objective: Objective) -> Iterator[tuple[Tensor, HeadRows]]:
+def head_chunks(head: LoadedLayer, batch: PackedBatch, objective: Objective) -> Iterator[tuple[Tensor, HeadRows]]:
     """Yield the target positions in chunks whose logits take at most `HEAD_CHUNK_BYTES`.
 
     An objective that reads whole documents gets a batch in one chunk.
@@ -294,13 +296,13 @@ def head_chunks(head: LayerLoad, batch: PackedBatch, objective: Objective) -> It
         start += len(positions_S)
 
 
-def head_chunk_size(head: LayerLoad) -> int:
+def head_chunk_size(head: LoadedLayer) -> int:
     """Return the number of positions whose logits take at most `HEAD_CHUNK_BYTES`."""
     vocabulary = max(len(parameter) for parameter in head.parameters().values() if parameter.ndim == 2)
     return max(1, HEAD_CHUNK_BYTES // (4 * vocabulary))
 
 
-def num_fillers(head: LayerLoad, positions_S: Tensor, objective: Objective) -> int:
+def num_fillers(head: LoadedLayer, positions_S: Tensor, objective: Objective) -> int:
     """Return the number of rows that pad a chunk to a common size, as in `pad_batches`."""
     is_filled = head.device.type == "cpu" and not objective.reads_documents
     return rounded_up(len(positions_S)) - len(positions_S) if is_filled else 0

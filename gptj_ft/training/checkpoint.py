@@ -36,7 +36,7 @@ from gptj_ft.errors import DataError, ResourceError
 from gptj_ft.models.layout import Kind, Layout
 from gptj_ft.planning.traffic import state_kinds
 from gptj_ft.streaming.adamw import Update
-from gptj_ft.streaming.model import OffloadedModel
+from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.stores.state_file import Digests, StateFile, layer_path
 from gptj_ft.system.digests import write_sealed
 from gptj_ft.system.direct_io import RESUME, open_direct, sync
@@ -190,9 +190,9 @@ def restore(folder: Path, offloaded: OffloadedModel, step: int) -> None:
             raise DataError(f"{path}: {error}") from error
         finally:
             os.close(descriptor)
-        offloaded.commit(kinds, layer, step)
+        offloaded.transfers.commit(kinds, layer, step)
     offloaded.drain()
-    offloaded.release_filling_pools()
+    offloaded.free_filling_pools()
 
 
 def _read(form: StateFile, descriptor: int, kind: Kind, digests: Digests, start: int, part: Tensor) -> None:

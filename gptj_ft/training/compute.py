@@ -14,8 +14,8 @@ from gptj_ft.models.dropout import seed_of
 from gptj_ft.planning.flops import count_flops
 from gptj_ft.streaming.adamw import AdamW
 from gptj_ft.streaming.lanes import LaneSums, lanes_of, lanes_of_rank
-from gptj_ft.streaming.model import OffloadedModel
 from gptj_ft.streaming.objective import StepLoss
+from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.scoring import evaluate_losses
 from gptj_ft.streaming.shared_exchange import SharedExchange
 from gptj_ft.streaming.step import train_step

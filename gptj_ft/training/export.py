@@ -18,7 +18,7 @@ from gptj_ft.data.dataset import load_dataset
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.lora import is_transposed, name_of, targets_in
 from gptj_ft.models.trainable import Selection, select
-from gptj_ft.streaming.model import OffloadedModel
+from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.open import trained_parameters, whole_layers
 from gptj_ft.streaming.relay import Relay
 from gptj_ft.system.files import discard, hidden_name

@@ -16,7 +16,7 @@ from gptj_ft.config.run_folder import Run, note_layers, record_environment, resu
 from gptj_ft.errors import DataError, Interrupted, NotFinite, OutOfTime
 from gptj_ft.planning.working_memory import allocator_limit
 from gptj_ft.streaming.adamw import AdamW
-from gptj_ft.streaming.model import OffloadedModel
+from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.shared_exchange import lent
 from gptj_ft.system.accelerator import limit_memory
 from gptj_ft.system.files import discard
@@ -339,7 +339,7 @@ class Training:
         self.reporter.on_activity("writing the tuned model")
         self.flush()
         self.warn_unmoved()
-        self.offloaded.release_pools()
+        self.offloaded.free_pools()
         return_freed_memory()
         export_model(self.setup, self.run, self.offloaded, self.state, self.exported)
         self.setup.group.gather("exported", {})

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gptj_ft.errors import DataError, GptjFtError, NotFinite, listed
 from gptj_ft.models.lora import name_of
-from gptj_ft.streaming.model import OffloadedModel
+from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.open import flat_views
 from gptj_ft.training.setup import TrainSetup
 

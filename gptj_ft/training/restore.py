@@ -16,7 +16,7 @@ from gptj_ft.planning.plan import keeps_gradients
 from gptj_ft.streaming.activations import boundary_layout
 from gptj_ft.streaming.adamw import AdamW, AdamWConfig, Update
 from gptj_ft.streaming.exchange import LOCAL
-from gptj_ft.streaming.model import OffloadedModel
+from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.open import load_weights, open_for_training, open_frozen
 from gptj_ft.streaming.shared_exchange import SharedExchange
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes

@@ -13,7 +13,7 @@ from gptj_ft.config.run_folder import COMMIT, MANIFEST, STEP_FOLDER, Run
 from gptj_ft.errors import UsageError, did_you_mean
 from gptj_ft.evaluation.metrics import score_names
 from gptj_ft.streaming.adamw import AdamW
-from gptj_ft.streaming.model import OffloadedModel
+from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.system.files import discard, remove_folder, sync_path
 from gptj_ft.training import checkpoint
 from gptj_ft.training.run_state import LOSS, BestState, RunState

@@ -11,7 +11,7 @@ from gptj_ft.system.units import gigabytes
 
 if TYPE_CHECKING:
     from gptj_ft.planning.flops import Flops
-    from gptj_ft.streaming.model import OffloadedModel
+    from gptj_ft.streaming.offloaded_model import OffloadedModel
 
 WAITING_NOTICED = 0.05  # share of the time
 
@@ -133,7 +133,7 @@ class Stopwatch:
 
 
 def _counters(offloaded: OffloadedModel) -> tuple[float, int, int]:
-    return offloaded.waited_seconds, offloaded.bytes_read, offloaded.bytes_written
+    return offloaded.meter.waited_seconds, offloaded.meter.bytes_read, offloaded.meter.bytes_written
 
 
 def describe_throughput(counts: StepCounts, throughput: Throughput, verbose: bool = False) -> list[str]:

@@ -15,8 +15,9 @@ from gptj_ft.errors import ResourceError
 from gptj_ft.evaluation.likelihood import passes
 from gptj_ft.evaluation.metrics.statistic import values
 from gptj_ft.planning.inference_plan import InferenceWorkload, TokenBudget, token_budget_within
-from gptj_ft.streaming.model import PASS_TOKENS, OffloadedModel
+from gptj_ft.streaming.buffers import PASS_TOKENS
 from gptj_ft.streaming.objective import CrossEntropy, Objective, StepLoss
+from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.scoring import evaluate_losses
 from gptj_ft.system.files import keep_folder, replace_text
 from gptj_ft.training.setup import TrainSetup

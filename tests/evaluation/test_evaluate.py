@@ -26,9 +26,9 @@ from gptj_ft.evaluation.likelihood import documents_of, label_candidates, log_li
 from gptj_ft.generation import hf_model
 from gptj_ft.planning import inference_plan
 from gptj_ft.streaming import scoring, step
-from gptj_ft.streaming.model import OffloadedModel
+from gptj_ft.streaming.loaded_layer import LoadedLayer
+from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.open import open_for_inference
-from gptj_ft.streaming.prefetch import LayerLoad
 from gptj_ft.system.paths import home
 
 SIZES = {"n_embd": 32, "n_layer": 2, "n_head": 2, "rotary_dim": 8, "n_positions": 1024}
@@ -88,14 +88,14 @@ def test_no_more_logits_exist_than_a_chunk_has(folder: Path, stack: OffloadedMod
     tokenizer = load_tokenizer(folder)
     documents = [Document(tokenizer.encode(text), 1) for text in TEXTS]
     whole = losses(stack, tokenizer, documents, 64)
-    sizes, original = [], LayerLoad.run
+    sizes, original = [], LoadedLayer.run
 
     def spy(*arguments):
         output = original(*arguments)
         sizes.append(output.shape)
         return output
 
-    monkeypatch.setattr(LayerLoad, "run", spy)
+    monkeypatch.setattr(LoadedLayer, "run", spy)
     monkeypatch.setattr(step, "HEAD_CHUNK_BYTES", 4 * 3 * 320)
     parts = losses(stack, tokenizer, documents, 64)
     vocabulary = max(size[-1] for size in sizes)

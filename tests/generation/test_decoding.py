@@ -274,8 +274,8 @@ def test_weights_that_take_the_same_inputs_are_one_product_and_what_stays_is_fet
 def test_while_a_pass_ends_the_next_one_is_on_its_way(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_for_inference(model_folder, CPU, torch.float32, "disk") as (architecture, stack):
         model, asked = StreamedModel(architecture, stack), []
-        fetch = stack.fetch
-        monkeypatch.setattr(stack, "fetch", lambda kind, layer, *rest: asked.append(layer) or fetch(kind, layer, *rest))
+        read = stack.transfers.read
+        monkeypatch.setattr(stack.transfers, "read", lambda span, out: asked.append(span.layer) or read(span, out))
         model(torch.tensor([[1, 2]]))
         head = len(stack.layers) - 1
         assert asked == [*range(1, head + 1), 1], "the first block of the next pass is read while the head computes"

@@ -25,7 +25,7 @@ from gptj_ft.planning.layer_times import LayerKind, Seconds, Timing
 from gptj_ft.planning.machine_profile import rates, with_times
 from gptj_ft.planning.scale_out import part_of, replica_of
 from gptj_ft.planning.workload import LayerTimes, SecondsByTokens, Workload
-from gptj_ft.streaming.model import BufferBudget
+from gptj_ft.streaming.buffers import BufferBudget
 from gptj_ft.streaming.relay import assign
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
 from gptj_ft.system.paths import home

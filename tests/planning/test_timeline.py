@@ -30,7 +30,7 @@ from gptj_ft.planning.probe import ComputeRates, DiskRates, Rates
 from gptj_ft.planning.timeline import ScheduleInputs, Timeline, replay
 from gptj_ft.planning.traffic import training_passes
 from gptj_ft.planning.workload import LayerTimes, SecondsByTokens, Workload
-from gptj_ft.streaming.model import BufferBudget
+from gptj_ft.streaming.buffers import BufferBudget
 from gptj_ft.streaming.stores.placement import Place, Placement, training_dtypes
 
 BF16 = torch.bfloat16

@@ -9,7 +9,8 @@ from gptj_ft.models.gptj import GPTJConfig, build_layers
 from gptj_ft.models.layout import Layout
 from gptj_ft.planning.traffic import CountedUpdates, counting_model
 from gptj_ft.planning.workload import Workload
-from gptj_ft.streaming.model import BufferBudget, OffloadedModel
+from gptj_ft.streaming.buffers import BufferBudget
+from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.prefetch import Prefetcher
 from gptj_ft.streaming.schedule import flush_tasks, training_tasks
 from gptj_ft.streaming.stores.fake import CountingStore, Request
@@ -62,7 +63,7 @@ def test_without_clipping_what_an_update_needs_is_asked_for_before_the_gradient_
     for load in Prefetcher(model, training_tasks(model, updates.updates), updates):
         if load.task.gradient:
             gradients[load.index] = len(host.requests)
-            load.gradients()
+            load.gradient.begin()
             load.use_gradient(1)
     first = {
         request.layer: number for number, request in reversed([*enumerate(host.requests)]) if request.kind == "master"
@@ -82,6 +83,6 @@ def test_gradients_that_stay_on_the_device_take_no_buffers_beside() -> None:
     updates = CountedUpdates(model, 0)
     for load in Prefetcher(model, training_tasks(model, updates.updates), updates):
         if load.task.gradient:
-            load.gradients()
+            load.gradient.begin()
             load.use_gradient(1)
-    assert not model._pools
+    assert not model.pools.allocated

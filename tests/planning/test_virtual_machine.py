@@ -7,6 +7,7 @@ import torch
 
 from gptj_ft.planning.probe import DiskRates
 from gptj_ft.planning.virtual_machine import Clock, CopyEngines, Hazards, Processor, VirtualQueue, VirtualStore, Work
+from gptj_ft.streaming.stores.base import Span
 
 
 def link(clock: Clock) -> CopyEngines:
@@ -26,7 +27,7 @@ def test_the_program_waits_until_a_transfer_has_ended_and_each_direction_works_a
     over = link(clock)
     host = store(clock, over, Hazards(100))
     one, other = bytes_of(20), bytes_of(20)
-    coming, going = host.read("weight", 1, one), host.write("weight", 2, other)
+    coming, going = host.read(Span("weight", 1), one), host.write(Span("weight", 2), other)
     assert not coming.done()
     coming.result()
     assert clock.now == pytest.approx(2.0, abs=1e-3)
@@ -40,12 +41,12 @@ def test_a_transfer_into_memory_comes_after_what_computes_with_it_and_no_other_d
     processor = Processor(clock, lambda: "link")
     host, slot = store(clock, link(clock), hazards), bytes_of(20)
     hazards.note(slot[:10], processor.give("compute", 7.0), writes=False)
-    leaving = host.write("weight", 1, slot[:10])
+    leaving = host.write(Span("weight", 1), slot[:10])
     leaving.result()
     assert clock.now == pytest.approx(2.0, abs=1e-3), "who reads need not wait for who reads"
-    host.read("weight", 2, slot[10:]).result()
+    host.read(Span("weight", 2), slot[10:]).result()
     assert clock.now == pytest.approx(3.0, abs=1e-3), "another part of the buffer"
-    host.read("weight", 2, slot[:10]).result()
+    host.read(Span("weight", 2), slot[:10]).result()
     assert clock.now == pytest.approx(8.0, abs=1e-3)
 
 
@@ -53,11 +54,11 @@ def test_what_is_read_from_a_layer_comes_after_its_last_commit() -> None:
     clock = Clock()
     host = store(clock, link(clock), Hazards(10))
     gradient, one, other = bytes_of(30), bytes_of(10), bytes_of(10)
-    host.write("grad", 1, gradient)
+    host.write(Span("grad", 1), gradient)
     host.commit(1, 1)
-    host.read("grad", 2, one).result()
+    host.read(Span("grad", 2), one).result()
     assert clock.now == pytest.approx(1.0, abs=1e-3)
-    host.read("grad", 1, other).result()
+    host.read(Span("grad", 1), other).result()
     assert clock.now == pytest.approx(7.0, abs=1e-3)
 
 
@@ -66,7 +67,7 @@ def test_a_disk_moves_parts_and_is_slower_while_it_reads_and_writes() -> None:
     over = link(clock)
     disk = store(clock, over, Hazards(10), part=4)
     one = bytes_of(8)
-    disk.read("weight", 1, one).result()
+    disk.read(Span("weight", 1), one).result()
     assert clock.now == pytest.approx(2.8, abs=1e-3), "two parts: one second of disk and 0.4 of link each"
     assert over.engines["disk"].busy == pytest.approx(2.0)
     ended: list[int] = []
@@ -94,7 +95,7 @@ def test_time_in_which_nothing_computes_is_told_by_what_works_meanwhile() -> Non
     clock = Clock()
     over = link(clock)
     processor, host = Processor(clock, over.at_work), store(clock, over, Hazards(10))
-    coming = host.read("weight", 1, bytes_of(50))
+    coming = host.read(Span("weight", 1), bytes_of(50))
     processor.give("compute", 1.0)
     assert isinstance(coming, Work)
     processor.give("compute", 1.0, after=[coming]).result()

@@ -17,7 +17,7 @@ from gptj_ft.models.batch import pack
 from gptj_ft.models.registry import read_architecture
 from gptj_ft.streaming.activations import boundary_layout
 from gptj_ft.streaming.adamw import AdamW
-from gptj_ft.streaming.model import BufferBudget
+from gptj_ft.streaming.buffers import BufferBudget
 from gptj_ft.streaming.open import load_weights, open_for_training
 from gptj_ft.streaming.step import train_step
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes

@@ -20,8 +20,9 @@ from gptj_ft.models.batch import PackedBatch, most_filled, pack, rounded_up
 from gptj_ft.models.registry import read_architecture
 from gptj_ft.streaming import scoring, step
 from gptj_ft.streaming.adamw import AdamW
-from gptj_ft.streaming.model import BufferBudget, OffloadedModel
+from gptj_ft.streaming.buffers import BufferBudget
 from gptj_ft.streaming.objective import CrossEntropy
+from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.open import load_weights, open_for_training
 from gptj_ft.streaming.scoring import evaluate_losses
 from gptj_ft.streaming.step import train_step

@@ -153,13 +153,13 @@ def test_what_is_not_trained_has_no_gradient_no_state_and_no_writes(
         lambda self, x, *rest: (runs.append((self.attn.index, x.requires_grad)), original(self, x, *rest))[1],
     )
     optimizer, batches = AdamW(stack, optimizer_config(Recipe())), micro_batches(documents(101), PROMPTS, 1000)
-    before = stack.bytes_written
+    before = stack.meter.bytes_written
     optimizer.begin_step(1e-3)
     train_step(stack, optimizer, batches)
     optimizer.finish_step()
     optimizer.flush()
     block_bytes = 4 * stack.layouts[2].numel
-    assert stack.bytes_written - before == 4 * block_bytes, "a gradient, then weights and two moments"
+    assert stack.meter.bytes_written - before == 4 * block_bytes, "a gradient, then weights and two moments"
     assert runs[:3] == [(0, False), (1, False), (2, False)], "forward"
     assert runs[3:] == [(2, True), (1, False)], "backward ends in the lowest block that is trained, without its inputs'"
     assert [path.name for path in sorted(tmp_path.glob("*.safetensors"))] == [

@@ -22,8 +22,9 @@ from gptj_ft.models.batch import Marks, PackedBatch
 from gptj_ft.models.dropout import Dropout, NoiseSpan, seed_of
 from gptj_ft.models.trainable import select
 from gptj_ft.streaming.adamw import AdamW
-from gptj_ft.streaming.model import BufferBudget, OffloadedModel
+from gptj_ft.streaming.buffers import BufferBudget
 from gptj_ft.streaming.objective import objective_of
+from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.open import load_weights, open_for_training
 from gptj_ft.streaming.prefetch import Prefetcher
 from gptj_ft.streaming.schedule import inference_tasks

@@ -49,7 +49,7 @@ from gptj_ft.planning.workload import Workload
 from gptj_ft.streaming import step as step_module
 from gptj_ft.streaming.activations import boundary_layout
 from gptj_ft.streaming.adamw import AdamW
-from gptj_ft.streaming.model import BufferBudget
+from gptj_ft.streaming.buffers import BufferBudget
 from gptj_ft.streaming.open import load_weights, open_for_inference, open_for_training, open_frozen
 from gptj_ft.streaming.scoring import evaluate_losses
 from gptj_ft.streaming.step import train_step
@@ -189,11 +189,11 @@ def test_the_bytes_read_of_what_is_not_trained_are_those_forecast(folders, tmp_p
     optimizer, reads = AdamW(stack, optimizer_config(recipe)), []
     batches = micro_batches(documents(101), PROMPTS, 40)
     for _ in range(3):
-        before = stack.bytes_read
+        before = stack.meter.bytes_read
         optimizer.begin_step(1e-3)
         train_step(stack, optimizer, batches)
         optimizer.finish_step()
-        reads.append((stack.bytes_read - before) // 4)
+        reads.append((stack.meter.bytes_read - before) // 4)
     rows = 48 * len(torch.cat([batch.tokens_T for batch in batches]).unique())
     load = Workload(stack.layouts, 48, torch.float32, 40, 74, 74.0, 50.0, 3, frozen=stack.frozen)
     where, stored = Placement("device", "device", frozen="disk"), training_dtypes(torch.float32)
@@ -209,9 +209,9 @@ def test_updates_that_are_caught_up_with_read_nothing_that_is_not_trained(folder
     optimizer.begin_step(1e-3)
     train_step(stack, optimizer, micro_batches(documents(101), PROMPTS, 40))
     optimizer.finish_step()
-    before = stack.bytes_read
+    before = stack.meter.bytes_read
     optimizer.flush()
-    assert stack.bytes_read == before
+    assert stack.meter.bytes_read == before
     stack.close()
 
 

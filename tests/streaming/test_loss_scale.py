@@ -29,8 +29,8 @@ from gptj_ft.data.batches import micro_batches
 from gptj_ft.models.registry import read_architecture
 from gptj_ft.streaming.activations import boundary_layout
 from gptj_ft.streaming.adamw import AdamW
+from gptj_ft.streaming.buffers import BufferBudget
 from gptj_ft.streaming.loss_scale import LossScale
-from gptj_ft.streaming.model import BufferBudget
 from gptj_ft.streaming.open import load_weights, open_for_training
 from gptj_ft.streaming.step import train_step
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
@@ -99,7 +99,7 @@ def train(
 
     def poisoning(load) -> None:
         if optimizer.step in poisoned and load.index == poison:
-            load.tensors["grad"][1] = math.inf
+            load.gradient.flat[1] = math.inf
         add_gradient(load)
 
     optimizer.add_gradient = poisoning

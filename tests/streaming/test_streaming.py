@@ -46,14 +46,15 @@ from gptj_ft.planning.workload import Workload
 from gptj_ft.streaming import activations, adamw
 from gptj_ft.streaming.activations import NUM_BUFFERS, DeviceActivations, boundary_layout
 from gptj_ft.streaming.adamw import AdamW
-from gptj_ft.streaming.buffers import Buffer, BufferPool
-from gptj_ft.streaming.model import BufferBudget
+from gptj_ft.streaming.buffers import Buffer, BufferBudget, BufferPool
+from gptj_ft.streaming.loaded_layer import LoadedLayer
 from gptj_ft.streaming.objective import CrossEntropy
 from gptj_ft.streaming.open import load_weights, open_for_inference, open_for_training
-from gptj_ft.streaming.prefetch import LayerLoad, Prefetcher
+from gptj_ft.streaming.prefetch import Prefetcher
 from gptj_ft.streaming.schedule import LayerTask, inference_tasks, training_tasks
 from gptj_ft.streaming.scoring import evaluate_losses
 from gptj_ft.streaming.step import train_step
+from gptj_ft.streaming.stores.base import Span
 from gptj_ft.streaming.stores.disk import DiskStore
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
 from gptj_ft.streaming.stores.state_file import StateFile, layer_path
@@ -320,7 +321,7 @@ def test_layer_inputs_kept_elsewhere_change_no_bit(
         budget=BufferBudget(num_chunks=3, chunk_numel=2048, num_kept_layers=kept),
     )
     assert_identical(train(stack, Recipe(), budget), expected)
-    assert stack.bytes_written > 0
+    assert stack.meter.bytes_written > 0
 
 
 def test_layer_inputs_kept_elsewhere_take_three_buffers_however_deep_the_model(tmp_path: Path) -> None:
@@ -583,11 +584,11 @@ def test_the_bytes_of_a_step_are_those_forecast(tmp_path: Path, family: str, par
     stack = open_training(folder, tmp_path, ("disk", "disk"), dtypes=dtypes, budget=budget)
     optimizer, docs = AdamW(stack, optimizer_config(Recipe()), num_deferred=late), documents(90)
     for step in range(3):
-        before = stack.bytes_read, stack.bytes_written
+        before = stack.meter.bytes_read, stack.meter.bytes_written
         optimizer.begin_step(lr_of(step))
         train_step(stack, optimizer, micro_batches(docs, PROMPTS, 40))
         optimizer.finish_step()
-    moved = stack.bytes_read - before[0], stack.bytes_written - before[1]
+    moved = stack.meter.bytes_read - before[0], stack.meter.bytes_written - before[1]
     stack.close()
     load = Workload(stack.layouts, 32, dtypes["weight"], 40, 74, 74.0, 50.0, 3)
     *passes, _ = training_passes(Placement("disk", "disk"), load, dtypes, budget, len(load.layouts) if late else 0)
@@ -649,7 +650,7 @@ def test_inputs_of_more_layers_than_there_are_buffers_come_back_as_they_were(pla
     assert found[0] == expected[0]
     for ours, theirs in zip(found[1], expected[1], strict=True):
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert left.bytes_read > 0, "nothing was read back"
+    assert left.meter.bytes_read > 0, "nothing was read back"
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -658,9 +659,9 @@ def test_slots_are_taken_in_advance_for_weights_that_are_streamed_and_for_no_oth
 ) -> None:
     made = []
     with open_for_inference(model_folder, CPU, torch.float32, place) as (_, stack):
-        stack._pools.clear()
-        monkeypatch.setattr("gptj_ft.streaming.model.BufferPool", lambda *shape: made.append(shape))
-        stack.take_slots()
+        stack.free_pools()
+        monkeypatch.setattr("gptj_ft.streaming.buffers.BufferPool", lambda *shape: made.append(shape))
+        stack.pools.allocate_slots()
     assert bool(made) == (place != "device")
 
 
@@ -669,8 +670,8 @@ def test_buffers_that_filled_the_stores_stay_only_where_a_step_needs_them(
     place: str, narrow_folder: Path, tmp_path: Path
 ) -> None:
     offloaded = open_training(narrow_folder, tmp_path, (place, place, "device"))
-    assert bool(offloaded._pools) == (place == "disk")
-    assert not offloaded._pools.keys() & offloaded.dtypes.keys(), "chunks: an update may need fewer kinds"
+    assert bool(offloaded.pools.allocated) == (place == "disk")
+    assert not offloaded.pools.allocated.keys() & offloaded.dtypes.keys(), "chunks: an update may need fewer kinds"
 
 
 def test_a_layer_that_lacks_room_lets_no_later_layer_take_it(narrow_folder: Path, tmp_path: Path) -> None:
@@ -684,11 +685,11 @@ def test_a_layer_that_lacks_room_lets_no_later_layer_take_it(narrow_folder: Path
 
 def test_time_spent_waiting_for_the_stores_is_counted(narrow_folder: Path, tmp_path: Path) -> None:
     stack, start = open_training(narrow_folder, tmp_path), time.perf_counter()
-    before = stack.waited_seconds
+    before = stack.meter.waited_seconds
     for _ in range(2):
-        with stack.waiting():
+        with stack.meter.waiting():
             time.sleep(0.01)
-    assert 0.02 <= stack.waited_seconds - before <= time.perf_counter() - start
+    assert 0.02 <= stack.meter.waited_seconds - before <= time.perf_counter() - start
 
 
 @pytest.mark.parametrize("family", ["gpt2"])
@@ -698,14 +699,12 @@ def test_borrowed_weights_still_on_their_way_when_a_pass_is_broken_off_hold_thei
     stack = open_training(narrow_folder, tmp_path, ("host", "host"))
     store, lent = stack.stores["weight"], Future[torch.Tensor]()
     read = store.read
-    monkeypatch.setattr(
-        store, "read", lambda kind, layer, *rest: lent if layer == TIED_SOURCE_LAYER else read(kind, layer, *rest)
-    )
+    monkeypatch.setattr(store, "read", lambda span, out: lent if span.layer == TIED_SOURCE_LAYER else read(span, out))
     borrower = len(stack.layers) - 1
     assert stack.layouts[borrower].tied
-    LayerLoad(stack, LayerTask(borrower), None).start()
+    LoadedLayer(stack, LayerTask(borrower), None).request()
     stack.cancel()
-    slots = [stack.slots.acquire(None)[0] for _ in range(stack.budget.read_ahead + 1)]
+    slots = [stack.pools["weights"].acquire(None)[0] for _ in range(stack.budget.read_ahead + 1)]
     assert any(lent in slot.transfers for slot in slots), "another layer could be read into it at once"
     lent.set_result(torch.empty(0))
     stack.close()
@@ -742,7 +741,7 @@ def test_whoever_drains_waits_for_what_was_written(
         "gptj_ft.streaming.stores.host.copy", lambda *tensors: (time.sleep(0.1), tensors[1].copy_(tensors[0]))
     )
     monkeypatch.setattr("gptj_ft.streaming.stores.state_file.digest", lambda *_: (time.sleep(0.1), "0" * 16)[1])
-    written = stack.send("exp_avg", 1, torch.ones(stack.layouts[1].numel), 0)
+    written = stack.transfers.write("exp_avg", 1, 0, torch.ones(stack.layouts[1].numel))
     stack.drain()
     assert written.done()
     stack.close()
@@ -754,5 +753,5 @@ def test_reading_a_layer_in_parts_takes_one_buffer(narrow_folder: Path, tmp_path
     assert stack.layouts[1].numel > budget.chunk_numel
     whole = torch.cat([part.clone() for _, part in stack.read_chunks("weight", 1)])
     slot = torch.empty(stack.layouts[1].numel)
-    assert torch.equal(whole, stack.fetch("weight", 1, slot, 0).result())
+    assert torch.equal(whole, stack.transfers.read(Span("weight", 1), slot).result())
     stack.close()

@@ -146,10 +146,10 @@ class Training:
         with self.opened(device) as (model, _, take_step):
             for step in range(STEPS - 1):
                 take_step(step)
-                _ = model.waited_seconds  # as the loop reads it after each step
+                _ = model.meter.waited_seconds  # as the loop reads it after each step
             before = accelerator.now().waits.copy()
             take_step(STEPS - 1)
-            _ = model.waited_seconds
+            _ = model.meter.waited_seconds
             found = accelerator.now().waits - before
         return [(f"{what} at {where}", count) for (what, thread, where), count in found.items() if "Main" in thread]
 
@@ -165,8 +165,8 @@ class Training:
         from gptj_ft.models.trainable import select
         from gptj_ft.streaming.activations import boundary_layout
         from gptj_ft.streaming.adamw import AdamW
+        from gptj_ft.streaming.buffers import BufferBudget
         from gptj_ft.streaming.loss_scale import LossScale
-        from gptj_ft.streaming.model import BufferBudget
         from gptj_ft.streaming.open import load_weights, open_for_training, open_frozen
         from gptj_ft.streaming.step import train_step
         from gptj_ft.streaming.stores.placement import Placement, training_dtypes

@@ -10,7 +10,7 @@ from gptj_ft.data.batches import micro_batches
 from gptj_ft.generation.hf_model import ForwardPasses
 from gptj_ft.models.batch import PackedBatch
 from gptj_ft.streaming.adamw import AdamW
-from gptj_ft.streaming.model import BufferBudget
+from gptj_ft.streaming.buffers import BufferBudget
 from gptj_ft.streaming.prefetch import Prefetcher
 from gptj_ft.streaming.schedule import inference_tasks
 from gptj_ft.streaming.step import train_step

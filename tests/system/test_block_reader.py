@@ -81,7 +81,7 @@ def test_of_an_embedding_only_the_rows_in_use_are_read(tmp_path: Path, place: st
             losses.append([each.total for each in evaluate_losses(stack, batches)])
             if where == place:
                 rest = sum(layout.numel for layout in stack.frozen[1:])
-                assert stack.bytes_read == 4 * (rest + 5 * 64)
+                assert stack.meter.bytes_read == 4 * (rest + 5 * 64)
                 with pytest.raises(IndexError, match="rows 0 to 89"):
                     evaluate_losses(stack, [pack([[90]], [0])])
     assert losses[0] == losses[1]

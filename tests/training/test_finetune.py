@@ -454,7 +454,7 @@ def test_a_gradient_that_is_no_number_is_named_with_its_tensors(shell, rows_file
 
     def poisoned(self, loaded):
         if loaded.index == 2 and self.step == 1:
-            loaded.layout.views(loaded.tensors["grad"])["mlp.fc_in.bias"][3] = float("inf")
+            loaded.layout.views(loaded.gradient.flat)["mlp.fc_in.bias"][3] = float("inf")
         original(self, loaded)
 
     monkeypatch.setattr(AdamW, "add_gradient", poisoned)

@@ -169,7 +169,7 @@ def test_gradients_that_overflow_at_every_scale_end_the_run_and_are_named(
 
     def poisoned(self, loaded):
         if loaded.index == 2 and self.step >= 1:
-            loaded.layout.views(loaded.tensors["grad"])["mlp.fc_in.bias"][3] = math.inf
+            loaded.layout.views(loaded.gradient.flat)["mlp.fc_in.bias"][3] = math.inf
         original(self, loaded)
 
     monkeypatch.setattr(AdamW, "add_gradient", poisoned)

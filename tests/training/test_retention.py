@@ -276,7 +276,7 @@ def test_buffers_of_steps_are_given_back_before_the_model_is_written(session: Tr
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             loop, "export_model", lambda setup, run, offloaded, *rest:
-            (left.append(len(offloaded._pools)), export(setup, run, offloaded, *rest)),
+            (left.append(len(offloaded.pools.allocated)), export(setup, run, offloaded, *rest)),
         )  # fmt: skip
         train(session, new_run(tmp_path))
     assert left == [0]

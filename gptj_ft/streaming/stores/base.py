@@ -1,95 +1,88 @@
-"""Contract of the stores that hold layers' tensors in three places. A store moves bytes and computes nothing.
+"""Base class of the stores that hold layers' tensors on the device, in host memory or on disk.
 
-A layer's tensors of one *kind* (its weights, say, or its first moments) lie in one flat tensor, at the same offsets
-in every place, because a BLAS may round differently by alignment.
+A store moves bytes and computes nothing. All tensors of one *kind* in a layer (its weights, say, or its first moments)
+lie in one flat tensor. Their offsets are the same in every store, because a BLAS may round differently by alignment.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
 from gptj_ft.models.layout import Kind
-from gptj_ft.system.accelerator import StreamEvent, Transfer
+from gptj_ft.system.accelerator import Transfer
 
 T = TypeVar("T")
 
 CHUNK_NUMEL = 1 << 22  # elements moved, checked and updated at once: 16 MiB in fp32
 
 
-class LayerStore(Protocol):
-    """Holds some kinds of every layer, in whole or in spans of elements. Transfers are asynchronous.
+class Span(NamedTuple):
+    """Elements of a layer's flat tensor of one kind. The transferred tensor has their number."""
 
-    A read sees what was committed before it was asked for; what is written after that commit it may see or not.
+    kind: Kind
+    layer: int
+    start: int = 0
+    after: Sequence[Transfer] = ()  # transfers that must end before this one touches the tensor
 
-    Attributes:
-        digest_numel: elements of each part of a tensor of which a digest is kept; 0: there are no digests.
+
+class LayerStore:
+    """Store of some kinds of every layer. Transfers are asynchronous.
+
+    A read returns the state committed before the call. It may or may not see later writes.
     """
 
-    digest_numel: int
+    digest_numel: int = 0  # elements per digest; 0: the store keeps no digests
 
     def own(self, kind: Kind, layer: int) -> Tensor | None:
-        """Return the store's own flat tensor on the device, to be used and changed in place; ``None``: it has none."""
+        """Return the store's flat tensor on the device, to use and change in place; None: read and write instead."""
+        return None
 
     def in_host(self, kind: Kind, layer: int) -> Tensor | None:
-        """Return the store's own flat tensor in host memory, while nothing is on its way; ``None``: it has none."""
+        """Return the store's flat tensor in host memory, valid while no transfer is pending; None: not in memory."""
+        return None
 
-    def read(
-        self, kind: Kind, layer: int, out: Tensor, start: int = 0, after: Sequence[Transfer] = ()
-    ) -> Future[Tensor]:
-        """Read as many elements of a flat tensor as ``out`` holds; not for a store with resident tensors.
+    def read(self, span: Span, out: Tensor) -> Future[Tensor]:
+        """Read as many elements as ``out`` holds into this flat device tensor."""
+        raise AssertionError("internal error: read from a store of resident tensors")
 
-        Args:
-            kind: kind of the tensor.
-            layer: number of the layer.
-            out: flat; where they go on the device.
-            start: the first element.
-            after: transfers that still use ``out`` and must end first.
-        """
-
-    def read_rows(
-        self, kind: Kind, layer: int, name: str, rows: Sequence[int], out: Tensor, after: Sequence[StreamEvent] = ()
-    ) -> None:
-        """Read rows of a frozen matrix, and wait for them; not for a store with resident tensors.
+    def read_rows(self, span: Span, name: str, rows: Sequence[int], out: Tensor) -> None:
+        """Read rows of a frozen matrix and wait for them.
 
         Args:
-            kind: kind of the tensor.
-            layer: number of the layer.
+            span: kind and layer of the matrix, and work that still uses ``out``.
             name: name of the matrix in the layer.
             rows: indices of the rows.
             out: target on the device, [rows, width].
-            after: work of streams that still use ``out``.
         """
+        raise AssertionError("internal error: the whole matrix is loaded")
 
-    def write(
-        self, kind: Kind, layer: int, values: Tensor, start: int = 0, after: Sequence[Transfer] = (),
-        digests: Sequence[str] = (),
-    ) -> Future[None]:  # fmt: skip
-        """Keep new values from element ``start`` on; they are there after ``after``, and change after this.
+    def write(self, span: Span, values: Tensor, digests: Sequence[str] = ()) -> Future[None]:
+        """Write flat values from element ``span.start`` on.
 
         Args:
-            kind: kind of the tensor.
-            layer: number of the layer.
-            values: flat.
-            start: the first element.
-            after: transfers that must end first.
-            digests: digests of the parts, of who had them in a processor's cache; default: computed here, if kept.
+            span: the elements.
+            values: flat; they are complete after ``span.after``, and must not change until the future is done.
+            digests: digests of the values, if the caller has computed them already.
         """
+        raise AssertionError("internal error: write to a read-only store")
 
     def commit(self, layer: int, step: int) -> None:
-        """Commit a layer: every kind of it has been written, and together they are its state after ``step``."""
+        """Commit a layer: every kind has been written, and together they are the layer's state after ``step``."""
 
     def then(self, task: Callable[[], None]) -> Future[None]:
-        """Run a task after everything written so far, and before anything written later."""
+        """Run a task after all writes so far, and before all later ones."""
+        task()
+        return finished(None)
 
     def drain(self) -> None:
         """Wait for every transfer; raise the first error."""
 
     def close(self) -> None:
-        """End every transfer and give the memory back."""
+        """Stop the transfers and free the memory."""
 
 
 def chunks(numel: int, chunk_numel: int) -> list[slice]:

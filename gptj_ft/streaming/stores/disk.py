@@ -14,10 +14,10 @@ from torch import Tensor
 
 from gptj_ft.errors import DataError
 from gptj_ft.models.layout import Kind, Layout
-from gptj_ft.streaming.stores.base import chunks
+from gptj_ft.streaming.stores.base import LayerStore, Span, chunks
 from gptj_ft.streaming.stores.queue import TransferQueue
 from gptj_ft.streaming.stores.state_file import Digests, StateFile, layer_path
-from gptj_ft.system.accelerator import StreamEvent, Transfer, copy, pin
+from gptj_ft.system.accelerator import StreamEvent, copy, pin
 from gptj_ft.system.direct_io import RESUME, open_direct, sync, sync_folder
 from gptj_ft.system.files import disk_error, new_name, remove
 from gptj_ft.system.memory import allocate
@@ -36,7 +36,7 @@ def replaced_files(prefix: Path, layouts: Sequence[Layout]) -> list[Path]:
     return [path for each in kept if (path := each.with_suffix(SPARE)).exists()]
 
 
-class DiskStore:
+class DiskStore(LayerStore):
     """Keeps its kinds in ``PREFIX-003.safetensors``.
 
     New values go to a new file beside the old one; `commit` stamps it with the step and renames it over the old. Reads
@@ -78,23 +78,17 @@ class DiskStore:
         self._unpin: list[Callable[[], None]] = []
         self._unchecked: dict[int, Digests | None] = dict.fromkeys(range(len(layouts)))  # found, not written here
 
-    def own(self, kind: Kind, layer: int) -> Tensor | None:
-        return None
+    def read(self, span: Span, out: Tensor) -> Future[Tensor]:
+        layer = span.layer
 
-    def in_host(self, kind: Kind, layer: int) -> Tensor | None:
-        return None
-
-    def read(
-        self, kind: Kind, layer: int, out: Tensor, start: int = 0, after: Sequence[Transfer] = ()
-    ) -> Future[Tensor]:
         def load(events: Sequence[StreamEvent]) -> Tensor:
             path, file = self._paths[layer], self._files[layer]
             if layer in self._unchecked and self._unchecked[layer] is None:
                 self._unchecked[layer] = file.check(path)[1]
             descriptor = open_direct(path, os.O_RDONLY)
             try:
-                for at, part, host in self._through_host(out, start):
-                    file.read(descriptor, kind, host, at, self._unchecked.get(layer))
+                for at, part, host in self._through_host(out, span.start):
+                    file.read(descriptor, span.kind, host, at, self._unchecked.get(layer))
                     if host is not part:
                         copy(host, part, events)
             except DataError as error:
@@ -103,29 +97,23 @@ class DiskStore:
                 os.close(descriptor)
             return out
 
-        return self._queue.read(layer, after, load)
+        return self._queue.read(layer, span.after, load)
 
-    def read_rows(
-        self, kind: Kind, layer: int, name: str, rows: Sequence[int], out: Tensor, after: Sequence[StreamEvent] = ()
-    ) -> None:
-        raise AssertionError("what is trained comes whole")
+    def write(self, span: Span, values: Tensor, digests: Sequence[str] = ()) -> Future[None]:
+        layer = span.layer
 
-    def write(
-        self, kind: Kind, layer: int, values: Tensor, start: int = 0, after: Sequence[Transfer] = (),
-        digests: Sequence[str] = (),
-    ) -> Future[None]:  # fmt: skip
         def save(events: Sequence[StreamEvent]) -> None:
             file = self._files[layer]
             with self._lock:
                 if layer not in self._new:
                     self._new[layer] = self._create(layer), file.no_digests()
             descriptor, noted = self._new[layer]
-            for at, part, host in self._through_host(values, start):
+            for at, part, host in self._through_host(values, span.start):
                 if host is not part:
                     copy(part, host, events)
-                file.write(descriptor, kind, host, at, noted, digests)
+                file.write(descriptor, span.kind, host, at, noted, digests)
 
-        return self._queue.write(layer, after, save)
+        return self._queue.write(layer, span.after, save)
 
     def commit(self, layer: int, step: int) -> None:
         def rename() -> None:

@@ -1,4 +1,4 @@
-"""A store that holds nothing and counts: for forecasts, and for tests of what happens when a store fails."""
+"""A store without data that records requests: for forecasts, and for tests of failing stores."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import Any, Literal, NamedTuple, cast
 from torch import Tensor
 
 from gptj_ft.models.layout import Kind
-from gptj_ft.streaming.stores.base import finished
-from gptj_ft.system.accelerator import StreamEvent, Transfer
+from gptj_ft.streaming.stores.base import LayerStore, Span, finished
 
 
 class Request(NamedTuple):
-    """A request to a store: what was asked for, of which layer, how many bytes."""
+    """A request to a store."""
 
     operation: Literal["read", "write", "commit"]
     kind: Kind | None
@@ -22,56 +21,32 @@ class Request(NamedTuple):
     num_bytes: int
 
 
-class CountingStore:
-    """Note every request; reads leave their target as it is.
+class CountingStore(LayerStore):
+    """Record every request; leave the targets of reads unchanged.
 
     Args:
-        fails: called with each request; an exception that it returns is what the request fails with.
-
-    Attributes:
-        requests: all requests so far, in order.
+        fails: called with each request; the exception that it returns is the request's result.
     """
 
     def __init__(self, fails: Callable[[Request], BaseException | None] = lambda _: None) -> None:
-        self.requests: list[Request] = []
-        self.digest_numel = 0
-        self._fails, self._done = fails, finished(None)  # one for all: a forecast makes very many requests
+        self.requests: list[Request] = []  # in the order of the calls
+        self._fails, self._done = fails, finished(None)  # shared: a forecast makes very many requests
 
-    def own(self, kind: Kind, layer: int) -> Tensor | None:
-        return None
-
-    def in_host(self, kind: Kind, layer: int) -> Tensor | None:
-        return None
-
-    def read(
-        self, kind: Kind, layer: int, out: Tensor, start: int = 0, after: Sequence[Transfer] = ()
-    ) -> Future[Tensor]:
-        error = self._note(Request("read", kind, layer, out.nbytes))
+    def read(self, span: Span, out: Tensor) -> Future[Tensor]:
+        error = self._note(Request("read", span.kind, span.layer, out.nbytes))
         return cast("Future[Tensor]", self._done) if error is None else failed(error)
 
-    def read_rows(
-        self, kind: Kind, layer: int, name: str, rows: Sequence[int], out: Tensor, after: Sequence[StreamEvent] = ()
-    ) -> None:
-        if error := self._note(Request("read", kind, layer, out.nbytes)):
+    def read_rows(self, span: Span, name: str, rows: Sequence[int], out: Tensor) -> None:
+        if error := self._note(Request("read", span.kind, span.layer, out.nbytes)):
             raise error
 
-    def write(
-        self, kind: Kind, layer: int, values: Tensor, start: int = 0, after: Sequence[Transfer] = (),
-        digests: Sequence[str] = (),
-    ) -> Future[None]:  # fmt: skip
-        error = self._note(Request("write", kind, layer, values.nbytes))
+    def write(self, span: Span, values: Tensor, digests: Sequence[str] = ()) -> Future[None]:
+        error = self._note(Request("write", span.kind, span.layer, values.nbytes))
         return self._done if error is None else failed(error)
 
     def commit(self, layer: int, step: int) -> None:
         if error := self._note(Request("commit", None, layer, 0)):
             raise error
-
-    def then(self, task: Callable[[], None]) -> Future[None]:
-        task()
-        return finished(None)
-
-    def drain(self) -> None:
-        pass
 
     def close(self) -> None:
         self.requests.clear()

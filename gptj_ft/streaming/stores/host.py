@@ -1,4 +1,4 @@
-"""Tensors in host RAM, copied to the device's buffers and back."""
+"""Keep tensors in host memory, and copy them to the device and back."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from gptj_ft.models.layout import Kind, Layout
+from gptj_ft.streaming.stores.base import LayerStore, Span
 from gptj_ft.streaming.stores.queue import TransferQueue
-from gptj_ft.system.accelerator import StreamEvent, Transfer, copy, has_streams, pin
+from gptj_ft.system.accelerator import StreamEvent, copy, ended, has_streams, pin
 from gptj_ft.system.memory import allocate
 
 log = logging.getLogger(__name__)
 
 
-class HostStore:
-    """Keeps its kinds in host RAM. On a CPU the copies are real too, so that a test there exercises this path."""
+class HostStore(LayerStore):
+    """Store in host memory. On a CPU it copies as well, so that tests on a CPU exercise this path."""
 
     def __init__(self, layouts: Sequence[Layout], kinds: Mapping[Kind, torch.dtype], device: torch.device) -> None:
-        self.digest_numel = 0
         self._queue = TransferQueue("host", 2 if has_streams(device) else 1, device)
         self._layouts = layouts
         self._tensors = {
@@ -34,39 +34,29 @@ class HostStore:
         for values in self._tensors.values() if has_streams(device) else ():
             unpin = pin(values, device)
             if unpin is None:
-                log.warning("this system locks no more pages in RAM: some copies to the device will be slower")
+                log.warning("the system refuses to pin more host memory: some copies to the device will be slower")
                 break
             self._unpin.append(unpin)
-
-    def own(self, kind: Kind, layer: int) -> Tensor | None:
-        return None
 
     def in_host(self, kind: Kind, layer: int) -> Tensor | None:
         return self._tensors[kind, layer]
 
-    def read(
-        self, kind: Kind, layer: int, out: Tensor, start: int = 0, after: Sequence[Transfer] = ()
-    ) -> Future[Tensor]:
-        own = self._tensors[kind, layer][start : start + len(out)]
+    def read(self, span: Span, out: Tensor) -> Future[Tensor]:
+        own = self._tensors[span.kind, span.layer][span.start : span.start + len(out)]
 
         def load(events: Sequence[StreamEvent]) -> Tensor:
             copy(own, out, events)
             return out
 
-        return self._queue.read(layer, after, load)
+        return self._queue.read(span.layer, span.after, load)
 
-    def read_rows(
-        self, kind: Kind, layer: int, name: str, rows: Sequence[int], out: Tensor, after: Sequence[StreamEvent] = ()
-    ) -> None:
-        values = self._layouts[layer].views(self._tensors[kind, layer])[name][torch.tensor(rows)]
-        copy(values, out, after)
+    def read_rows(self, span: Span, name: str, rows: Sequence[int], out: Tensor) -> None:
+        flat = self._tensors[span.kind, span.layer]
+        copy(self._layouts[span.layer].views(flat)[name][torch.tensor(rows)], out, ended(span.after))
 
-    def write(
-        self, kind: Kind, layer: int, values: Tensor, start: int = 0, after: Sequence[Transfer] = (),
-        digests: Sequence[str] = (),
-    ) -> Future[None]:  # fmt: skip
-        own = self._tensors[kind, layer][start : start + len(values)]
-        return self._queue.write(layer, after, lambda events: copy(values, own, events))
+    def write(self, span: Span, values: Tensor, digests: Sequence[str] = ()) -> Future[None]:
+        own = self._tensors[span.kind, span.layer][span.start : span.start + len(values)]
+        return self._queue.write(span.layer, span.after, lambda events: copy(values, own, events))
 
     def commit(self, layer: int, step: int) -> None:
         self._queue.commit(layer, lambda: None)

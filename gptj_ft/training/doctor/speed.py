@@ -26,7 +26,7 @@ from gptj_ft.planning.working_memory import allocator_limit
 from gptj_ft.planning.workload import Workload
 from gptj_ft.streaming.activations import boundary_layout
 from gptj_ft.streaming.adamw import AdamW
-from gptj_ft.streaming.model import OffloadedModel
+from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.open import fill_layer, open_for_training
 from gptj_ft.streaming.step import train_step
 from gptj_ft.streaming.stores.placement import training_dtypes
@@ -219,13 +219,13 @@ def take_steps(model: OffloadedModel, optimizer: AdamW, batches: Sequence[Packed
     for step in range(WARM_UP + STEPS):
         if step == WARM_UP:
             synchronize(model.device)
-            start, waited = time.perf_counter(), model.waited_seconds
+            start, waited = time.perf_counter(), model.meter.waited_seconds
         optimizer.begin_step(1e-5)
         train_step(model, optimizer, batches)
         optimizer.finish_step()
     synchronize(model.device)
     seconds = time.perf_counter() - start
-    return Steps(seconds / STEPS, (model.waited_seconds - waited) / seconds)
+    return Steps(seconds / STEPS, (model.meter.waited_seconds - waited) / seconds)
 
 
 def measure_overlap(blocks: Blocks, known: Rates) -> dict[str, Any]:

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gptj_ft.models.layout import Kind
-from gptj_ft.streaming.stores.base import LayerStore
+from gptj_ft.streaming.stores.base import LayerStore, Span
 from gptj_ft.streaming.stores.placement import Placement
-from gptj_ft.system.accelerator import StreamEvent, Transfer, module_of, new_stream, on_stream, record_event
+from gptj_ft.system.accelerator import StreamEvent, module_of, new_stream, on_stream, record_event
 from gptj_ft.system.machine import choose_device
 from gptj_ft.training.doctor.parity import HOST, Mismatch, Skipped, deterministic
 from gptj_ft.training.doctor.trial import SmallModel, Trial, run
@@ -71,29 +70,25 @@ class Shaker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._sleep(self._random.randrange(MOST_CYCLES))
 
 
-class ShakenStore:
+class ShakenStore(LayerStore):
     """A store with transfers that come late at random; see `Shaker`."""
 
     def __init__(self, store: LayerStore, shaker: Shaker) -> None:
         self._store, self._shaker, self.digest_numel = store, shaker, store.digest_numel
-        self.own, self.in_host, self.commit, self.then = store.own, store.in_host, store.commit, store.then
-        self.drain, self.close = store.drain, store.close
+        self.own, self.in_host, self.commit, self.then = store.own, store.in_host, store.commit, store.then  # type: ignore[method-assign]
+        self.drain, self.close = store.drain, store.close  # type: ignore[method-assign]
 
-    def read(
-        self, kind: Kind, layer: int, out: Tensor, start: int = 0, after: Sequence[Transfer] = ()
-    ) -> Future[Tensor]:
-        return self._store.read(kind, layer, out, start, (*after, *self._shaker.delay()))
+    def read(self, span: Span, out: Tensor) -> Future[Tensor]:
+        return self._store.read(self._delayed(span), out)
 
-    def read_rows(
-        self, kind: Kind, layer: int, name: str, rows: Sequence[int], out: Tensor, after: Sequence[StreamEvent] = ()
-    ) -> None:
-        self._store.read_rows(kind, layer, name, rows, out, (*after, *self._shaker.delay()))
+    def read_rows(self, span: Span, name: str, rows: Sequence[int], out: Tensor) -> None:
+        self._store.read_rows(self._delayed(span), name, rows, out)
 
-    def write(
-        self, kind: Kind, layer: int, values: Tensor, start: int = 0, after: Sequence[Transfer] = (),
-        digests: Sequence[str] = (),
-    ) -> Future[None]:  # fmt: skip
-        return self._store.write(kind, layer, values, start, (*after, *self._shaker.delay()), digests)
+    def write(self, span: Span, values: Tensor, digests: Sequence[str] = ()) -> Future[None]:
+        return self._store.write(self._delayed(span), values, digests)
+
+    def _delayed(self, span: Span) -> Span:
+        return span._replace(after=(*span.after, *self._shaker.delay()))
 
 
 def shaken_trials(device: torch.device, precision: str, num_steps: int = 3) -> list[Trial]:

@@ -21,7 +21,8 @@ from gptj_ft.models.registry import Architecture, read_architecture
 from gptj_ft.models.trainable import select
 from gptj_ft.streaming.activations import OffloadedActivations, boundary_layout
 from gptj_ft.streaming.adamw import AdamW
-from gptj_ft.streaming.model import BufferBudget, OffloadedModel
+from gptj_ft.streaming.buffers import BufferBudget
+from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.open import load_weights, open_for_training, open_frozen
 from gptj_ft.streaming.step import train_step
 from gptj_ft.streaming.stores.base import LayerStore
@@ -165,13 +166,13 @@ def open_trial(
             open_frozen(offloaded, architecture, checkpoint, places.of("frozen"))
             load_weights(offloaded, architecture, checkpoint, recipe.seed)
             wrapped = {id(store): wrap(store) for store in offloaded.stores.values()}
-            offloaded.stores = {kind: wrapped[id(store)] for kind, store in offloaded.stores.items()}
+            offloaded.stores.update({kind: wrapped[id(store)] for kind, store in offloaded.stores.items()})
             if places.boundaries != "device":
                 layout = boundary_layout(most_filled(sum(LENGTHS)), architecture.config.n_embd, len(LENGTHS))
                 num_layers, compute = len(offloaded.layers), offloaded.compute_dtype
                 store = wrap(open_boundaries(places, [layout] * num_layers, compute, device, folder, CHUNK_NUMEL))
                 offloaded.boundaries = OffloadedActivations(
-                    store, layout.numel, CHUNK_NUMEL, compute, device, offloaded
+                    store, layout.numel, CHUNK_NUMEL, compute, device, offloaded.meter
                 )
             yield offloaded, AdamW(offloaded, optimizer_config(recipe), num_deferred=trial.num_deferred)
         finally:

@@ -21,7 +21,7 @@ from gptj_ft.config.run_folder import Run
 from gptj_ft.errors import UsageError
 from gptj_ft.models.layout import MOMENTS
 from gptj_ft.streaming.adamw import AdamW
-from gptj_ft.streaming.model import OffloadedModel
+from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.system.files import discard
 from gptj_ft.system.paths import is_model
 from gptj_ft.system.processes.alike import check_alike, facts_here
@@ -161,6 +161,6 @@ def receive_state(group: Group, offloaded: OffloadedModel, step: int) -> None:
     for layer in offloaded.trained:
         for kind in kinds:
             offloaded.write_chunks(kind, layer, partial(fill))
-        offloaded.commit(kinds, layer, step)
+        offloaded.transfers.commit(kinds, layer, step)
     offloaded.drain()
-    offloaded.release_filling_pools()
+    offloaded.free_filling_pools()

@@ -143,7 +143,7 @@ def ghost_step(
         )  # fmt: skip
         if any(layout.numel for layout in model.frozen):
             store = DeviceStore if placement.of("frozen") == "device" else host.HostStore
-            model.stores = {**model.stores, "frozen": store(model.frozen, {"frozen": compute}, device)}
+            model.stores["frozen"] = store(model.frozen, {"frozen": compute}, device)
         optimizer = AdamW(model, optimizer_config(recipe), step=1, num_deferred=num_deferred)
         packed = micro_batches(rows, [batch.prompt_tokens] * num_rows, batch.micro_batch_tokens)
         batches = [each.to(device) for each in packed]

@@ -20,7 +20,7 @@ LORA = {"method": "lora", "lora": {"rank": 8, "targets": ["q_proj", "v_proj"], "
 
 def small() -> list[dict[str, Any]]:
     """Return ledgers of a small model with and without data, and the forecast bytes."""
-    from gptj_ft.streaming.model import BufferBudget
+    from gptj_ft.streaming.buffers import BufferBudget
     from gptj_ft.streaming.stores.placement import Placement
 
     found = []
@@ -49,7 +49,7 @@ def small() -> list[dict[str, Any]]:
 
 def whole() -> dict[str, Any]:
     """Return ledger and seconds of a GPT-J 6B step with 16,384 tokens in the 8 GB of an RTX 4060."""
-    from gptj_ft.streaming.model import BufferBudget
+    from gptj_ft.streaming.buffers import BufferBudget
     from gptj_ft.streaming.stores.placement import Placement
 
     started = time.monotonic(), time.process_time()

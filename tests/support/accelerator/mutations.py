@@ -48,14 +48,22 @@ EQUIVALENT = {
     ("OffloadedActivations._wait", "the wrong stream", "current_stream(self._device)"): OWN_EVENTS,
     ("OffloadedModel.read_chunks", "the wrong stream", "self.compute_stream"): OWN_EVENTS,
     ("OffloadedModel.write_chunks", "the wrong stream", "self.compute_stream"): OWN_EVENTS,
-    ("LayerLoad.advance", "the wrong stream", "self._model.compute_stream"): OWN_EVENTS,
-    ("LayerLoad.finish", "the wrong stream", "self._model.compute_stream"): OWN_EVENTS,
-    ("LayerLoad._sum_into", "the wrong stream", "model.compute_stream"): OWN_EVENTS,
-    ("LayerLoad._start_weights", "a mark is left out", "lease.transfers.append(self._transfers[-1])"): (
+    ("UpdatePump.advance", "the wrong stream", "self._model.compute_stream"): OWN_EVENTS,
+    ("LoadedLayer.finish", "the wrong stream", "self._model.compute_stream"): OWN_EVENTS,
+    ("LayerGradient._take", "the wrong stream", "self._model.compute_stream"): OWN_EVENTS,
+    ("WeightSlot._request_trained", "a mark is left out", "lease.transfers.append(self.reads[-1])"): (
         "the layer waits for the transfer itself; the mark is for a step that is broken off in between"
     ),
-    ("HostStore.read_rows", "what it comes after is left out", "after"): "copied on the stream that zeroed the rows",
-    ("FolderStore.read_rows", "what it comes after is left out", "after"): "likewise, where no threads read blocks",
+    (
+        "HostStore.read_rows",
+        "what it comes after is left out",
+        "ended(span.after)",
+    ): "copied on the stream that zeroed the rows",
+    (
+        "FolderStore.read_rows",
+        "what it comes after is left out",
+        "span.after",
+    ): "likewise, where no threads read blocks",
     ("Route.send", "a wait is left out", "self._leaving.popleft().wait()"): (
         "what was sent is kept to the end of the pass then; that it is not has a test of its own"
     ),
