@@ -33,10 +33,10 @@ from support import accelerator, simulated, simulated_several
 ROOT = Path(__file__).resolve().parents[3]
 SOURCES = ("streaming/**/*.py", "system/accelerator.py", "system/block_reader.py")
 WAITS = {"wait_for", "_wait", "wait", "wait_event", "synchronize", "result", "record", "ended"}
-MARKS = {"transfers", "_transfers", "_earlier", "_updated", "_ready", "zeroed"}  # lists of what memory is waited for
+MARKS = {"transfers", "reads", "earlier", "_last_update", "_after", "zeroed"}  # lists of what memory is waited for
 AFTER = re.compile(
-    r"(after|events|zeroed|store\.zeroed|self\._earlier|(lease|slot|buffer|chunk)\.transfers"
-    r"|(tuple|list)\((after|self\._earlier|(slot|buffer|lease)\.transfers)\))"
+    r"(after|span\.after|ended\(span\.after\)|events|zeroed|store\.zeroed|(self|weights)\.earlier|(lease|slot|buffer)\.transfers|chunk\.reads"
+    r"|(tuple|list)\((after|weights\.earlier|(slot|buffer|lease)\.transfers)\))"
 )
 # The first three measure time: what they wait for is nobody's memory. What is drained is on its way to a disk; whether
 # it gets there is what power cuts and kills are for.
@@ -164,8 +164,9 @@ class Finder(ast.NodeVisitor):
 
     def visit_With(self, node: ast.With) -> None:
         for item in node.items:
-            if _name(item.context_expr) == "updating":
-                of = self._text(item.context_expr).removesuffix(".updating()")
+            text = self._text(item.context_expr)
+            if _name(item.context_expr) == "on_stream" and text.endswith(".update_stream)"):
+                of = text.removeprefix("on_stream(").removesuffix(".update_stream)")
                 other = f"{SEAM}.on_stream({SEAM}.new_stream({of}.device))"
                 self._add(item.context_expr, "the wrong stream", other)
         self.generic_visit(node)
