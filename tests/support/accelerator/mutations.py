@@ -62,7 +62,7 @@ EQUIVALENT = {
     (
         "FolderStore.read_rows",
         "what it comes after is left out",
-        "span.after",
+        "events",
     ): "likewise, where no threads read blocks",
     ("Route.send", "a wait is left out", "self._leaving.popleft().wait()"): (
         "what was sent is kept to the end of the pass then; that it is not has a test of its own"
