@@ -1,4 +1,4 @@
-"""Keep the inputs of layers from forward, which computes them, to backward, which recomputes from them."""
+"""Save the inputs of layers in forward, for the recomputation in backward."""
 
 from __future__ import annotations
 
@@ -18,31 +18,27 @@ from gptj_ft.system.accelerator import current_stream, record_event, wait_for
 from gptj_ft.system.memory import allocate
 
 BOUNDARY: Kind = "boundary"
-NUM_BUFFERS = 3  # on the device: one in use, one on its way here, one on its way out
+NUM_BUFFERS = 3  # on the device: one in use, one being read, one being written
 
 
 class Activations(Protocol):
-    """Keeps the inputs of the layers of one step."""
+    """Interface of a store for the layer inputs of one step."""
 
     def begin(self) -> None:
-        """Drop what an interrupted step may have left."""
+        """Discard the inputs of an interrupted step."""
 
     def put(self, layer: int, inputs: list[Tensor]) -> None:
-        """Keep a layer's inputs, one per micro-batch."""
+        """Save a layer's inputs, one per micro-batch."""
 
     def take(self, layer: int) -> list[Tensor]:
-        """Return a layer's inputs, and forget them; they are valid until the next are taken."""
+        """Return a layer's inputs and discard them; they are valid until the next call."""
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
 
 
 class DeviceActivations:
-    """Keeps them on the device.
-
-    In memory of their own on a CPU: tensors that outlive a whole pass, strewn between those that live for a moment,
-    leave holes in the heap that nothing else fits into (measured: 0.6 of 6.6 GB with GPT-J 6B).
-    """
+    """Layer inputs that stay on the device."""
 
     def __init__(self) -> None:
         self._inputs: dict[int, list[Tensor]] = {}
@@ -51,7 +47,7 @@ class DeviceActivations:
         self._inputs.clear()
 
     def put(self, layer: int, inputs: list[Tensor]) -> None:
-        self._inputs[layer] = [_apart(x) if x.is_floating_point() else x for x in inputs]
+        self._inputs[layer] = [_outside_heap(x) if x.is_floating_point() else x for x in inputs]
 
     def take(self, layer: int) -> list[Tensor]:
         return self._inputs.pop(layer)
@@ -61,27 +57,27 @@ class DeviceActivations:
 
 
 def boundary_layout(tokens: int, width: int, num_micro_batches: int) -> Layout:
-    """Return the layout of a layer's inputs in a store, [tokens, width] in all."""
+    """Return the layout of a layer's inputs in a store: [tokens, width] over all micro-batches."""
     numel = tokens * width + num_micro_batches * PARAMETER_ALIGNMENT
     return Layout({}, {}, 0, -(-numel // FLAT_ALIGNMENT) * FLAT_ALIGNMENT)
 
 
 @dataclass(frozen=True)
 class SavedInputs:
-    """A layer's inputs in the store: their shapes, how many elements were written, what they are called in a buffer."""
+    """A layer's inputs in the store."""
 
     shapes: list[torch.Size]
-    numel: int
-    content: tuple[int, int]
+    numel: int  # elements written
+    key: tuple[int, int]  # name of the content in a buffer
 
 
 class OffloadedActivations:
-    """Keep layer inputs in a store; on the device are those of `NUM_BUFFERS` layers, and the token ids.
+    """Layer inputs in a store off the device. The inputs of `NUM_BUFFERS` layers, and the token ids, are on the device.
 
     Args:
-        store: store with the kind ``boundary`` of each layer.
-        numel: elements that the store has for a layer.
-        chunk_numel: elements that are moved at once, or a multiple of it.
+        store: store of the kind ``boundary``.
+        numel: elements of a layer's inputs in the store.
+        chunk_numel: elements of a transfer; larger transfers are a multiple of it.
         dtype: data type of the computation.
         device: device of the computation.
         meter: counter of the transfers.
@@ -101,15 +97,15 @@ class OffloadedActivations:
         self._buffers = BufferPool(NUM_BUFFERS, numel, dtype, device)
         self._tokens: dict[int, list[Tensor]] = {}
         self._entries: dict[int, SavedInputs] = {}
-        self._coming: dict[int, Buffer] = {}
-        self._used: Buffer | None = None
-        self._count = 0  # of boundaries put away, so that no two are called the same
+        self._prefetched: dict[int, Buffer] = {}
+        self._used: Buffer | None = None  # buffer of the last `take`
+        self._count = 0  # of `put`, for unique keys
 
     def begin(self) -> None:
         self._buffers.cancel()
         self._tokens.clear()
         self._entries.clear()
-        self._coming.clear()
+        self._prefetched.clear()
         self._used = None
 
     def put(self, layer: int, inputs: list[Tensor]) -> None:
@@ -119,7 +115,7 @@ class OffloadedActivations:
         self._count += 1
         part, used = self._chunk_numel, sum(_room(x.shape) for x in inputs)
         entry = SavedInputs([x.shape for x in inputs], min(-(-used // part) * part, self._numel), (layer, self._count))
-        buffer, _ = self._buffers.acquire(entry.content)
+        buffer, _ = self._buffers.acquire(entry.key)
         self._wait(buffer)
         for view, x in zip(_views(buffer.tensor, entry.shapes), inputs, strict=True):
             view.copy_(x)
@@ -136,10 +132,10 @@ class OffloadedActivations:
         if self._used is not None:
             self._used.release()
         entry = self._entries.pop(layer)
-        self._used = buffer = self._coming.pop(layer, None) or self._fetch(layer, entry)
+        self._used = buffer = self._prefetched.pop(layer, None) or self._fetch(layer, entry)
         if self._entries:
             below = max(self._entries)
-            self._coming[below] = self._fetch(below, self._entries[below])
+            self._prefetched[below] = self._fetch(below, self._entries[below])
         self._wait(buffer)
         return _views(buffer.tensor, entry.shapes)
 
@@ -148,8 +144,8 @@ class OffloadedActivations:
         self._store.close()
 
     def _fetch(self, layer: int, entry: SavedInputs) -> Buffer:
-        buffer, is_here = self._buffers.acquire(entry.content)
-        if not is_here:
+        buffer, is_cached = self._buffers.acquire(entry.key)
+        if not is_cached:
             values = buffer.tensor[: entry.numel]
             buffer.transfers.append(self._store.read(Span(BOUNDARY, layer, 0, tuple(buffer.transfers)), values))
             self._meter.bytes_read += values.nbytes
@@ -160,13 +156,15 @@ class OffloadedActivations:
             wait_for(buffer.transfers, current_stream(self._device))
 
 
-def _apart(x: Tensor) -> Tensor:
-    """Return a tensor in memory of its own, which goes back to the system when it is not needed any more."""
+def _outside_heap(x: Tensor) -> Tensor:
+    """On a CPU, copy a tensor out of the heap, into memory that returns to the system when the tensor is freed."""
+    # Boundaries outlive the whole pass. Between short-lived tensors they would leave holes in the heap that fit nothing
+    # else (measured: 0.6 of 6.6 GB with GPT-J 6B).
     return allocate(x.numel(), x.dtype, x.device).view(x.shape).copy_(x) if x.device.type == "cpu" else x
 
 
 def _views(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """Return tensors that lie in a flat one, one after the other, aligned as tensors of their own are."""
+    """Return consecutive tensors in a flat one, aligned as separate tensors are."""
     starts = [0, *accumulate(map(_room, shapes))]
     return [flat[start : start + shape.numel()].view(shape) for start, shape in zip(starts, shapes, strict=False)]
 

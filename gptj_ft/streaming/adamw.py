@@ -1,10 +1,14 @@
-"""AdamW over stores, layer by layer: updates applied just in time, exact clipping by the global norm.
+"""AdamW for offloaded layers, with exact clipping by the global gradient norm.
 
-The global norm is known only when every layer's gradient is. So a step leaves its update *pending*: the next pass
-upwards applies it to each layer as that layer comes by, and computes with the fresh weights at once. Never stale.
-Without clipping nothing has to wait, and a layer is updated as soon as backward has its gradient; unless the state is
-on disk, where the stored gradients are also what makes a step survive a crash (see `checkpoint`); or the computation is
-in fp16, where one layer's gradient that is not finite means that no layer is updated (see `loss_scale`).
+Clipping needs the gradients of all layers before the first update. So a step stores its gradients and leaves its update
+*pending*. The next forward pass applies it to each layer right before the layer runs: no layer ever computes with stale
+weights. Without clipping, backward updates each layer as soon as its gradient is complete, with two exceptions:
+
+* State on disk: a step survives a crash only if its gradients are stored (see `checkpoint`).
+* fp16: if the gradient of one layer is not finite, no layer may be updated (see `loss_scale`).
+
+A step commits when all its gradients are stored. After a crash the run repeats the pending update, layer by layer, from
+the committed state. It gets the same bits: the random bits of stochastic rounding depend on step, layer and position.
 """
 
 from __future__ import annotations
@@ -30,79 +34,55 @@ from gptj_ft.streaming.update_check import UnchangedParameters
 from gptj_ft.streaming.update_pump import Updated
 from gptj_ft.system.memory import allocate
 
-UNCORRECTED = 10**9
-# Elements updated at once on a CPU. An update takes up to a dozen passes over them, between which they stay in its
-# caches. Measured with moments in bf16: 1.5 ns of a core an element, 2.3 with a whole chunk at once, 2.3 with a
-# quarter of this, for then it is calls that take the time. A multiple of any vector's width: the bits are the same.
+UNCORRECTED = 10**9  # step number at which Adam's bias correction is 1
+# Elements that a CPU updates at once. An update makes up to a dozen passes over a block, which stays in the caches
+# meanwhile. Measured with bf16 moments, per element and core: 1.5 ns; with whole chunks 2.3 ns; with a quarter of this
+# 2.3 ns, for the calls. A multiple of any vector width, so that the bits do not depend on it.
 BLOCK_NUMEL = 1 << 18
-NOISE = (1 << 20) + 7  # places; not a divisor of anything, so that parts and steps meet it differently
+NOISE = (1 << 20) + 7  # precomputed random numbers; prime to layer and chunk sizes, so that chunks reuse them elsewhere
 
 
 @dataclass(frozen=True)
 class Update:
-    """Scalars of an update: known once every gradient of the step is.
-
-    Attributes:
-        step: optimizer step that it is of.
-        lr: learning rate.
-        clip: factor of the gradient that keeps the global norm below its limit.
-        scale: factor that the stored gradients have, that of the loss.
-        num_skipped: steps of the run up to this one that were skipped; Adam's bias correction does not count them.
-        is_skipped: whether this one is: layers pass through it, so that their state is of this step, and stay the same.
-    """
+    """Scalars of one step's update, complete once every gradient is."""
 
     step: int
     lr: float
-    clip: float
-    scale: float = 1.0
-    num_skipped: int = 0
-    is_skipped: bool = False
+    clip: float  # factor that clips the gradient
+    scale: float = 1.0  # loss scale that the stored gradients contain
+    num_skipped: int = 0  # skipped steps so far, including this one; Adam's bias correction does not count them
+    is_skipped: bool = False  # this step is skipped: its layers get its number, but keep their values
 
     @property
     def number(self) -> int:
-        """Updates that have been applied with this one."""
+        """Applied updates, including this one."""
         return self.step - self.num_skipped
 
 
 @dataclass(frozen=True)
 class AdamWConfig:
-    """Hyperparameters of `AdamW` that stay the same for a whole run.
-
-    Attributes:
-        betas: decay rates of the two moments.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled decay of matrices; biases and norms have none.
-        clip_norm: limit of the global gradient norm; ``None``: no clipping.
-        seed: seed of the stochastic rounding of moments in bf16.
-        layer_decay: factor of a layer's learning rate to that of the layer above; the head has the whole rate.
-        corrects_bias: whether the moments are divided by 1 - beta ** step (https://arxiv.org/abs/1412.6980).
-    """
+    """Hyperparameters of `AdamW` that are constant during a run."""
 
     betas: tuple[float, float]
     eps: float
-    weight_decay: float
-    clip_norm: float | None
-    seed: int
-    layer_decay: float = 1.0
-    corrects_bias: bool = True
+    weight_decay: float  # for matrices; not for biases and norms
+    clip_norm: float | None  # limit of the global gradient norm; None: no clipping
+    seed: int  # of the stochastic rounding of bf16 moments
+    layer_decay: float = 1.0  # ratio of a layer's learning rate to the next higher layer's; the head has the full rate
+    corrects_bias: bool = True  # divide the moments by 1 - beta ** step (https://arxiv.org/abs/1412.6980)
 
 
 class AdamW:
-    """AdamW (https://arxiv.org/abs/1711.05101) by torch's formula and kernel; decay skips biases and norms.
+    """AdamW (https://arxiv.org/abs/1711.05101) with torch's formula and kernel.
 
-    The parameters live in fp32 in kind ``master``, or in ``weight`` itself where the computation is fp32.
+    It updates the fp32 parameters: kind ``master``, or ``weight`` if the computation is in fp32.
 
     Args:
         model: the offloaded model.
-        config: hyperparameters; the learning rate is given to each step.
+        config: hyperparameters.
         step: optimizer steps done.
-        num_deferred: leading blocks whose updates are deferred, see `PendingUpdates`. The update is cheap and gives the
-            same bits twice.
-        updates_before: updates that the moments have seen before the run's first step; corrects their bias.
-
-    Attributes:
-        updates: layers that lack the last step's update, and when they get it.
-        loss_scale: scale of the next step's loss, and steps skipped so far; ``None`` unless the computation is in fp16.
+        num_deferred: leading blocks whose updates are deferred, see `PendingUpdates`.
+        updates_before: updates in the initial moments, from another run; for the bias correction.
     """
 
     def __init__(
@@ -112,12 +92,15 @@ class AdamW:
         self.updates = PendingUpdates.of(model, step, num_deferred)
         self._lr = 0.0
         self._update: Update | None = None
-        self._torn: set[int] = set()  # layers whose state in the stores is, for a while, of no step
+        self._torn: set[int] = set()  # layers whose stored state is partly updated, or a step ahead of the others
         self._layer_norms: dict[int, Tensor] = {}
         self._scratch: dict[Kind, Tensor] = {}
         self._unchanged: UnchangedParameters | None = None
+        # Of the next step's loss; fp16 only.
         self.loss_scale = LossScale() if model.compute_dtype == torch.float16 else None
-        assert self.updates.waits or self.loss_scale is None, "an overflow is known only when every gradient is"
+        assert self.updates.waits or self.loss_scale is None, (
+            "internal error: fp16 needs all gradients before the first update"
+        )
 
     @property
     def step(self) -> int:
@@ -131,47 +114,47 @@ class AdamW:
 
     @property
     def pending(self) -> Update | None:
-        """The update of the last step, for layers that it has not reached yet."""
+        """Update of the last step, for the layers that still lack it."""
         return self._update
 
     def begin_step(self, lr: float) -> None:
-        """Start a step at this learning rate."""
+        """Start a step with this learning rate."""
         self._lr = lr
         self._layer_norms = {}
         if self.num_updates == 0:
             self._unchanged = UnchangedParameters(self._model.layouts, self._model.trained)
 
     def finish_step(self) -> float:
-        """End the step once backward is through; its update becomes pending.
+        """End the step after backward; its update becomes pending.
 
         Returns:
-            The global gradient norm, before clipping; not finite where an overflow in fp16 has the step skipped.
+            The global gradient norm before clipping; not finite if fp16 overflows and the step is skipped.
 
         Raises:
-            GptjFtError: a norm that is not finite, in fp16 at a loss scale of 1 or less; with clipping on, the weights
-                have not changed in this step.
+            GptjFtError: the norm is not finite; in fp16, at a loss scale below 1. With clipping, the weights have not
+                changed in this step.
         """
         self.updates.step += 1
         self._torn.clear()
-        of_layers = self._norms_of_all()
+        layer_norms = self._norms_of_all()
         before = self.loss_scale
         scale = before.scale if before else 1.0
-        # Unscaled before it is compared with the limit, as with `torch.amp.GradScaler`. Sums of squares of fp16
-        # gradients are far inside fp32: a norm that is not finite is that of an element that is not.
-        norm = math.sqrt(math.fsum(value**2 for value in of_layers.values())) / scale
+        # Unscale before clipping, as `torch.amp.GradScaler` does. The squares of fp16 gradients cannot overflow an fp32
+        # sum: if the norm is not finite, an element of the gradient is not.
+        norm = math.sqrt(math.fsum(value**2 for value in layer_norms.values())) / scale
         is_skipped = before is not None and not math.isfinite(norm)
         if before is not None:
             self.loss_scale = before.after_step(is_skipped)
         if not math.isfinite(norm) and (self.loss_scale is None or self.loss_scale.scale < 1.0):
-            tried = "" if before is None else f" in fp16, whatever the loss is multiplied by, down to {scale:g}"
-            first = max(layer for layer, value in of_layers.items() if not math.isfinite(value))
+            tried = "" if before is None else f" in fp16 with any loss scale down to {scale:g}"
+            first = max(layer for layer, value in layer_norms.items() if not math.isfinite(value))
             raise GptjFtError(
                 f"the gradient of step {self.step} is not finite{tried}, first in layer {first} counted from the "
                 "embedding; stopped before using it"
             )
         if self.updates.waits:
             limit = self._config.clip_norm
-            # torch.nn.utils.clip_grad_norm_ adds the same 1e-6.
+            # The same 1e-6 as in torch.nn.utils.clip_grad_norm_.
             clip = 1.0 if limit is None or is_skipped else min(1.0, limit / (norm + 1e-6))
             self._update = Update(self.step, self._lr, clip, scale, self.step - self.num_updates, is_skipped)
             self.updates.layers = set(self._model.trained)
@@ -180,30 +163,30 @@ class AdamW:
     def _norms_of_all(self) -> dict[int, float]:
         """Return the gradient norm of each trained layer."""
         norms = list(self._layer_norms.values())
-        values = torch.stack(norms).tolist() if norms else []  # one wait for the device, not one a layer
+        values = torch.stack(norms).tolist() if norms else []  # one wait for the device for all layers
         return self._model.exchange.merge_norms(dict(zip(self._layer_norms, values, strict=True)))
 
     @property
     def is_whole(self) -> bool:
-        """Whether `flush` leads to the state after ``step``: not while a layer is partly updated, or ahead."""
+        """Whether `flush` would complete ``step``: no layer is partly updated or a step ahead."""
         return not self._torn
 
     def resume(self, update: Update | None, pending_layers: set[int]) -> None:
-        """Take up an update again that some layers lack."""
+        """Resume an update that some layers lack."""
         self._update, self.updates.layers = update, pending_layers
         if update is not None and update.number == 1 and not update.is_skipped:
             self._unchanged = UnchangedParameters(self._model.layouts, pending_layers)
 
     def take_unchanged(self) -> UnchangedParameters | None:
-        """Return once the parameters that the first update left unchanged; ``None`` before it has reached all."""
-        is_through = self.num_updates > 1 or (self.num_updates == 1 and not self.updates.layers)
-        if not is_through or self._unchanged is None:
+        """Return the parameters that the first update left unchanged, once it has reached every layer; else None."""
+        is_complete = self.num_updates > 1 or (self.num_updates == 1 and not self.updates.layers)
+        if not is_complete or self._unchanged is None:
             return None
         unchanged, self._unchanged = self._unchanged, None
         return unchanged
 
     def flush(self) -> None:
-        """Apply the pending update to every layer, and wait until the stores hold it."""
+        """Apply the pending update to every layer, and wait until the stores have written it."""
         for _ in Prefetcher(self._model, flush_tasks(self.updates), self):
             pass
         self._model.drain()
@@ -235,7 +218,6 @@ class AdamW:
         if (factor := update.clip / update.scale) != 1.0:  # unscaled and clipped in one pass
             gradient = torch.mul(gradient, factor, out=self._scratch_for("grad", len(gradient)))
         first, second = (self._in_fp32(kind, tensors[kind]) for kind in MOMENTS)
-        # Behind so many updates the correction is 1.
         number = self._updates_before + update.number if config.corrects_bias else UNCORRECTED
         step = torch.full((), float(number), device=parameter.device)
         lr = update.lr * config.layer_decay ** (len(self._model.layers) - 1 - task.layer)
@@ -261,7 +243,7 @@ class AdamW:
             waits = self.updates.waits
             self._model.transfers.commit(self._model.updated_kinds, task.layer, self.step if waits else self.step + 1)
             self.updates.layers.discard(task.layer)
-            if waits:  # otherwise it is a step ahead, until the others are, too
+            if waits:  # otherwise the layer is a step ahead of the others until `finish_step`
                 self._torn.discard(task.layer)
 
     def add_gradient(self, layer: LoadedLayer) -> None:
@@ -280,29 +262,28 @@ class AdamW:
 
 
 def round_stochastically(exact: Tensor, rounded: Tensor, key: tuple[object, ...], start: int) -> None:
-    """Round fp32 to bf16, up or down with the probability that makes the mean right.
-
-    Rounding to nearest would lose every change of a moment below half a unit in the last place: for a decay of 0.999
-    that is nearly all of them.
+    """Round fp32 to bf16, up or down at random, so that the expected value is exact.
 
     Args:
         exact: flat, fp32; overwritten.
         rounded: bf16, of the same length.
         key: key of the random bits; the same key gives the same bits.
-        start: number of the first element, where these are part of a longer tensor.
+        start: index of the first element in the longer tensor that these are part of.
     """
+    # Rounding to nearest would lose every change of a moment below half a unit in the last place. With a decay of 0.999
+    # these are nearly all changes.
     noise = _noise(exact.device)
     offset = (int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") + start) % NOISE
     bits = exact.view(torch.int32)
     for start in range(-offset, len(bits), NOISE):
         part = bits[max(start, 0) : start + NOISE]
         part += noise[max(-start, 0) : max(-start, 0) + len(part)]
-    bits &= -65536  # the upper 16 bits of an fp32 number are a bf16 number
+    bits &= -65536  # the upper 16 bits of fp32 are bf16
     rounded.copy_(exact)
 
 
 @lru_cache
 def _noise(device: torch.device) -> Tensor:
-    """Draw 16 random bits for each of `NOISE` places; every rounding starts at a place of its own."""
+    """Draw 16 random bits for `NOISE` elements; every rounding starts at another offset."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, 1 << 16, (NOISE,), dtype=torch.int32, generator=generator).to(device)

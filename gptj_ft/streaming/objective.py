@@ -1,6 +1,6 @@
-"""What is learned: the loss of what a head gives for its rows, task by task. The rest of the engine names no task.
+"""Losses of the tasks. No other module of the engine knows a task.
 
-Axis letters: S rows that the head takes, C its outputs for each.
+Axis letters: S input rows of the head, C outputs of the head per row.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from torch import Tensor
 from gptj_ft.config.options import Recipe
 from gptj_ft.models.batch import NO_TARGET, PackedBatch
 
-FIRST, LAST = 1, 2  # what is added to the target of the first and of the last token of an answer
+FIRST, LAST = 1, 2  # bits in the target of an answer's first and last token
 
 
 class Objective(Protocol):
-    """Interface of what is learned."""
+    """Interface of a training objective."""
 
     @property
     def reads_documents(self) -> bool:
-        """Whether all rows of a document belong together, so that a batch goes to the head in one piece."""
+        """Whether the loss needs all rows of a document at once, so that a batch goes to the head in one chunk."""
 
     def weight(self, batch: PackedBatch) -> float:
-        """Return the divisor of a batch's loss; that of a step is the sum over its batches."""
+        """Return the divisor of a batch's loss. A step's divisor is the sum over its batches."""
 
     def loss(self, output_SC: Tensor, batch: PackedBatch, rows_S: Tensor) -> tuple[Tensor, Tensor | None]:
         """Compute the loss of some rows.
 
         Args:
-            output_SC: outputs of the head for them, fp32; for one class each, rows of no document may follow.
-            batch: micro-batch.
-            rows_S: tokens of the batch that they are.
+            output_SC: outputs of the head, fp32. `CrossEntropy` accepts padding rows at the end.
+            batch: the micro-batch.
+            rows_S: positions of the rows in the batch.
 
         Returns:
-            The sum of their losses, and what training adds to it, if it does.
+            The sum of the losses, and the sum of the z-losses if training uses them.
         """
 
 
@@ -63,16 +63,12 @@ class StepLoss:
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """One class for each row: the next token, the label of a text or of a word.
-
-    Attributes:
-        z_loss: weight of log(Z)^2, Z the sum of a row's exponentiated logits, which keeps logits from drifting
-            (https://arxiv.org/abs/2204.02311, section 5; GPT-J was pre-trained with 1e-4). 0: not computed.
-        class_weights: weight of the rows of each class; empty: all are alike.
-    """
+    """One class per row: the next token, the label of a text or of a word."""
 
     z_loss: float = 0.0
-    class_weights: tuple[float, ...] = ()
+    """Weight of log(Z)^2, Z the sum of a row's exponentiated logits. It keeps logits from drifting
+    (https://arxiv.org/abs/2204.02311, section 5; pre-training of the 6B model used 1e-4). 0: not computed."""
+    class_weights: tuple[float, ...] = ()  # weight of each class; empty: 1
 
     reads_documents = False
 
@@ -93,13 +89,9 @@ class CrossEntropy:
 
 @dataclass(frozen=True)
 class Numbers:
-    """Numbers for each row: whether each label is given, or a score.
+    """Numbers per row: 0 or 1 for each label of a text, or scores."""
 
-    Attributes:
-        are_labels: whether the numbers are 0 and 1, and the outputs logits of them.
-    """
-
-    are_labels: bool
+    are_labels: bool  # outputs are logits of labels; otherwise predictions of scores
 
     reads_documents = True
 
@@ -114,7 +106,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Spans:
-    """The first and the last token of an answer, among all tokens of a document; [CLS] where it has none."""
+    """First and last token of an answer among a document's tokens; [CLS] if there is no answer."""
 
     reads_documents = True
 
@@ -133,7 +125,7 @@ class Spans:
 
 @dataclass(frozen=True)
 class Sentences:
-    """Whether each sentence of a document is part of its summary."""
+    """Whether each sentence of a document belongs to its summary."""
 
     reads_documents = True
 

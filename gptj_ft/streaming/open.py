@@ -1,4 +1,4 @@
-"""Open a model folder as an offloaded model, to train it or to read it."""
+"""Open a model folder as an offloaded model, for training or inference."""
 
 from __future__ import annotations
 
@@ -45,22 +45,22 @@ def open_for_training(
     exchange: Exchange = LOCAL,
     lowest_trained: int = -1,
 ) -> OffloadedModel:
-    """Open empty stores for training a model; `load_weights` or a checkpoint fills them.
+    """Open a model for training with empty stores; `load_weights` or a checkpoint fills them.
 
-    What is not trained has no store yet: see `open_frozen`.
+    `open_frozen` opens the store of frozen weights.
 
     Args:
         architecture: architecture of the model.
         placement: places of the tensors.
         dtypes: data type of each kind, see `training_dtypes`.
-        device: device that computes.
+        device: device of the computation.
         folder: folder of the stores on disk.
         budget: buffer budget.
         keep_gradients: whether updates wait for the global norm, so that gradients need a store.
-        boundary: layout of a layer's inputs; needed where the placement keeps them off the device.
+        boundary: layout of a layer's inputs; required if the placement puts them off the device.
         selection: trained parameters; default: all.
         exchange: connection to other ranks; default: none.
-        lowest_trained: layer at which backward ends, if another process has it.
+        lowest_trained: layer at which backward ends; required if it is not local.
     """
     if selection is None:
         selection = Selection.of(architecture.layers, lambda *_: True)
@@ -79,23 +79,23 @@ def open_for_training(
 
 
 def open_frozen(model: OffloadedModel, architecture: Architecture, checkpoint: Checkpoint, place: Place) -> None:
-    """Open the store of the frozen weights, if there are any.
+    """Open the store of the frozen weights, if the model has any.
 
     Args:
         model: the offloaded model.
         architecture: architecture of the model.
-        checkpoint: checkpoint that has them.
-        place: place of the weights; ``disk``: read from the checkpoint each time.
+        checkpoint: checkpoint with the weights.
+        place: place of the weights; ``disk``: read them from the checkpoint each time.
     """
     find = partial(tensor_source, architecture, checkpoint)
     if any(layout.numel for layout in model.frozen):
         model.stores["frozen"] = FolderStore(model.frozen, find, model.device)
         if place != "disk":
-            _settle_frozen(model, place)
+            _copy_frozen(model, place)
 
 
-def _settle_frozen(model: OffloadedModel, place: Place) -> None:
-    """Copy the weights that are not trained from where they are read to a place of their own."""
+def _copy_frozen(model: OffloadedModel, place: Place) -> None:
+    """Copy the frozen weights from the model folder to a store on the device or in host memory."""
     source, kinds = model.stores["frozen"], {FROZEN: model.compute_dtype}
     kind_of_store = DeviceStore if place == "device" else HostStore
     store = kind_of_store(model.frozen, kinds, model.device)
@@ -123,14 +123,14 @@ def load_weights(
     seed: int = 0,
     moments: Mapping[Kind, Checkpoint] | None = None,
 ) -> None:
-    """Fill an offloaded model that is to be trained, layer by layer.
+    """Fill the stores of a model for training.
 
     Args:
         model: the offloaded model.
         architecture: architecture of the model.
         checkpoint: checkpoint with the weights.
-        seed: seed of the first values of adapters, and of a head that the checkpoint lacks.
-        moments: first values of each moment, by parameter name; default: zeros.
+        seed: seed of the initial adapters, and of a head that the checkpoint lacks.
+        moments: checkpoint with the initial values of each moment; default: zeros.
     """
 
     def load(layer: int, name: str, view: Tensor) -> None:
@@ -157,16 +157,16 @@ def fill_layer(
     fill: Callable[[str, Tensor], object],
     fill_moment: Callable[[Kind, str, Tensor], object] | None = None,
 ) -> None:
-    """Give a layer its first state.
+    """Initialize the state of a layer.
 
     Args:
         model: the offloaded model.
         layer: number of the layer.
-        fill: called with each parameter's name and a view, fp32, to put its values into.
-        fill_moment: the same for each of the two moments; ``None``: they are zeros.
+        fill: writes a parameter into an fp32 view, given its name and the view.
+        fill_moment: the same for each moment; None: zeros.
     """
     layout, kinds = model.layouts[layer], tuple(kind for kind in model.dtypes if kind != "grad")
-    slot, _ = model.pools.gradients(layer).acquire(None)  # as large as the layer, and fp32
+    slot, _ = model.pools.gradients(layer).acquire(None)  # borrowed: fp32 and large enough for the layer
     flat = slot.tensor[: layout.numel].zero_()
     for name, view in layout.views(flat).items():
         fill(name, view)
@@ -184,7 +184,7 @@ def fill_layer(
 
 
 def trained_parameters(model: OffloadedModel) -> Iterator[dict[str, Tensor]]:
-    """Yield the trained parameters of each layer, fp32, on the CPU; valid until the next layer is asked for."""
+    """Yield the trained parameters of each layer, fp32 on the CPU; valid until the next layer."""
     for layer in range(len(model.layers)):
         views = flat_views(model, model.parameter, layer) if layer in model.trained else {}
         yield {name: view.cpu() for name, view in views.items()}
@@ -193,10 +193,10 @@ def trained_parameters(model: OffloadedModel) -> Iterator[dict[str, Tensor]]:
 def whole_layers(
     architecture: Architecture, folder: Path, selection: Selection, trained: Iterator[dict[str, Tensor]]
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield each layer's tensors: what was trained of it, and the rest as it is in the folder the model comes from."""
+    """Yield each layer's tensors: the trained ones, and the others from the base model's folder."""
     with open_checkpoint(folder) as checkpoint:
         for layer, frozen in enumerate(selection.frozen):
-            # Not zip(), which keeps the layer before in memory while the next is made.
+            # Not zip(), which keeps the previous layer in memory while the next one is read.
             yield {
                 **{
                     name: layer_tensor(architecture, checkpoint, layer, name)
@@ -207,13 +207,13 @@ def whole_layers(
 
 
 def flat_views(model: OffloadedModel, kind: Kind, layer: int) -> dict[str, Tensor]:
-    """Return a layer's tensors of one kind in fp32, by parameter; valid until the next are asked for.
+    """Return a layer's tensors of one kind in fp32, by parameter; valid until the next call.
 
-    They are in host memory if they are kept there, else on the device.
+    They are in host memory if the store is there, else on the device.
     """
-    held = model.stores[kind].in_host(kind, layer)
-    if held is not None:
-        return model.layouts[layer].views(held.float())
+    in_host = model.stores[kind].in_host(kind, layer)
+    if in_host is not None:
+        return model.layouts[layer].views(in_host.float())
     slot, _ = model.pools.gradients(layer).acquire(None)
     flat = slot.tensor[: model.layouts[layer].numel]
     for start, part in model.read_chunks(kind, layer):
@@ -223,7 +223,7 @@ def flat_views(model: OffloadedModel, kind: Kind, layer: int) -> dict[str, Tenso
 
 
 def load_adapter(model: OffloadedModel, architecture: Architecture, adapter: Adapter) -> None:
-    """Give an offloaded model that is only read its adapters, and the head that came with them, on the device."""
+    """Load adapters, and the head saved with them, onto the device; for inference."""
     store = DeviceStore(model.layouts, {"weight": model.compute_dtype}, model.device)
 
     def views_of(layer: int) -> dict[str, Tensor]:
@@ -251,19 +251,20 @@ def open_for_inference(
     read_ahead: int = 1,
     memory_cap: int | None = None,
 ) -> Iterator[tuple[Architecture, OffloadedModel]]:
-    """Open a model folder to evaluate it or to write with it; an adapter's folder, with the model that it is for.
+    """Open a model folder, or an adapter's folder together with its base model, for inference.
 
     Args:
-        folder: a model folder of any form that `checkpoints.model_folder` reads, or an adapter in PEFT's.
-        device: device that computes.
+        folder: a model folder in any format of `checkpoints.model_folder`, or a PEFT adapter.
+        device: device of the computation.
         compute: type of the computation.
-        weights: ``device`` keeps them there, ``host`` streams them from a copy in RAM, ``disk`` from the folder;
-            ``auto`` takes the first of these for which there is room.
-        read_ahead: layers read before they are needed.
-        memory_cap: most bytes of the device to use, for ``auto``; ``None``: what is free.
+        weights: ``device``: resident; ``host``: streamed from a copy in host memory; ``disk``: streamed from the folder;
+            ``auto``: the first of these that fits.
+        read_ahead: layers to prefetch.
+        memory_cap: limit of device memory for ``auto``, in bytes; None: the free memory.
 
     Raises:
-        UsageError, DataError: as `peft.tuned_architecture`, `model_folder.check_tensors` and `peft.open_adapter`.
+        UsageError: the folder is not usable as a model.
+        DataError: the weights are damaged or do not match the configuration.
     """
     base, architecture = base_folder(folder), tuned_architecture(folder)
     with open_checkpoint(base) as checkpoint:

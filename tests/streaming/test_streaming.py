@@ -487,7 +487,7 @@ def test_tensors_that_the_first_step_has_not_moved_are_named(
     assert movement is not None
     warning = movement.warning(family, 1e-3)
     assert warning == (
-        "the first step has left 1 tensors as they were: no gradient reaches transformer.h.1.mlp.fc_out.bias"
+        "the first step left 1 tensors unchanged: no gradient reaches transformer.h.1.mlp.fc_out.bias"
     )
     assert optimizer.take_unchanged() is None, "it is said once"
     stack.close()

@@ -1,4 +1,4 @@
-"""Tensors on disk: one file per layer, replaced as a whole when the layer's new state is complete."""
+"""Keep tensors on disk, in one file per layer. A commit replaces the file as a whole."""
 
 from __future__ import annotations
 
@@ -22,39 +22,39 @@ from gptj_ft.system.direct_io import RESUME, open_direct, sync, sync_folder
 from gptj_ft.system.files import disk_error, new_name, remove
 from gptj_ft.system.memory import allocate
 
-SPARE = ".spare.new"  # in place of the suffix of a file that was replaced, and is written over by and by
+SPARE = ".spare.new"  # suffix of a replaced file, whose blocks the next layers reuse
 
 
 def replaced_files(prefix: Path, layouts: Sequence[Layout]) -> list[Path]:
-    """List the replaced files that an earlier process left beside its layers: to write over, or to remove.
+    """List the replaced files that an earlier process left in the folder.
 
     Args:
-        prefix: folder and beginning of the names of the store's files.
-        layouts: layout of each layer; files of layers without elements are another process's.
+        prefix: folder and start of the file names.
+        layouts: layout of each layer. Files of layers without elements belong to another process.
     """
-    kept = (layer_path(prefix, layer) for layer, layout in enumerate(layouts) if layout.numel)
-    return [path for each in kept if (path := each.with_suffix(SPARE)).exists()]
+    own = (layer_path(prefix, layer) for layer, layout in enumerate(layouts) if layout.numel)
+    return [path for each in own if (path := each.with_suffix(SPARE)).exists()]
 
 
 class DiskStore(LayerStore):
-    """Keeps its kinds in ``PREFIX-003.safetensors``.
+    """Store in files named ``PREFIX-003.safetensors``.
 
-    New values go to a new file beside the old one; `commit` stamps it with the step and renames it over the old. Reads
-    before that see the old one. What an earlier process wrote is checked against its digests when it is first read.
-    A file that was replaced is written over by the next layer: a file system takes that two to three times as fast as
-    blocks that it has to allocate, and free, anew.
-
-    A durable store has each commit on the disk before the next. Stores that share a queue share the order of commits.
+    New values go to a new file next to the old one. `commit` stamps it with the step and renames it over the old file.
+    Until then, reads return the old content. Files of an earlier process are checked against their digests at the first
+    read. Stores that share a queue share the order of commits.
 
     Args:
-        prefix: folder, which exists, and beginning of the names of its files.
+        prefix: existing folder and start of the file names.
         layouts: layout of each layer.
-        kinds: kinds that it keeps, with their types.
-        queue: queue of its transfers.
-        durable: whether a commit is on the disk before the next.
-        chunk_numel: elements of a digest, and of a transfer at most.
-        replaced: files to write over, see `replaced_files`.
+        kinds: type of each kind in the store.
+        queue: queue of the transfers.
+        durable: whether each commit reaches the disk before the next one starts.
+        chunk_numel: elements per digest; maximum elements of a transfer.
+        replaced: files to reuse, see `replaced_files`.
     """
+
+    # The next layers write over replaced files: a file system takes that two to three times as fast as allocating new
+    # blocks and freeing old ones.
 
     def __init__(
         self,
@@ -70,13 +70,13 @@ class DiskStore(LayerStore):
         self._files = [StateFile(layout, kinds, chunk_numel) for layout in layouts]
         self._paths = [layer_path(prefix, layer) for layer in range(len(layouts))]
         self._new: dict[int, tuple[int, Digests]] = {}  # layer -> descriptor and digests of the file being written
-        # Files of layers that are not kept here are another process's.
-        self._kept = [path for path, layout in zip(self._paths, layouts, strict=True) if layout.numel]
-        self._spare = list(replaced)  # files that were replaced
+        # Files of other layers belong to another process.
+        self._own_paths = [path for path, layout in zip(self._paths, layouts, strict=True) if layout.numel]
+        self._spare = list(replaced)  # replaced files to write over
         self._lock = Lock()
         self._chunk_numel, self._staging = chunk_numel, local()
         self._unpin: list[Callable[[], None]] = []
-        self._unchecked: dict[int, Digests | None] = dict.fromkeys(range(len(layouts)))  # found, not written here
+        self._unchecked: dict[int, Digests | None] = dict.fromkeys(range(len(layouts)))  # files of an earlier process
 
     def read(self, span: Span, out: Tensor) -> Future[Tensor]:
         layer = span.layer
@@ -92,7 +92,7 @@ class DiskStore(LayerStore):
                     if host is not part:
                         copy(host, part, events)
             except DataError as error:
-                raise DataError(f"{path}: {error}; go back to a checkpoint, or to a copy of the run") from error
+                raise DataError(f"{path}: {error}; resume from a checkpoint or from a copy of the run") from error
             finally:
                 os.close(descriptor)
             return out
@@ -129,7 +129,7 @@ class DiskStore(LayerStore):
             self._unchecked.pop(layer, None)
             if self._durable:
                 sync_folder(self._paths[layer].parent)
-            with self._lock:  # not before: until now the old file could come back by a power cut
+            with self._lock:  # only after the sync: until then a power cut can restore the old file
                 self._spare += replaced
 
         self._queue.commit(layer, rename)
@@ -142,10 +142,13 @@ class DiskStore(LayerStore):
 
     def close(self) -> None:
         self._queue.close()
-        # A write failed, or the run was cut off before the commit: then there are files that nothing will complete.
+        # After a failed write or an interrupted step, files without a commit are left.
         for descriptor, _ in self._new.values():
             os.close(descriptor)
-        for path in (*(path.with_suffix(suffix) for path in self._kept for suffix in (".new", SPARE)), *self._spare):
+        for path in (
+            *(path.with_suffix(suffix) for path in self._own_paths for suffix in (".new", SPARE)),
+            *self._spare,
+        ):
             path.unlink(missing_ok=True)
         self._new.clear()
         self._spare.clear()
@@ -154,9 +157,9 @@ class DiskStore(LayerStore):
         self._unpin.clear()
 
     def _through_host(self, values: Tensor, start: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield the parts of a transfer: first element, values, and host memory that a file can be read into.
+        """Yield the parts of a transfer: first element, values, and host memory for the file's bytes.
 
-        On a CPU that is the values themselves; elsewhere it is a part at a time, in memory that this thread keeps.
+        On a CPU the values are host memory. From a device, each part goes through a staging buffer of this thread.
         """
         if values.device.type == "cpu":
             yield start, values, values
@@ -173,15 +176,15 @@ class DiskStore(LayerStore):
         return new_name(self._paths[layer])
 
     def _keep_replaced(self, layer: int) -> list[Path]:
-        """Keep a file that is about to be replaced, under another name."""
+        """Link a file that is about to be replaced under its spare name."""
         spare = self._paths[layer].with_suffix(SPARE)
         with self._lock:
             if spare in self._spare:
-                return []  # there are enough
+                return []  # its spare file is not used up yet
         try:
             remove(spare)
             os.link(self._paths[layer], spare)
-        except OSError:  # there is none yet, or the file system has no hard links
+        except OSError:  # no old file, or no hard links on this file system
             return []
         return [spare]
 
@@ -195,7 +198,7 @@ class DiskStore(LayerStore):
                 if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
                     os.replace(spare, path)
                     break
-                remove(spare)  # a checkpoint has it too, or it was never made here
+                remove(spare)  # shared with a checkpoint, or not a file of ours
             else:
                 flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
             descriptor = open_direct(path, flags)

@@ -1,4 +1,4 @@
-"""Which store holds which kind."""
+"""Assign kinds of tensors to stores."""
 
 from __future__ import annotations
 
@@ -23,20 +23,12 @@ Place = Literal["device", "host", "disk"]
 
 @dataclass(frozen=True)
 class Placement:
-    """Places of the tensors of a run.
+    """Places of a run's tensors."""
 
-    Attributes:
-        weights: those that are trained.
-        optimizer_state: gradients, moments and master weights.
-        boundaries: the inputs of layers, for backward.
-        frozen: weights that are not trained; on disk, they stay in the folder of the model they come from. ``None``:
-            where the others are.
-    """
-
-    weights: Place
-    optimizer_state: Place
-    boundaries: Place = "device"
-    frozen: Place | None = None
+    weights: Place  # trained weights
+    optimizer_state: Place  # gradients, moments and master weights
+    boundaries: Place = "device"  # layer inputs for backward
+    frozen: Place | None = None  # frozen weights; "disk": in the base model's folder; None: as `weights`
 
     def of(self, kind: Kind) -> Place:
         if kind == "boundary":
@@ -47,7 +39,7 @@ class Placement:
 
     @property
     def is_durable(self) -> bool:
-        """Whether everything is on disk, so that the stores are their own checkpoint."""
+        """Whether the whole state is on disk, so that the stores are a checkpoint themselves."""
         return self.weights == self.optimizer_state == "disk"
 
     def __str__(self) -> str:
@@ -60,7 +52,7 @@ class Placement:
 def training_dtypes(
     compute: torch.dtype, moments: torch.dtype = torch.float32, gradients: torch.dtype = torch.float32
 ) -> dict[Kind, torch.dtype]:
-    """Return the kinds of a training run; with another compute type than fp32 there is a master copy in fp32."""
+    """Return the kinds of a training run; with a compute type other than fp32, including an fp32 master copy."""
     master: dict[Kind, torch.dtype] = {} if compute == torch.float32 else {"master": torch.float32}
     return {"weight": compute, **master, "exp_avg": moments, "exp_avg_sq": moments, "grad": gradients}
 
@@ -73,18 +65,18 @@ def open_stores(
     folder: Path,
     chunk_numel: int = CHUNK_NUMEL,
 ) -> dict[Kind, LayerStore]:
-    """Open a store for every kind. Kinds in one place share a store; gradients, written at other times, have their own.
+    """Open a store for every kind. Kinds in one place share a store, except gradients: they commit at other times.
 
     Args:
         placement: place of each kind.
         layouts: layout of each layer.
-        dtypes: the kinds to keep.
-        device: device of the stores that live there.
+        dtypes: type of each kind.
+        device: device of the computation.
         folder: folder of the stores on disk.
-        chunk_numel: elements that are moved at once.
+        chunk_numel: elements of a transfer.
     """
     stores: dict[Kind, LayerStore] = {}
-    # One queue for all that is on disk: a gradient replaces the one before only when the update by that one is there.
+    # One queue for the disk: a gradient replaces the previous one only after the update with the previous one is stored.
     queue = TransferQueue("disk", TRANSFERS, device)
     groups: dict[tuple[Place, bool], dict[Kind, torch.dtype]] = {}
     for kind, dtype in dtypes.items():
@@ -113,15 +105,15 @@ def open_boundaries(
     folder: Path,
     chunk_numel: int = CHUNK_NUMEL,
 ) -> LayerStore:
-    """Open a store for the inputs of layers off the device; they outlive no step, so that nothing of them is durable.
+    """Open a store for layer inputs off the device. It need not survive a crash: the inputs are of one step.
 
     Args:
         placement: place of the boundaries.
         layouts: layout of each layer's inputs, see `boundary_layout`.
-        dtype: data type of the computation.
-        device: device that computes.
+        dtype: type of the computation.
+        device: device of the computation.
         folder: folder of the stores on disk.
-        chunk_numel: elements that are moved at once.
+        chunk_numel: elements of a transfer.
     """
     kinds: dict[Kind, torch.dtype] = {"boundary": dtype}
     if placement.boundaries == "host":

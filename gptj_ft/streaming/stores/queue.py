@@ -1,4 +1,4 @@
-"""The threads behind a store that moves bytes: some read ahead, some write behind, one commits."""
+"""Threads of a store: some read ahead, some write behind, one commits."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ Events = Sequence[StreamEvent]
 
 
 class TransferQueue:
-    """Runs transfers beside each other and commits in the order of the calls, each after every write before it.
+    """Run transfers in parallel and commits in order, each commit after all earlier writes.
 
-    A layer's reads and writes wait for its last commit. After a write has failed nothing is committed any more: what
-    would follow it (a layer's state, the gradient that replaces the one an update still needs) relies on it.
+    A layer's reads and writes wait for its last commit.
 
     Args:
         name: name of the threads.
-        transfers: number that run at a time in each direction; one is enough where no disk is involved.
+        transfers: parallel transfers per direction; one is enough without a disk.
         device: device of the transfers.
     """
+
+    # After a failed write, no commit follows. A later commit may rely on the write: a new gradient replaces the old one
+    # only after the update with the old one is stored.
 
     def __init__(self, name: str, transfers: int = 1, device: torch.device = CPU) -> None:
         begin = partial(use_own_stream, device)
@@ -39,21 +41,21 @@ class TransferQueue:
     def read(self, layer: int, after: Sequence[Transfer], task: Callable[[Events], T]) -> Future[T]:
         """Run ``task`` once the layer's last commit and the transfers in ``after`` have ended.
 
-        It is given the events in ``after``: its copies wait for them, on the streams that they are made on.
+        ``task`` gets the stream events in ``after``: its copies must wait for them on their streams.
         """
         return self._reader.submit(_run_after, [*after, *self._last_commit(layer)], task)
 
     def write(self, layer: int, after: Sequence[Transfer], task: Callable[[Events], None]) -> Future[None]:
-        """Run ``task`` likewise."""
+        """Run ``task`` as `read` does, as part of the next commit."""
         self._writes.append(self._writer.submit(_run_after, [*after, *self._last_commit(layer)], task))
         return self._writes[-1]
 
     def commit(self, layer: int, task: Callable[[], None]) -> None:
-        """Run ``task`` after everything that was submitted before it."""
+        """Run ``task`` after all earlier writes and commits."""
         self._commits[layer] = self.then(task)
 
     def then(self, task: Callable[[], None]) -> Future[None]:
-        """Run ``task`` after every write and commit so far, unless one of them failed: then raise what it raised."""
+        """Run ``task`` after all earlier writes and commits; if one of them has failed, raise its error instead."""
         writes, self._writes = self._writes, []
 
         def run() -> None:
@@ -73,7 +75,7 @@ class TransferQueue:
         self.then(lambda: None).result()
 
     def close(self) -> None:
-        """Stop the threads when their work is done."""
+        """Finish the work and stop the threads."""
         for pool in (self._reader, self._writer, self._committer):
             pool.shutdown()
 

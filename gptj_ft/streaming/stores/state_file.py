@@ -1,8 +1,8 @@
-"""One layer's training state as one safetensors file: page-aligned data, one flat tensor per kind.
+"""Safetensors file with one layer's training state: one flat, page-aligned tensor per kind.
 
-The header is padded with spaces (the format allows it), so that the data starts on a 4096-byte boundary, and so does
-each kind, because flat tensors are whole pages. ``__metadata__`` holds the step, where each parameter lies in the flat
-tensors, and of each kind the XXH3-64 digests of its parts of so many elements.
+Spaces pad the header, as the format allows, so that the data starts on a 4096-byte boundary. Flat tensors are whole
+pages, so each kind starts on such a boundary as well. ``__metadata__`` contains the step, the offset and shape of each
+parameter in the flat tensors, and the XXH3-64 digest of each chunk.
 Format: https://github.com/huggingface/safetensors#format, https://github.com/Cyan4973/xxHash
 """
 
@@ -33,7 +33,7 @@ Digests = dict[Kind, list[str]]
 
 @dataclass(frozen=True)
 class StateFile:
-    """The form of a layer's file: which kinds it holds, of which type, where; transfers are of one part or several."""
+    """Format of a layer's file. Transfers are of whole chunks."""
 
     layout: Layout
     kinds: Mapping[Kind, torch.dtype]
@@ -57,13 +57,13 @@ class StateFile:
         return self.header_bytes + sum(self.layout.numel * dtype.itemsize for dtype in self.kinds.values())
 
     def no_digests(self) -> Digests:
-        """Return the digests of a file that nothing has been written to."""
+        """Return the digests of an empty file."""
         return {kind: [NO_DIGEST] * len(chunks(self.layout.numel, self.chunk_numel)) for kind in self.kinds}
 
     def write_header(self, descriptor: int, step: int, digests: Digests) -> None:
-        """Write the header, stamped with the step."""
+        """Write the header with the step."""
         body = self._header(step, digests).ljust(self.header_bytes - 8)
-        page = allocate(self.header_bytes, torch.uint8, torch.device("cpu"))  # aligned, as direct transfers must be
+        page = allocate(self.header_bytes, torch.uint8, torch.device("cpu"))  # aligned, for direct I/O
         view = _bytes_of(page)
         view[:] = struct.pack("<Q", len(body)) + body
         write_bytes(descriptor, view, 0)
@@ -71,15 +71,15 @@ class StateFile:
     def write(
         self, descriptor: int, kind: Kind, values: Tensor, start: int, noted: Digests, digests: Sequence[str] = ()
     ) -> None:
-        """Write elements of one kind from ``start`` on, and note the digests of their parts.
+        """Write elements of one kind from ``start`` on, and note the digests of their chunks.
 
         Args:
             descriptor: descriptor of the open file.
             kind: kind to write.
             values: flat.
             start: the first element.
-            noted: digests of the whole file, which those of these parts go into.
-            digests: those of these parts; default: computed here.
+            noted: digests of the whole file; the chunks' digests are put into it.
+            digests: digests of the chunks, if the caller has computed them already.
         """
         parts = list(self._parts_of(start, values))
         known = digests or [digest(_bytes_of(part)) for _, part in parts]
@@ -93,12 +93,12 @@ class StateFile:
         Args:
             descriptor: descriptor of the open file.
             kind: kind to read.
-            out: flat; where the elements go, and how many.
+            out: flat target.
             start: the first element.
-            digests: expected digests; ``None``: not checked.
+            digests: expected digests of the file; None: no check.
 
         Raises:
-            DataError: the file ends early, or its content is not what was written.
+            DataError: the file is too short, or a digest differs.
         """
         view = _bytes_of(out)
         count = read_direct(descriptor, view, self.offsets[kind] + start * out.itemsize)
@@ -108,13 +108,13 @@ class StateFile:
             return
         for index, part in self._parts_of(start, out):
             if digest(_bytes_of(part)) != digests[kind][index]:
-                raise DataError(f"{kind} is damaged: {self._name_part(index)} is not what was written")
+                raise DataError(f"{kind} is damaged: the checksum of {self._name_part(index)} differs")
 
     def check(self, path: Path) -> tuple[int, Digests]:
-        """Return the step stamped in a file, and the digests of its tensors.
+        """Return the step of a file, and the digests of its tensors.
 
         Raises:
-            DataError: missing, cut short, or of another form.
+            DataError: the file is missing, cut short, or has another format.
         """
         try:
             with path.open("rb") as file:
@@ -123,13 +123,12 @@ class StateFile:
             step = int(header["__metadata__"]["step"])
             digests = {kind: text.split() for kind, text in json.loads(header["__metadata__"]["xxh3_64"]).items()}
         except FileNotFoundError as error:
-            raise DataError(f"{path} is missing: this is not a whole checkpoint") from error
+            raise DataError(f"{path} is missing: the checkpoint is incomplete") from error
         except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
             raise DataError(f"{path} is not a state file of a run: {error}") from error
         expected = json.loads(self._header(step, digests))
-        is_whole = {kind: len(of) for kind, of in digests.items()} == {
-            k: len(of) for k, of in self.no_digests().items()
-        }
+        lengths = {kind: len(of) for kind, of in self.no_digests().items()}
+        is_whole = {kind: len(of) for kind, of in digests.items()} == lengths
         if header != expected or not is_whole or path.stat().st_size != self.num_bytes:
             raise DataError(f"{path} is cut short or belongs to another model, precision or version of gptj-ft")
         return step, digests
@@ -158,13 +157,15 @@ class StateFile:
         return lines
 
     def _parts_of(self, start: int, values: Tensor) -> Iterator[tuple[int, Tensor]]:
-        assert start % self.chunk_numel == 0, "transfers begin with a part"
-        assert len(values) % self.chunk_numel == 0 or start + len(values) == self.layout.numel, "and end with one"
+        assert start % self.chunk_numel == 0, "internal error: transfer starts inside a chunk"
+        assert len(values) % self.chunk_numel == 0 or start + len(values) == self.layout.numel, (
+            "internal error: transfer ends inside a chunk"
+        )
         for span in chunks(len(values), self.chunk_numel):
             yield (start + span.start) // self.chunk_numel, values[span]
 
     def _name_part(self, index: int) -> str:
-        """Name the parameters that a part holds elements of."""
+        """Name the parameters in a chunk."""
         start, stop = index * self.chunk_numel, (index + 1) * self.chunk_numel
         ends = {name: offset + self.layout.shapes[name].numel() for name, offset in self.layout.offsets.items()}
         return ", ".join(name for name, at in self.layout.offsets.items() if at < stop and ends[name] > start)
@@ -193,16 +194,15 @@ class StateFile:
 
 def digest(view: memoryview) -> str:
     """Return the XXH3-64 digest of some bytes."""
-    import xxhash  # only what is on disk has digests
+    import xxhash  # only stores on disk need it
 
     return xxhash.xxh3_64_hexdigest(view)
 
 
 class PartDigest:
-    """Digest of a part whose elements come block by block, each while it is in a processor's cache.
+    """Digest of a chunk, computed block by block while the blocks are in a processor's cache."""
 
-    Measured: the digest of a gigabyte takes 0.05 core-seconds from memory, 0.01 to 0.02 from a cache.
-    """
+    # Measured: the digest of a gigabyte takes 0.05 core-seconds from memory, and 0.01 to 0.02 from a cache.
 
     def __init__(self) -> None:
         import xxhash
@@ -216,8 +216,8 @@ class PartDigest:
         self._num_bytes += block.nbytes
 
     def of(self, part: Tensor) -> str:
-        """Return the digest of a part, all blocks of which have come, as `digest` does."""
-        assert self._num_bytes == part.nbytes, "a part was changed, and not all of it was told"
+        """Return the digest of a chunk after all its blocks were added."""
+        assert self._num_bytes == part.nbytes, "internal error: digest of an incomplete chunk"
         return self._state.hexdigest()
 
 
@@ -227,7 +227,7 @@ def layer_path(prefix: Path, layer: int) -> Path:
 
 
 def stamp_of(path: Path) -> int | None:
-    """Return the step that a file is stamped with; ``None`` if there is none of that name, or not a whole one."""
+    """Return the step of a file; None if it is missing or incomplete."""
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
