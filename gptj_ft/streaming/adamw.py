@@ -39,7 +39,7 @@ UNCORRECTED = 10**9  # step number at which Adam's bias correction is 1
 # meanwhile. Measured with bf16 moments, per element and core: 1.5 ns; with whole chunks 2.3 ns; with a quarter of this
 # 2.3 ns, for the calls. A multiple of any vector width, so that the bits do not depend on it.
 BLOCK_NUMEL = 1 << 18
-NOISE = (1 << 20) + 7  # precomputed random numbers; prime to layer and chunk sizes, so that chunks reuse them elsewhere
+NOISE = (1 << 20) + 7  # random numbers drawn once; a prime, so that chunks and steps start at different ones
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,7 @@ class AdamW:
         self._unchanged: UnchangedParameters | None = None
         # Of the next step's loss; fp16 only.
         self.loss_scale = LossScale() if model.compute_dtype == torch.float16 else None
-        assert self.updates.waits or self.loss_scale is None, (
-            "internal error: fp16 needs all gradients before the first update"
-        )
+        assert self.updates.waits or not self.loss_scale, "internal error: fp16 updates wait for every gradient"
 
     @property
     def step(self) -> int:
@@ -131,7 +129,7 @@ class AdamW:
             The global gradient norm before clipping; not finite if fp16 overflows and the step is skipped.
 
         Raises:
-            GptjFtError: the norm is not finite; in fp16, at a loss scale below 1. With clipping, the weights have not
+            GptjFtError: the norm is not finite; in fp16, at a loss scale of 1 or less. With clipping, the weights have not
                 changed in this step.
         """
         self.updates.step += 1

@@ -257,7 +257,7 @@ def open_for_inference(
         folder: a model folder in any format of `checkpoints.model_folder`, or a PEFT adapter.
         device: device of the computation.
         compute: type of the computation.
-        weights: ``device``: resident; ``host``: streamed from a copy in host memory; ``disk``: streamed from the folder;
+        weights: ``device``: resident; ``host``: streamed from host memory; ``disk``: streamed from the folder;
             ``auto``: the first of these that fits.
         read_ahead: layers to prefetch.
         memory_cap: limit of device memory for ``auto``, in bytes; None: the free memory.

@@ -486,9 +486,7 @@ def test_tensors_that_the_first_step_has_not_moved_are_named(
     family = read_architecture(narrow_folder).family
     assert movement is not None
     warning = movement.warning(family, 1e-3)
-    assert warning == (
-        "the first step left 1 tensors unchanged: no gradient reaches transformer.h.1.mlp.fc_out.bias"
-    )
+    assert warning == ("the first step left 1 tensors unchanged: no gradient reaches transformer.h.1.mlp.fc_out.bias")
     assert optimizer.take_unchanged() is None, "it is said once"
     stack.close()
 
@@ -531,7 +529,7 @@ def test_a_tensor_has_not_moved_because_one_behind_it_in_the_same_part_has() -> 
     after = before.clone()
     after[64:128] = 1.0
     movement.observe(0, slice(2048, 4096), before, after, gradient)
-    assert movement._left == {(0, "still"): False}
+    assert movement._same == {(0, "still"): False}
 
 
 @both_families

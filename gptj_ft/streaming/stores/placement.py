@@ -76,7 +76,7 @@ def open_stores(
         chunk_numel: elements of a transfer.
     """
     stores: dict[Kind, LayerStore] = {}
-    # One queue for the disk: a gradient replaces the previous one only after the update with the previous one is stored.
+    # One queue for the disk: a gradient may replace the previous one only after the previous update is stored.
     queue = TransferQueue("disk", TRANSFERS, device)
     groups: dict[tuple[Place, bool], dict[Kind, torch.dtype]] = {}
     for kind, dtype in dtypes.items():
