@@ -129,7 +129,7 @@ class AdamW:
             The global gradient norm before clipping; not finite if fp16 overflows and the step is skipped.
 
         Raises:
-            GptjFtError: the norm is not finite; in fp16, at a loss scale of 1 or less. With clipping, the weights have not
+            GptjFtError: the norm is not finite; in fp16, at a loss scale of 1 or less. With clipping, no weight has
                 changed in this step.
         """
         self.updates.step += 1
