@@ -8,7 +8,7 @@ import torch
 from gptj_ft.streaming.adamw import round_stochastically
 
 
-def test_stochastic_rounding_is_right_on_average_and_the_same_for_the_same_key() -> None:
+def test_stochastic_rounding_is_unbiased_and_reproducible() -> None:
     exact = torch.full((4096,), 1.0 + 1 / 1024)  # an eighth of the way from 1 to the next bf16 number
     rounded = torch.empty(4096, dtype=torch.bfloat16)
     sums = torch.zeros(4096)
@@ -25,7 +25,7 @@ def test_stochastic_rounding_is_right_on_average_and_the_same_for_the_same_key()
     assert torch.equal(rounded, again)
 
 
-def test_moments_in_bf16_keep_small_changes_that_rounding_to_nearest_loses() -> None:
+def test_bf16_moments_keep_small_changes() -> None:
     value, target = torch.ones(1024, dtype=torch.bfloat16), 2.0
     for step in range(2000):
         exact = value.float().mul_(0.999).add_(0.001 * target)

@@ -84,7 +84,7 @@ def test_cuda_agrees_with_the_cpu(model_folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("width", [64, 256])
-def test_one_kernel_for_all_documents_equals_document_by_document(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ragged_kernel_matches_single_documents(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if not takes_ragged(CUDA, torch.bfloat16, width):
         pytest.skip("no such kernel for this device and width")
     batch = pack([[1] * length for length in (5, 300, 1, 64)]).to(CUDA)

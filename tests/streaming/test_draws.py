@@ -30,11 +30,11 @@ def digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def test_the_order_of_rows_is_that_of_every_version() -> None:
+def test_row_order_is_stable_across_versions() -> None:
     assert [rows_of_step(step, 9, 4, seed=3) for step in range(4)] == ROWS
 
 
-def test_the_rows_held_out_are_those_of_every_version() -> None:
+def test_validation_split_is_stable_across_versions() -> None:
     groups, labels = np.arange(1000, 1040), np.zeros(40, np.int64)
     assert np.flatnonzero(_choose(groups, labels, 8, seed=5, keeps_one=False)).tolist() == HELD
     assert _mixed(groups[:3], seed=5).tolist() == MIXED, "every bit counts where there are millions of rows"
@@ -47,13 +47,13 @@ def test_stochastic_rounding_is_that_of_every_version() -> None:
     assert digest(rounded.view(torch.int16).numpy().tobytes()) == ROUNDED
 
 
-def test_seeds_and_first_adapters_are_those_of_every_version() -> None:
+def test_seeds_and_initial_adapters_are_stable() -> None:
     matrix = torch.empty(4, 6)
     initialise("attn.q_proj.lora_A", matrix, (0, 1))
     assert seed_of((0, 12, 3)) == SEED
     assert matrix[0].tolist() == pytest.approx(FIRST, abs=1e-6)
 
 
-def test_what_a_layer_drops_is_that_of_every_version() -> None:
+def test_dropout_masks_are_stable_across_versions() -> None:
     mask = Dropout(0.3, 13, "mlp").mask((NoiseSpan(5, 1, 3, 4),), (10,), torch.device("cpu"))
     assert [int("".join(str(int(kept)) for kept in row), 2) for row in mask] == DROPPED

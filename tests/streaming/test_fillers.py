@@ -78,7 +78,7 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 @pytest.mark.parametrize("num_kept", [0, 2])
 @pytest.mark.parametrize("seeds", [None, (3, 1, 4, 1, 5)])
 @pytest.mark.parametrize("objective", [CrossEntropy(), CrossEntropy(z_loss=1e-2)])
-def test_fillers_change_losses_and_weights_by_rounding_only(
+def test_padding_changes_results_by_rounding_only(
     model_folder: Path, tmp_path: Path, without, objective: CrossEntropy, seeds, num_kept: int
 ) -> None:
     if seeds:
@@ -106,7 +106,7 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_steps_of_any_number_of_tokens_have_products_of_few_shapes(model_folder: Path, tmp_path: Path) -> None:
+def test_products_have_few_shapes(model_folder: Path, tmp_path: Path) -> None:
     stack = opened(model_folder, tmp_path)
     optimizer, seen = AdamW(stack, optimizer_config(Recipe())), list[int]()
     vocabulary = stack.layers[0].wte.num_embeddings
@@ -121,13 +121,13 @@ def test_steps_of_any_number_of_tokens_have_products_of_few_shapes(model_folder:
 
 
 @pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 64, 65, 1000, 1025, 2047, 2048, 2049, 100_000])
-def test_a_number_of_rows_is_rounded_up_by_less_than_a_sixteenth(count: int) -> None:
+def test_padding_adds_less_than_a_sixteenth(count: int) -> None:
     assert count <= rounded_up(count) <= most_filled(count)
     assert rounded_up(rounded_up(count)) == rounded_up(count)
     assert len({rounded_up(each) for each in range(count, 2 * count)}) <= 33
 
 
-def test_a_batch_that_is_full_is_left_as_it_is() -> None:
+def test_full_batch_is_not_padded() -> None:
     batch: PackedBatch = pack([[1] * 64])
     assert batch.filled() is batch
     assert len(pack([[1] * 65]).filled().tokens_T) == 68

@@ -86,9 +86,7 @@ def train_trained(stack, recipe=Recipe(), late: int = 0):
 
 
 @BOTH
-def test_ten_steps_of_a_part_match_torch_with_requires_grad_false(
-    shape: str, patterns, folder: Path, tmp_path: Path
-) -> None:
+def test_ten_partial_training_steps_match_torch(shape: str, patterns, folder: Path, tmp_path: Path) -> None:
     oracle = random_model(shape)
     recipe = Recipe(train=patterns, clip_norm=0.2)
     stack = open_training(folder, tmp_path, patterns)
@@ -123,9 +121,7 @@ def test_ten_steps_of_a_part_match_torch_with_requires_grad_false(
 
 
 @BOTH
-def test_placement_kept_activations_and_late_updates_never_change_a_bit(
-    shape: str, patterns, folder: Path, tmp_path: Path
-) -> None:
+def test_placement_and_recomputation_change_no_bit(shape: str, patterns, folder: Path, tmp_path: Path) -> None:
     expected = train_trained(open_training(folder, tmp_path / "resident", patterns))
     for number, (placement, budget, late) in enumerate(
         [
@@ -141,9 +137,7 @@ def test_placement_kept_activations_and_late_updates_never_change_a_bit(
         assert_identical(train_trained(stack, late=late), expected)
 
 
-def test_what_is_not_trained_has_no_gradient_no_state_and_no_writes(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_frozen_weights_have_no_state_and_writes(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stack = open_training(folder, tmp_path, ("h.1.*",), Placement("disk", "disk"))
     runs, block = [], type(stack.layers[1])
     original = block.forward
@@ -169,7 +163,7 @@ def test_what_is_not_trained_has_no_gradient_no_state_and_no_writes(
 
 
 @pytest.mark.parametrize("place", ["device", "disk"])
-def test_a_run_of_a_part_leaves_the_rest_of_the_model_as_it_was(place: str, tmp_path: Path) -> None:
+def test_partial_training_leaves_frozen_weights_unchanged(place: str, tmp_path: Path) -> None:
     options = {"train": ("h.1.mlp.*", "ln_f.*"), "weights": place, "optimizer_state": place}
     session = small_session(tmp_path / "model", **options)
     run = new_run(tmp_path)
@@ -185,7 +179,7 @@ def test_a_run_of_a_part_leaves_the_rest_of_the_model_as_it_was(place: str, tmp_
     assert_same_weights(weights_of(other.model), tuned)
 
 
-def test_the_forecast_of_a_part_has_its_state_and_its_traffic_only(tmp_path: Path) -> None:
+def test_forecast_of_partial_training_excludes_frozen_state(tmp_path: Path) -> None:
     whole, part = (
         small_session(tmp_path / "model", train=train).plan for train in ((), ("h.1.*", "lm_head.*", "ln_f.*"))
     )
@@ -197,7 +191,7 @@ def test_the_forecast_of_a_part_has_its_state_and_its_traffic_only(tmp_path: Pat
     assert part.disk_bytes < whole.disk_bytes
 
 
-def test_patterns_match_from_any_dot_and_across_dots() -> None:
+def test_patterns_match_at_any_dot() -> None:
     names = [f"transformer.h.{n}.{end}" for n in (2, 3, 20, 27, 28) for end in ("ln_1.bias", "attn.q_proj.weight")]
     assert match(("h.2[0-7].*",), names, "--train", "parameter") == names[4:8]
     assert match(("q_proj.weight", "transformer.h.3.*"), names, "--train", "parameter") == [
@@ -207,7 +201,7 @@ def test_patterns_match_from_any_dot_and_across_dots() -> None:
         match(("h.2.*", "h.3.atn.*"), names, "--train", "parameter")
 
 
-def test_the_command_trains_a_part_resumes_it_and_verifies_it(shell, rows_file: Path) -> None:
+def test_partial_training_resumes_and_verifies(shell, rows_file: Path) -> None:
     options = "--recipe summarization --data rows.jsonl --model tiny --lr 1e-2 --batch-size 8 --max-steps 2"
     done = shell(
         f"finetune {options} --train h.1.*,lm_head.* --output out --weights disk --optimizer-state disk --json"

@@ -214,7 +214,7 @@ def train(
     return losses, weights
 
 
-def test_dropout_is_the_same_wherever_weights_are_and_whatever_is_recomputed(tmp_path: Path) -> None:
+def test_placement_and_recomputation_keep_dropout_masks(tmp_path: Path) -> None:
     make(tmp_path / "model", "classification", "Bert")
     recipe = Recipe.model_validate({"task": "classification", "dropout": 0.2, "attention_dropout": 0.2})
     expected = train(tmp_path / "model", tmp_path / "one", recipe, ("device", "device"), BufferBudget(), 60)
@@ -228,7 +228,7 @@ def test_dropout_is_the_same_wherever_weights_are_and_whatever_is_recomputed(tmp
 
 
 @pytest.mark.parametrize("task", ["token-labels", "sentences"])
-def test_dropout_does_not_depend_on_who_shares_a_micro_batch(tmp_path: Path, task: str) -> None:
+def test_dropout_is_independent_of_micro_batches(tmp_path: Path, task: str) -> None:
     make(tmp_path / "model", task, "Bert")
     recipe = Recipe.model_validate({"task": task, "dropout": 0.2, "attention_dropout": 0.1})
     results = [
@@ -241,7 +241,7 @@ def test_dropout_does_not_depend_on_who_shares_a_micro_batch(tmp_path: Path, tas
     assert abs(other[0][0] - results[0][0][0]) > 1e-3
 
 
-def test_steps_with_dropout_are_those_of_transformers_given_the_same_masks(tmp_path: Path, monkeypatch) -> None:
+def test_dropout_steps_match_transformers(tmp_path: Path, monkeypatch) -> None:
     oracle = make(tmp_path / "model", "classification", "Bert")
     recipe = Recipe.model_validate({"task": "classification", "dropout": 0.25, "attention_dropout": 0.0})
     stack = open_training(tmp_path / "model", tmp_path, recipe)
@@ -280,7 +280,7 @@ def test_steps_with_dropout_are_those_of_transformers_given_the_same_masks(tmp_p
     assert norm == pytest.approx(total.item(), rel=1e-5)
 
 
-def test_masks_drop_their_rate_and_differ_by_document_layer_and_step() -> None:
+def test_dropout_masks_have_rate_and_differ() -> None:
     shape, masks = (64,), {}
     for seed in (seed_of((0, 1, 2)), seed_of((0, 2, 2)), seed_of((0, 1, 3))):
         for site in ((0, "mlp"), (1, "mlp"), (0, "attention")):
@@ -305,7 +305,7 @@ def test_class_weights_are_those_of_torch(tmp_path: Path) -> None:
     assert sum(each.weight for each in losses[1]) == pytest.approx(counted)
 
 
-def test_a_head_that_a_model_lacks_begins_as_random_numbers_of_the_seed(tmp_path: Path) -> None:
+def test_missing_head_is_initialized_from_seed(tmp_path: Path) -> None:
     torch.manual_seed(0)
     transformers.BertModel(transformers.BertConfig(**BERT)).save_pretrained(tmp_path / "base")
     recipe = Recipe.model_validate({"task": "classification", "seed": 5})
@@ -323,7 +323,7 @@ def test_a_head_that_a_model_lacks_begins_as_random_numbers_of_the_seed(tmp_path
     assert torch.equal(heads[0]["pooler.weight"], heads[2]["pooler.weight"])
 
 
-def test_the_head_for_sentences_begins_as_its_authors_make_it(tmp_path: Path) -> None:
+def test_sentence_head_is_initialized_as_in_bertsum(tmp_path: Path) -> None:
     torch.manual_seed(0)
     transformers.BertModel(transformers.BertConfig(**BERT)).save_pretrained(tmp_path / "base")
     stack = open_training(tmp_path / "base", tmp_path, Recipe.model_validate({"task": "sentences"}))
@@ -339,7 +339,7 @@ def test_the_head_for_sentences_begins_as_its_authors_make_it(tmp_path: Path) ->
     assert not values["layer_norm.bias"].any()
 
 
-def test_sentences_of_one_document_do_not_see_those_of_another(tmp_path: Path) -> None:
+def test_sentence_head_separates_documents(tmp_path: Path) -> None:
     make(tmp_path / "model", "sentences", "Bert")
     recipe = Recipe.model_validate({"task": "sentences"})
     stack = open_training(tmp_path / "model", tmp_path, recipe)
@@ -368,7 +368,7 @@ def steps_of(folder: Path, scratch: Path, **options: Any) -> list[dict[str, Tens
     return weights
 
 
-def test_each_layer_learns_at_the_rate_of_the_layer_above_times_the_decay(tmp_path: Path) -> None:
+def test_layer_decay_scales_learning_rates(tmp_path: Path) -> None:
     oracle = make(tmp_path / "model", "classification", "Bert")
     ours = steps_of(tmp_path / "model", tmp_path / "ours", layer_decay=0.5)
     groups = [
@@ -390,7 +390,7 @@ def test_each_layer_learns_at_the_rate_of_the_layer_above_times_the_decay(tmp_pa
     torch.testing.assert_close(ours[4]["classifier.weight"], oracle.classifier.weight.data, rtol=1e-5, atol=2e-6)
 
 
-def test_without_bias_correction_steps_are_those_of_googles_optimizer(tmp_path: Path) -> None:
+def test_uncorrected_adam_matches_googles_optimizer(tmp_path: Path) -> None:
     oracle = make(tmp_path / "model", "classification", "Bert")
     ours = steps_of(tmp_path / "model", tmp_path / "ours", bias_correction=False, eps=1e-6)
     weight = oracle.bert.encoder.layer[0].output.dense.weight

@@ -138,7 +138,7 @@ def test_losses_gradients_and_five_steps_match_peft(shape: str, folders, tmp_pat
     stack.close()
 
 
-def test_first_values_are_those_of_peft_and_of_the_seed(folders, tmp_path: Path) -> None:
+def test_initial_adapters_match_peft_for_any_seed(folders, tmp_path: Path) -> None:
     first, again, other = (
         adapters_of(open_training(folders["narrow"], tmp_path / str(n), lora().model_copy(update={"seed": seed})))
         for n, seed in enumerate((0, 0, 1))
@@ -163,9 +163,7 @@ def with_seeds(batches, *key: int):
 
 @pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.3])
 @pytest.mark.parametrize("shape", TARGETS)
-def test_placement_kept_activations_and_late_updates_never_change_a_bit(
-    shape: str, dropout: float, folders, tmp_path: Path
-) -> None:
+def test_placement_and_recomputation_change_no_bit(shape: str, dropout: float, folders, tmp_path: Path) -> None:
     batches_of = (lambda *rest: with_seeds(micro_batches(*rest))) if dropout else micro_batches
     recipe = lora(shape, dropout=dropout)
     expected = train(open_training(folders[shape], tmp_path / "resident", recipe), recipe, batches_of=batches_of)
@@ -183,7 +181,7 @@ def test_placement_kept_activations_and_late_updates_never_change_a_bit(
 
 
 @pytest.mark.parametrize("read_ahead", [0, 1, 2])
-def test_the_bytes_read_of_what_is_not_trained_are_those_forecast(folders, tmp_path: Path, read_ahead: int) -> None:
+def test_frozen_bytes_read_match_forecast(folders, tmp_path: Path, read_ahead: int) -> None:
     recipe = lora()
     stack = open_training(folders["narrow"], tmp_path, recipe, budget=BufferBudget(read_ahead), frozen="disk")
     optimizer, reads = AdamW(stack, optimizer_config(recipe)), []
@@ -202,7 +200,7 @@ def test_the_bytes_read_of_what_is_not_trained_are_those_forecast(folders, tmp_p
     stack.close()
 
 
-def test_updates_that_are_caught_up_with_read_nothing_that_is_not_trained(folders, tmp_path: Path) -> None:
+def test_flush_reads_no_frozen_weights(folders, tmp_path: Path) -> None:
     recipe = lora()
     stack = open_training(folders["narrow"], tmp_path, recipe, frozen="disk")
     optimizer = AdamW(stack, optimizer_config(recipe))
@@ -215,7 +213,7 @@ def test_updates_that_are_caught_up_with_read_nothing_that_is_not_trained(folder
     stack.close()
 
 
-def test_nothing_is_dropped_where_a_loss_is_measured_between_steps(folders, tmp_path: Path) -> None:
+def test_evaluation_between_steps_uses_no_dropout(folders, tmp_path: Path) -> None:
     recipe = lora(dropout=0.5)
     stack = open_training(folders["narrow"], tmp_path, recipe)
     for layer in stack.trained:  # B is zero at first, and then nothing is seen of A
@@ -229,7 +227,7 @@ def test_nothing_is_dropped_where_a_loss_is_measured_between_steps(folders, tmp_
     stack.close()
 
 
-def test_dropout_drops_in_training_only_and_differs_by_its_seed(folders, tmp_path: Path) -> None:
+def test_adapter_dropout_depends_on_seed_in_training(folders, tmp_path: Path) -> None:
     docs = documents(101)
     losses = {}
     for name, dropout, noise in (("without", 0.0, None), ("off", 0.5, None), ("one", 0.5, 1), ("two", 0.5, 2)):
@@ -253,9 +251,7 @@ def test_dropout_drops_in_training_only_and_differs_by_its_seed(folders, tmp_pat
     assert len(set(losses.values())) == 3
 
 
-def test_each_layer_and_micro_batch_drops_other_inputs_and_recomputing_drops_the_same(
-    folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recomputation_repeats_adapter_dropout(folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     apply_mask, masks = Dropout.apply_mask, []
 
     def watched(self: Dropout, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
@@ -298,9 +294,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory):
 @pytest.mark.parametrize(
     ("weights", "state"), [("device", "auto"), ("disk", "auto"), ("host", "device"), ("disk", "host")]
 )
-def test_a_run_is_the_same_in_every_placement_and_writes_no_weight_of_the_model(
-    weights: str, state: str, straight, tmp_path: Path
-) -> None:
+def test_lora_placements_agree_without_weight_writes(weights: str, state: str, straight, tmp_path: Path) -> None:
     session = small_session(straight[0].model, **LORA, weights=weights, optimizer_state=state)
     run = new_run(tmp_path)
     before = {path.name: path.stat().st_mtime_ns for path in session.model.iterdir()}
@@ -319,9 +313,7 @@ def test_a_run_is_the_same_in_every_placement_and_writes_no_weight_of_the_model(
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
-def test_holes_between_what_blocks_keep_are_returned_where_memory_is_short(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kept_activations_return_free_heap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def resident_bytes() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
@@ -390,7 +382,7 @@ def foreign(request: pytest.FixtureRequest, folders, tmp_path: Path):
     return model, tmp_path / "foreign", folders[shape]
 
 
-def test_adapters_of_peft_are_read_with_equal_logits(foreign) -> None:
+def test_peft_adapters_give_equal_logits(foreign) -> None:
     model, folder, base = foreign
     docs = documents(101)
     with torch.no_grad():
@@ -424,7 +416,7 @@ class Overtaken(MergedCheckpoint):
         self._last = "of another tensor", torch.full_like(change[1], 9.0)
 
 
-def test_a_thread_that_merges_another_tensor_meanwhile_changes_nothing(foreign) -> None:
+def test_concurrent_merges_change_no_bit(foreign) -> None:
     _, folder, base = foreign
     adapter = open_adapter(folder, read_architecture(base))
     with open_checkpoint(base) as checkpoint:
@@ -443,7 +435,7 @@ def test_a_thread_that_merges_another_tensor_meanwhile_changes_nothing(foreign) 
         ({"base_model_name_or_path": "nowhere/at-all"}, "nowhere/at-all, which is not there"),
     ],
 )
-def test_adapters_that_would_be_something_else_are_refused(change, message: str, shell, straight, tmp_path) -> None:
+def test_unsupported_adapters_are_rejected(change, message: str, shell, straight, tmp_path) -> None:
     folder = shutil.copytree(straight[1].model, tmp_path / "adapter")
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps({**config, **change}))
@@ -455,7 +447,7 @@ def test_adapters_that_would_be_something_else_are_refused(change, message: str,
     assert (done.code, message in done.err) == (2, True), done.err
 
 
-def test_an_adapter_for_another_model_is_refused_and_its_tensor_named(shell, straight, tmp_path: Path) -> None:
+def test_adapter_of_another_model_is_rejected(shell, straight, tmp_path: Path) -> None:
     folder = shutil.copytree(straight[1].model, tmp_path / "adapter")
     tensors = load_file(folder / "adapter_model.safetensors")
     save_file(
@@ -509,7 +501,7 @@ def load_recipe(run: str) -> Recipe:
     return Run(Path(run)).recipe()
 
 
-def test_stopping_and_resuming_in_another_placement_equals_a_straight_run_to_the_bit(shell, rows_file: Path) -> None:
+def test_resume_in_another_placement_changes_no_bit(shell, rows_file: Path) -> None:
     options = f"finetune {TINY} --max-steps 6 --set lora.dropout=0.2 --set save_every=2"
     assert shell(f"{options} --output straight --weights device").code == 0
 

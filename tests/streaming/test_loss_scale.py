@@ -156,9 +156,7 @@ def train_with_grad_scaler(oracle, recipe: Recipe, scale: LossScale):
 
 
 @pytest.mark.parametrize(("family", "scale"), [("gptj", STEEP), ("gpt2", STEEP), ("gpt2", LossScale())])
-def test_scales_skips_losses_and_updates_are_those_of_grad_scaler_with_transformers(
-    scale: LossScale, family: str, folder: Path, tmp_path: Path
-) -> None:
+def test_loss_scaling_matches_grad_scaler(scale: LossScale, family: str, folder: Path, tmp_path: Path) -> None:
     recipe = Recipe(clip_norm=0.2)
     ours, weights = train(open_training(folder, tmp_path), recipe, scale)
     theirs, parameters = train_with_grad_scaler(random_model(SHAPE_OF[family]), recipe, scale)
@@ -196,7 +194,7 @@ def resident_runs(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFac
         ("gpt2", ("disk", "disk"), 2, 3),
     ],
 )
-def test_skipped_and_applied_steps_have_the_same_bits_in_every_placement(
+def test_fp16_placements_agree_bit_for_bit(
     placement, late: int, kept: int, family: str, folder: Path, resident_runs, tmp_path: Path
 ) -> None:
     budget = BufferBudget(1, num_gradients=1, num_chunks=2, chunk_numel=2048, num_kept_layers=kept)
@@ -213,9 +211,7 @@ def test_skipped_and_applied_steps_have_the_same_bits_in_every_placement(
         ("gpt2", ("disk", "disk"), training_dtypes(torch.float16, torch.bfloat16, torch.bfloat16)),
     ],
 )
-def test_a_skipped_step_changes_nothing_but_the_scale(
-    places, dtypes, family: str, folder: Path, tmp_path: Path
-) -> None:
+def test_skipped_step_changes_only_the_scale(places, dtypes, family: str, folder: Path, tmp_path: Path) -> None:
     """Bits of weights, losses and norms: no moment, no bias correction, no place in the schedule."""
     scale = LossScale(2.0**10)
     expected = train(open_training(folder, tmp_path / "a", places, dtypes=dtypes), scale=scale, steps=4, poisoned=())

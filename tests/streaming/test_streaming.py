@@ -111,9 +111,7 @@ def test_loss_and_gradients_match_transformers(oracle, model_folder: Path, tmp_p
     assert_same_gradients(stack, model_folder, oracle)
 
 
-def test_a_window_with_a_target_behind_each_of_its_positions_has_the_loss_of_transformers(
-    oracle, model_folder: Path, tmp_path: Path
-) -> None:
+def test_full_window_loss_matches_transformers(oracle, model_folder: Path, tmp_path: Path) -> None:
     window = oracle.config.n_positions
     generator = torch.Generator().manual_seed(1)
     docs = torch.randint(0, oracle.config.vocab_size, (3, window + 1), generator=generator)
@@ -141,9 +139,7 @@ def assert_same_gradients(stack, folder: Path, oracle) -> None:
     assert compared == len(theirs)
 
 
-def test_z_loss_and_its_gradients_match_autograd_and_leave_the_loss_as_it_is(
-    oracle, model_folder: Path, tmp_path: Path
-) -> None:
+def test_z_loss_gradients_match_autograd(oracle, model_folder: Path, tmp_path: Path) -> None:
     docs, z_loss = documents(oracle.config.vocab_size), 0.1
     plain = oracle_loss(oracle, docs).item()
     expected = oracle_loss(oracle, docs, z_loss)
@@ -158,7 +154,7 @@ def test_z_loss_and_its_gradients_match_autograd_and_leave_the_loss_as_it_is(
     assert_same_gradients(stack, model_folder, oracle)
 
 
-def test_no_z_loss_is_computed_unless_asked_for(narrow_folder: Path, tmp_path: Path, monkeypatch) -> None:
+def test_zero_weight_computes_no_z_loss(narrow_folder: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(torch.Tensor, "logsumexp", None)
     stack = open_training(narrow_folder, tmp_path)
     assert (
@@ -271,7 +267,7 @@ def test_placement_and_room_never_change_a_bit(
     ("family", "placement"), [("gptj", ("host", "host")), ("gptj", ("disk", "disk")), ("gpt2", ("disk", "disk"))]
 )
 @pytest.mark.parametrize("late", [1, 2])
-def test_an_update_kept_in_backward_equals_one_kept_in_forward(
+def test_deferred_updates_equal_forward_updates(
     late: int, placement, budget: BufferBudget, narrow_folder: Path, resident_run, tmp_path: Path
 ) -> None:
     assert_identical(
@@ -280,7 +276,7 @@ def test_an_update_kept_in_backward_equals_one_kept_in_forward(
     )
 
 
-def test_no_update_is_applied_twice_unless_asked_for(narrow_folder: Path, tmp_path: Path) -> None:
+def test_only_deferred_updates_are_applied_twice(narrow_folder: Path, tmp_path: Path) -> None:
     stack = open_training(narrow_folder, tmp_path, ("host", "host"))
     optimizer = AdamW(stack, optimizer_config(Recipe()))
     optimizer.begin_step(1e-3)
@@ -295,7 +291,7 @@ def test_no_update_is_applied_twice_unless_asked_for(narrow_folder: Path, tmp_pa
 @pytest.mark.parametrize(
     ("family", "placement"), [("gptj", ("device", "device")), ("gptj", ("disk", "disk")), ("gpt2", ("disk", "disk"))]
 )
-def test_kept_activations_change_no_bit_and_save_the_recomputation(
+def test_kept_activations_replace_recomputation(
     placement, kept: int, late: int, narrow_folder: Path, resident_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     budget = BufferBudget(1, num_chunks=3, chunk_numel=2048, num_kept_layers=kept)
@@ -324,7 +320,7 @@ def test_layer_inputs_kept_elsewhere_change_no_bit(
     assert stack.meter.bytes_written > 0
 
 
-def test_layer_inputs_kept_elsewhere_take_three_buffers_however_deep_the_model(tmp_path: Path) -> None:
+def test_offloaded_boundaries_use_three_buffers(tmp_path: Path) -> None:
     made = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(activations, "BufferPool", lambda count, *rest: (made.append(count), BufferPool(count, *rest))[1])
@@ -335,7 +331,7 @@ def test_layer_inputs_kept_elsewhere_take_three_buffers_however_deep_the_model(t
     assert made == [3, 3]
 
 
-def test_a_step_that_was_cut_short_leaves_nothing_of_its_layer_inputs(narrow_folder: Path, tmp_path: Path) -> None:
+def test_interrupted_step_leaves_no_boundaries(narrow_folder: Path, tmp_path: Path) -> None:
     expected = train(open_training(narrow_folder, tmp_path / "a"), Recipe(), steps=2)
     stack = open_training(narrow_folder, tmp_path / "b", ("device", "device", "disk"))
     batches = micro_batches(documents(101), PROMPTS, 40)
@@ -347,7 +343,7 @@ def test_a_step_that_was_cut_short_leaves_nothing_of_its_layer_inputs(narrow_fol
 
 
 @pytest.mark.parametrize("forget", [DeviceActivations.begin, DeviceActivations.close])
-def test_layer_inputs_that_nobody_took_are_forgotten(forget) -> None:
+def test_unused_boundaries_are_discarded(forget) -> None:
     here = DeviceActivations()
     here.put(1, [torch.ones(4)])
     forget(here)
@@ -357,7 +353,7 @@ def test_layer_inputs_that_nobody_took_are_forgotten(forget) -> None:
 
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
-def test_an_update_in_blocks_gives_the_bits_of_one_in_a_piece(
+def test_update_blocks_change_no_bit(
     compute, moments, narrow_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = []
@@ -369,7 +365,7 @@ def test_an_update_in_blocks_gives_the_bits_of_one_in_a_piece(
 
 
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
-def test_digests_summed_up_block_by_block_are_those_of_the_file(
+def test_block_digests_match_file_digests(
     moments, narrow_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(adamw, "BLOCK_NUMEL", 96)
@@ -388,9 +384,7 @@ def test_digests_summed_up_block_by_block_are_those_of_the_file(
 
 @both_families
 @pytest.mark.parametrize("placement", [("device", "device"), ("disk", "disk")])
-def test_bf16_moments_and_gradients_agree_in_every_placement_and_stay_near_fp32(
-    placement, narrow_folder: Path, resident_run, tmp_path: Path
-) -> None:
+def test_bf16_state_agrees_in_every_placement(placement, narrow_folder: Path, resident_run, tmp_path: Path) -> None:
     dtypes = training_dtypes(torch.float32, moments=torch.bfloat16, gradients=torch.bfloat16)
     expected = train(open_training(narrow_folder, tmp_path / "a", ("host", "host"), dtypes=dtypes), Recipe())
     for late, budget in enumerate((ROOMS["no read-ahead"], ROOMS["much"])):
@@ -402,7 +396,7 @@ def test_bf16_moments_and_gradients_agree_in_every_placement_and_stay_near_fp32(
 
 @both_families
 @pytest.mark.parametrize("placement", [("device", "device"), ("host", "host"), ("disk", "disk")])
-def test_update_in_backward_equals_just_in_time_update(placement, narrow_folder: Path, tmp_path: Path) -> None:
+def test_update_in_backward_equals_pending_update(placement, narrow_folder: Path, tmp_path: Path) -> None:
     pending = Recipe(clip_norm=1e9)
     at_once = Recipe(clip_norm=None)
     expected = train(open_training(narrow_folder, tmp_path / "a", placement, pending), pending)
@@ -410,7 +404,7 @@ def test_update_in_backward_equals_just_in_time_update(placement, narrow_folder:
 
 
 @both_families
-def test_bf16_placements_agree_to_the_bit_and_keep_a_master(narrow_folder: Path, resident_run, tmp_path: Path) -> None:
+def test_bf16_placements_agree_and_keep_master(narrow_folder: Path, resident_run, tmp_path: Path) -> None:
     dtypes = training_dtypes(torch.bfloat16)
     expected = train(open_training(narrow_folder, tmp_path, dtypes=dtypes), Recipe())
     for placement in (("host", "disk"), ("disk", "disk")):
@@ -435,7 +429,7 @@ def test_packed_documents_equal_separate_documents(model_folder: Path) -> None:
     assert not torch.equal(before[1], after[1])
 
 
-def test_micro_batch_budget_changes_loss_and_gradients_by_rounding_only(narrow_folder: Path, tmp_path: Path) -> None:
+def test_micro_batching_changes_results_by_rounding_only(narrow_folder: Path, tmp_path: Path) -> None:
     runs = [train(open_training(narrow_folder, tmp_path / str(n)), Recipe(), budget=n, steps=3) for n in (1, 40, 1000)]
     for curve, weights in runs[1:]:
         for ours, theirs in zip(curve, runs[0][0], strict=True):
@@ -445,7 +439,7 @@ def test_micro_batch_budget_changes_loss_and_gradients_by_rounding_only(narrow_f
                 assert relative(tensor, runs[0][1][layer][name]) < 1e-4, name
 
 
-def test_no_logits_are_computed_where_there_is_no_target(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_positions_without_targets_have_no_logits(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_for_inference(model_folder, CPU, torch.float32) as (architecture, stack):
         batch = pack(documents(architecture.config.vocab_size), PROMPTS)
         seen = []
@@ -468,9 +462,7 @@ def test_evaluation_keeps_no_layer_inputs(model_folder: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("clip", [1.0, None])
 @pytest.mark.parametrize("place", ["device", "disk"])
-def test_tensors_that_the_first_step_has_not_moved_are_named(
-    place: str, clip: float | None, narrow_folder: Path, tmp_path: Path
-) -> None:
+def test_unchanged_tensors_are_named(place: str, clip: float | None, narrow_folder: Path, tmp_path: Path) -> None:
     recipe = Recipe(clip_norm=clip, weight_decay=0.0)
     stack = open_training(narrow_folder, tmp_path, (place, place), recipe)
     mlp = stack.layers[2].mlp
@@ -491,9 +483,7 @@ def test_tensors_that_the_first_step_has_not_moved_are_named(
     stack.close()
 
 
-def test_a_change_that_rounding_swallows_is_told_from_a_gradient_that_is_missing(
-    narrow_folder: Path, tmp_path: Path
-) -> None:
+def test_rounded_changes_differ_from_missing_gradients(narrow_folder: Path, tmp_path: Path) -> None:
     stack = open_training(narrow_folder, tmp_path)
     optimizer = AdamW(stack, optimizer_config(Recipe(weight_decay=0.0)))
     optimizer.begin_step(1e-12)
@@ -512,7 +502,7 @@ def test_a_change_that_rounding_swallows_is_told_from_a_gradient_that_is_missing
 
 
 @pytest.mark.parametrize(("num_left", "end"), [(3, "fc_in.bias"), (4, "fc_in.bias and 1 more")])
-def test_of_tensors_that_have_not_moved_three_are_named(num_left: int, end: str, narrow_folder: Path) -> None:
+def test_warning_names_three_unchanged_tensors(num_left: int, end: str, narrow_folder: Path) -> None:
     architecture = read_architecture(narrow_folder)
     names = ("ln_1.weight", "ln_1.bias", "mlp.fc_in.bias", "mlp.fc_out.bias")[:num_left]
     warning = UnchangedParameters([Layout.of(layer, names) for layer in architecture.layers()], [1]).warning(
@@ -522,7 +512,7 @@ def test_of_tensors_that_have_not_moved_three_are_named(num_left: int, end: str,
     assert warning.endswith(end)
 
 
-def test_a_tensor_has_not_moved_because_one_behind_it_in_the_same_part_has() -> None:
+def test_neighbour_in_chunk_does_not_count() -> None:
     layout = Layout({"still": torch.Size([64]), "moving": torch.Size([64])}, {"still": 2048, "moving": 2112}, 0, 4096)
     movement = UnchangedParameters([layout], [0])
     before, gradient = torch.zeros(2048), torch.ones(2048)
@@ -533,7 +523,7 @@ def test_a_tensor_has_not_moved_because_one_behind_it_in_the_same_part_has() -> 
 
 
 @both_families
-def test_nothing_is_said_where_every_tensor_has_moved(narrow_folder: Path, tmp_path: Path) -> None:
+def test_changed_tensors_give_no_warning(narrow_folder: Path, tmp_path: Path) -> None:
     stack = open_training(narrow_folder, tmp_path)
     optimizer = AdamW(stack, optimizer_config(Recipe()))
     for lr in (1e-3, 1e-3):
@@ -545,7 +535,7 @@ def test_nothing_is_said_where_every_tensor_has_moved(narrow_folder: Path, tmp_p
     assert movement.warning(read_architecture(narrow_folder).family, 1e-3) is None
 
 
-def test_a_gradient_that_is_not_finite_stops_before_it_touches_a_weight(narrow_folder: Path, tmp_path: Path) -> None:
+def test_infinite_gradient_changes_no_weight(narrow_folder: Path, tmp_path: Path) -> None:
     stack = open_training(narrow_folder, tmp_path)
     (loaded,) = Prefetcher(stack, inference_tasks([2]))
     loaded.parameters()["mlp.fc_out.bias"][0] = torch.inf
@@ -558,7 +548,7 @@ def test_a_gradient_that_is_not_finite_stops_before_it_touches_a_weight(narrow_f
     assert torch.equal(before, stack.stores["weight"].own("weight", 1))
 
 
-def test_parameters_start_on_cache_lines_and_matrices_come_first(model_folder: Path) -> None:
+def test_layout_aligns_parameters_with_matrices_first(model_folder: Path) -> None:
     for layer in read_architecture(model_folder).layers():
         layout = Layout.of(layer)
         assert all(offset % 32 == 0 for offset in layout.offsets.values())
@@ -575,7 +565,7 @@ def test_parameters_start_on_cache_lines_and_matrices_come_first(model_folder: P
     + [("gpt2", *case) for case in ((3, 0), (12, 4), (160, 0))],
 )
 @pytest.mark.parametrize("dtypes", [training_dtypes(torch.float32), training_dtypes(torch.bfloat16)])
-def test_the_bytes_of_a_step_are_those_forecast(tmp_path: Path, family: str, parts: int, late: int, dtypes) -> None:
+def test_step_bytes_match_forecast(tmp_path: Path, family: str, parts: int, late: int, dtypes) -> None:
     folder, budget = tmp_path / "model", BufferBudget(num_chunks=parts, chunk_numel=512)
     make, more = {"gptj": (random_gptj, {"rotary_dim": 4}), "gpt2": (random_gpt2, {"n_positions": 64})}[family]
     make(vocab_size=90, n_embd=32, n_layer=5, n_head=2, **more).save_pretrained(folder)
@@ -593,7 +583,7 @@ def test_the_bytes_of_a_step_are_those_forecast(tmp_path: Path, family: str, par
     assert moved == (sum(each.read["disk"] for each in passes), sum(each.written["disk"] for each in passes))
 
 
-def test_damage_is_named_by_the_parameters_of_its_part(tmp_path: Path) -> None:
+def test_damage_names_the_chunks_parameters(tmp_path: Path) -> None:
     shapes = {"a": torch.Size([1500]), "b": torch.Size([1024]), "c": torch.Size([64])}
     layout = Layout(shapes, {"a": 0, "b": 2048, "c": 3072}, 0, 4096)
     file, path = StateFile(layout, {"weight": torch.float32}, 1024), tmp_path / "layer-000.safetensors"
@@ -611,7 +601,7 @@ def test_damage_is_named_by_the_parameters_of_its_part(tmp_path: Path) -> None:
     assert file.damage(path) == []
 
 
-def test_looking_for_damage_leaves_no_file_open(tmp_path: Path) -> None:
+def test_damage_check_leaves_no_file_open(tmp_path: Path) -> None:
     layout = Layout({"a": torch.Size([64])}, {"a": 0}, 0, 2048)
     file, path = StateFile(layout, {"weight": torch.float32}, 1024), tmp_path / "layer-000.safetensors"
     write_state(file, path, 3)
@@ -627,7 +617,7 @@ def write_state(file: StateFile, path: Path, step: int) -> None:
     os.close(descriptor)
 
 
-def test_a_header_that_nearly_fills_its_pages_leaves_the_numbers_behind_it_alone(tmp_path: Path) -> None:
+def test_long_header_overlaps_no_data(tmp_path: Path) -> None:
     path, sizes = tmp_path / "layer-000.safetensors", set()
     for length in range(3800, 3880):
         layout = Layout({"a" * length: torch.Size([64])}, {"a" * length: 0}, 0, 2048)
@@ -640,7 +630,7 @@ def test_a_header_that_nearly_fills_its_pages_leaves_the_numbers_behind_it_alone
 
 
 @pytest.mark.parametrize("place", ["host", "disk"])
-def test_inputs_of_more_layers_than_there_are_buffers_come_back_as_they_were(place: str, tmp_path: Path) -> None:
+def test_boundaries_of_many_layers_come_back(place: str, tmp_path: Path) -> None:
     random_gptj(**{**SHAPES["narrow"], "n_layer": 2 * NUM_BUFFERS}).save_pretrained(tmp_path / "deep")
     stayed = open_training(tmp_path / "deep", tmp_path / "a")
     left = open_training(tmp_path / "deep", tmp_path / "b", ("device", "device", place))
@@ -652,9 +642,7 @@ def test_inputs_of_more_layers_than_there_are_buffers_come_back_as_they_were(pla
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_slots_are_taken_in_advance_for_weights_that_are_streamed_and_for_no_others(
-    place: str, model_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_streamed_weights_allocate_slots(place: str, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     with open_for_inference(model_folder, CPU, torch.float32, place) as (_, stack):
         stack.free_pools()
@@ -664,15 +652,13 @@ def test_slots_are_taken_in_advance_for_weights_that_are_streamed_and_for_no_oth
 
 
 @pytest.mark.parametrize("place", ["device", "disk"])
-def test_buffers_that_filled_the_stores_stay_only_where_a_step_needs_them(
-    place: str, narrow_folder: Path, tmp_path: Path
-) -> None:
+def test_filling_buffers_are_freed(place: str, narrow_folder: Path, tmp_path: Path) -> None:
     offloaded = open_training(narrow_folder, tmp_path, (place, place, "device"))
     assert bool(offloaded.pools.allocated) == (place == "disk")
     assert not offloaded.pools.allocated.keys() & offloaded.dtypes.keys(), "chunks: an update may need fewer kinds"
 
 
-def test_a_layer_that_lacks_room_lets_no_later_layer_take_it(narrow_folder: Path, tmp_path: Path) -> None:
+def test_waiting_layer_blocks_later_layers(narrow_folder: Path, tmp_path: Path) -> None:
     layers, asked = Prefetcher(open_training(narrow_folder, tmp_path), []), []
     layers._loading.extend(
         SimpleNamespace(advance=lambda number=number: asked.append(number) or number == 0) for number in range(3)
@@ -681,7 +667,7 @@ def test_a_layer_that_lacks_room_lets_no_later_layer_take_it(narrow_folder: Path
     assert asked == [0, 1]
 
 
-def test_time_spent_waiting_for_the_stores_is_counted(narrow_folder: Path, tmp_path: Path) -> None:
+def test_meter_counts_waiting_time(narrow_folder: Path, tmp_path: Path) -> None:
     stack, start = open_training(narrow_folder, tmp_path), time.perf_counter()
     before = stack.meter.waited_seconds
     for _ in range(2):
@@ -691,7 +677,7 @@ def test_time_spent_waiting_for_the_stores_is_counted(narrow_folder: Path, tmp_p
 
 
 @pytest.mark.parametrize("family", ["gpt2"])
-def test_borrowed_weights_still_on_their_way_when_a_pass_is_broken_off_hold_their_slot(
+def test_cancelled_tied_read_holds_its_slot(
     narrow_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stack = open_training(narrow_folder, tmp_path, ("host", "host"))
@@ -709,7 +695,7 @@ def test_borrowed_weights_still_on_their_way_when_a_pass_is_broken_off_hold_thei
 
 
 @pytest.mark.parametrize("place", ["host", "disk"])
-def test_a_stack_that_is_closed_leaves_no_thread_and_no_buffer(
+def test_closed_model_leaves_no_thread_or_buffer(
     place: str, narrow_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alive: weakref.WeakSet[Buffer] = weakref.WeakSet()
@@ -731,7 +717,7 @@ def test_a_stack_that_is_closed_leaves_no_thread_and_no_buffer(
 
 
 @pytest.mark.parametrize("place", ["host", "disk"])
-def test_whoever_drains_waits_for_what_was_written(
+def test_drain_waits_for_writes(
     place: str, narrow_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stack = open_training(narrow_folder, tmp_path, (place, place))
@@ -745,7 +731,7 @@ def test_whoever_drains_waits_for_what_was_written(
     stack.close()
 
 
-def test_reading_a_layer_in_parts_takes_one_buffer(narrow_folder: Path, tmp_path: Path) -> None:
+def test_reading_in_chunks_uses_one_buffer(narrow_folder: Path, tmp_path: Path) -> None:
     budget = BufferBudget(num_chunks=1, chunk_numel=2048)
     stack = open_training(narrow_folder, tmp_path, ("host", "host"), budget=budget)
     assert stack.layouts[1].numel > budget.chunk_numel
