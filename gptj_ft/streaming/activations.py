@@ -72,7 +72,7 @@ class SavedInputs:
 
 
 class OffloadedActivations:
-    """Layer inputs in a store off the device. The inputs of `NUM_BUFFERS` layers, and the token ids, are on the device.
+    """Layer inputs in a store off the device, with buffers for `NUM_BUFFERS` layers on it.
 
     Args:
         store: store of the kind ``boundary``.

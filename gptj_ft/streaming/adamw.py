@@ -70,6 +70,7 @@ class AdamWConfig:
     seed: int  # of the stochastic rounding of bf16 moments
     layer_decay: float = 1.0  # ratio of a layer's learning rate to the next higher layer's; the head has the full rate
     corrects_bias: bool = True  # divide the moments by 1 - beta ** step (https://arxiv.org/abs/1412.6980)
+    block_numel: int = BLOCK_NUMEL  # elements that a CPU updates at once
 
 
 class AdamW:
@@ -195,7 +196,7 @@ class AdamW:
         if task.writes:
             self._torn.add(task.layer)
         numel = span.stop - span.start
-        for block in chunks(numel, BLOCK_NUMEL if self._model.device.type == "cpu" else numel):
+        for block in chunks(numel, self._config.block_numel if self._model.device.type == "cpu" else numel):
             part = {kind: tensor[block] for kind, tensor in tensors.items()}
             if update.is_skipped:
                 for kind in MOMENTS:

@@ -116,7 +116,7 @@ class Exchange:
         return losses
 
     def merge_norms(self, norms: dict[int, float]) -> dict[int, float]:
-        """Return the gradient norm of every trained layer, given those of the local layers."""
+        """Merge the gradient norms of the local layers with those of all other layers."""
         return norms
 
     def map_batches(

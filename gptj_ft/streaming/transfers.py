@@ -95,5 +95,5 @@ class Transfers:
             store.close()
 
     def _unique(self, kinds: Iterator[Kind] | Sequence[Kind] | Mapping[Kind, LayerStore]) -> list[LayerStore]:
-        """Return each store of these kinds once: kinds in one place share a store."""
+        """Return the distinct stores of the kinds: kinds in one place share a store."""
         return list({id(self._stores[kind]): self._stores[kind] for kind in kinds}.values())

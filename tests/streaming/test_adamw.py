@@ -1,4 +1,4 @@
-"""Moments in bf16; AdamW itself is compared with torch in test_streaming."""
+"""Test the stochastic rounding of bf16 moments; test_streaming compares AdamW with torch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def test_stochastic_rounding_is_unbiased_and_reproducible() -> None:
         assert set(rounded.tolist()) <= {1.0, 1.0078125}
         sums += rounded.float()
     assert (sums / 400).mean().item() == pytest.approx(exact[0].item(), abs=2e-5)
-    assert (sums / 400).std().item() < 4e-4  # every place gets noise of its own each time
+    assert (sums / 400).std().item() < 4e-4  # different noise for every element and call
     again = torch.empty_like(rounded)
-    for start in (0, 1024):  # in parts or whole
+    for start in (0, 1024):  # in chunks or at once
         part = slice(start, start + 1024 if start == 0 else None)
         round_stochastically(exact[part].clone(), again[part], (0, 399), start)
     assert torch.equal(rounded, again)

@@ -1,4 +1,4 @@
-"""The core on a CUDA device: the same numbers in every placement, and near those of the CPU."""
+"""On a CUDA device, placements agree bit for bit and with the CPU up to rounding."""
 
 from __future__ import annotations
 

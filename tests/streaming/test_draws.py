@@ -1,6 +1,6 @@
-"""What a run draws is part of its numbers: the same in every version, machine and release of the libraries.
+"""Random numbers are the same in every version, on every machine, with every release of the libraries.
 
-The values below are those of the first version that had this test. Whoever changes one changes runs that have begun.
+The values below are from the first version with this test. A change would alter the numbers of resumed runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tokens that fill a micro-batch up to one of few numbers of tokens: nothing comes of them, and shapes are bounded."""
+"""Padding tokens change results by rounding only, and bound the number of kernel shapes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from gptj_ft.streaming.step import train_step
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
 from gptj_ft.training.restore import optimizer_config
 
-LENGTHS = (19, 7, 31, 2, 14)  # of 73 tokens, 3 fewer than fill a batch up, and 61 targets, one fewer
+LENGTHS = (19, 7, 31, 2, 14)  # 73 tokens and 61 targets: padding adds 3 tokens and 1 row of the head
 PROMPTS = (4, 1, 3, 0, 2)
 DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 
@@ -65,7 +65,7 @@ def trained(folder: Path, scratch: Path, objective: CrossEntropy, seeds: tuple[i
 
 @pytest.fixture
 def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Return what turns fillers off."""
+    """Return a function that turns padding off."""
 
     def turn_off() -> None:
         for module in (step, scoring):
@@ -94,7 +94,7 @@ def test_padding_changes_results_by_rounding_only(
 
 
 class Products(TorchDispatchMode):
-    """Notes the shapes of matrix products."""
+    """Record the shapes of matrix products."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Heads that label: losses, gradients and steps as `transformers` and torch have them; dropout by documents."""
+"""Compare task heads and dropout with `transformers` and torch."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def documents() -> list[list[int]]:
 
 
 def marks_of(task: str, is_encoder: bool = True) -> list[Marks]:
-    """Return what is predicted of each of the documents, something else of each."""
+    """Return targets for the documents, different for each."""
     marks = []
     for number, length in enumerate(LENGTHS):
         borders = (length // 2,) if is_encoder else ()
@@ -82,7 +82,7 @@ def marks_of(task: str, is_encoder: bool = True) -> list[Marks]:
 
 
 def make(folder: Path, task: str, family: str) -> Oracle:
-    """Write a random model of `transformers` that has the task's head, and return it."""
+    """Write a random `transformers` model with the task's head, and return it."""
     problem = {"multi-label": "multi_label_classification", "regression": "regression"}.get(task)
     labels = {0: "score"} if task == "regression" else dict(enumerate(LABELS))
     more = {"id2label": labels, "label2id": {name: number for number, name in labels.items()}, "problem_type": problem}
@@ -122,7 +122,7 @@ def batches_of(task: str, budget: int = 60, is_encoder: bool = True) -> list[Pac
 
 
 def oracle_loss(oracle: Oracle, task: str, is_encoder: bool = True) -> Tensor:
-    """Return the loss of `transformers` on padded rows, as its own forward computes it."""
+    """Return the loss of `transformers` on padded rows, from its own forward."""
     config = (oracle.bert if task == "sentences" else oracle).config
     padding, has_types = config.pad_token_id, getattr(config, "type_vocab_size", 1) > 1
     docs, marks, longest = documents(), marks_of(task, is_encoder), max(LENGTHS)
@@ -138,7 +138,7 @@ def oracle_loss(oracle: Oracle, task: str, is_encoder: bool = True) -> Tensor:
     inputs = {"input_ids": ids, "attention_mask": mask, **({"token_type_ids": types} if has_types else {})}
     if task == "spans":
         first, last = (torch.tensor([mark.targets[end] for mark in marks]) for end in (0, 1))
-        out = oracle(**inputs)  # its loss counts padding among the places where an answer may begin
+        out = oracle(**inputs)  # its own loss includes padding among the possible starts of an answer
         scores = [logits.masked_fill(mask == 0, -1e30) for logits in (out.start_logits, out.end_logits)]
         return (F.cross_entropy(scores[0], first) + F.cross_entropy(scores[1], last)) / 2
     if task == "token-labels":

@@ -1,4 +1,4 @@
-"""LoRA against `peft`, against itself in every placement, and from the command line."""
+"""Compare LoRA with `peft`, compare placements with each other, and run the commands."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from gptj_ft.config.options import Recipe
 from gptj_ft.config.resolve import resolve
 from gptj_ft.config.run_folder import Run
 from gptj_ft.data.batches import micro_batches
-from gptj_ft.models.batch import pack
+from gptj_ft.models.batch import PackedBatch, pack
 from gptj_ft.models.dropout import Dropout, seed_of
 from gptj_ft.models.lora import linear_layers, name_of
 from gptj_ft.models.registry import read_architecture
@@ -46,10 +46,10 @@ from gptj_ft.models.trainable import select
 from gptj_ft.planning.layer_cost import LayerInput, measure_block
 from gptj_ft.planning.traffic import training_passes
 from gptj_ft.planning.workload import Workload
-from gptj_ft.streaming import step as step_module
 from gptj_ft.streaming.activations import boundary_layout
 from gptj_ft.streaming.adamw import AdamW
 from gptj_ft.streaming.buffers import BufferBudget
+from gptj_ft.streaming.objective import CrossEntropy
 from gptj_ft.streaming.open import load_weights, open_for_inference, open_for_training, open_frozen
 from gptj_ft.streaming.scoring import evaluate_losses
 from gptj_ft.streaming.step import train_step
@@ -86,7 +86,7 @@ def open_training(folder: Path, tmp: Path, recipe: Recipe, placement=("device", 
 
 
 def adapters_of(stack, kind: str = "weight") -> dict[str, torch.Tensor]:
-    """The matrices, or their gradients, by PEFT's names."""
+    """Return the matrices, or their gradients, by PEFT's names."""
     family = "gptj" if hasattr(stack.layers[1], "ln_1") and not hasattr(stack.layers[1], "ln_2") else "gpt2"
     from gptj_ft.models.registry import families
 
@@ -99,7 +99,7 @@ def adapters_of(stack, kind: str = "weight") -> dict[str, torch.Tensor]:
 
 
 def as_peft(shape: str, matrices: dict[str, torch.Tensor]):
-    """The same model with the same adapters, by PEFT."""
+    """Return the same model with the same adapters in PEFT."""
     config = LoraConfig(r=4, lora_alpha=6, target_modules=list(TARGETS[shape]), fan_in_fan_out=shape == "gpt2")
     model = get_peft_model(random_model(shape), config)
     named = {name.removeprefix("base_model.model.").replace(".default", ""): p for name, p in model.named_parameters()}
@@ -176,7 +176,7 @@ def test_placement_and_recomputation_change_no_bit(shape: str, dropout: float, f
         ]
     ):
         stack = open_training(folders[shape], tmp_path / str(number), recipe, placement, budget, **places)
-        # of an embedding that is elsewhere there are rows only: what came is compared
+        # an embedding off the device is read by rows
         assert_identical(expected, train(stack, recipe, late=late, batches_of=batches_of))
 
 
@@ -216,7 +216,7 @@ def test_flush_reads_no_frozen_weights(folders, tmp_path: Path) -> None:
 def test_evaluation_between_steps_uses_no_dropout(folders, tmp_path: Path) -> None:
     recipe = lora(dropout=0.5)
     stack = open_training(folders["narrow"], tmp_path, recipe)
-    for layer in stack.trained:  # B is zero at first, and then nothing is seen of A
+    for layer in stack.trained:  # initially B is zero and hides A
         stack.stores["weight"].own("weight", layer).fill_(0.1)
     batches = micro_batches(documents(101), PROMPTS, 40)
     before = [loss.total for loss in evaluate_losses(stack, batches)]
@@ -233,7 +233,7 @@ def test_adapter_dropout_depends_on_seed_in_training(folders, tmp_path: Path) ->
     for name, dropout, noise in (("without", 0.0, None), ("off", 0.5, None), ("one", 0.5, 1), ("two", 0.5, 2)):
         recipe = lora(dropout=dropout)
         stack = open_training(folders["narrow"], tmp_path / name, recipe)
-        for layer in stack.trained:  # B is zero at first, and then nothing is seen of A
+        for layer in stack.trained:  # initially B is zero and hides A
             stack.stores["weight"].own("weight", layer).fill_(0.1)
         batches = micro_batches(docs, PROMPTS, 40)
         batches = batches if noise is None else with_seeds(batches, noise)
@@ -313,7 +313,7 @@ def test_lora_placements_agree_without_weight_writes(weights: str, state: str, s
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
-def test_kept_activations_return_free_heap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_activations_return_free_heap(tmp_path: Path) -> None:
     def resident_bytes() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
@@ -323,19 +323,18 @@ def test_kept_activations_return_free_heap(tmp_path: Path, monkeypatch: pytest.M
     stack = open_training(tmp_path, tmp_path, recipe, budget=BufferBudget(num_kept_layers=24))
     given, found = LayerInput((512,), 128, torch.float32), []
     kept = 24 * measure_block(stack.layers[1], stack.layouts[1], given).kept_bytes
-    of_head = step_module.head_gradients
 
-    def watched(*arguments):
-        found.append(resident_bytes() - before)
-        return of_head(*arguments)
+    class Watched(CrossEntropy):
+        def weight(self, batch: PackedBatch) -> float:  # called once, when the head starts
+            found.append(resident_bytes() - before)
+            return super().weight(batch)
 
-    monkeypatch.setattr(step_module, "head_gradients", watched)
     optimizer = AdamW(stack, optimizer_config(recipe))
     optimizer.begin_step(1e-3)
     return_free_heap()
     before = resident_bytes()
     stack.budget = replace(stack.budget, forward_bytes=before + int(1.25 * kept))
-    train_step(stack, optimizer, micro_batches([[1] * 512], [1], 512))
+    train_step(stack, optimizer, micro_batches([[1] * 512], [1], 512), Watched())
     stack.close()
     assert found[0] < 1.4 * kept, (found, kept)
 
@@ -367,7 +366,7 @@ def logits_of(folder: Path, docs) -> torch.Tensor:
 
 @pytest.fixture(params=TARGETS)
 def foreign(request: pytest.FixtureRequest, folders, tmp_path: Path):
-    """An adapter that PEFT has made: of two ranks, with matrices that do something."""
+    """Make an adapter with PEFT: two ranks, nonzero matrices."""
     shape = request.param
     config = LoraConfig(
         r=4, lora_alpha=6, target_modules=list(TARGETS[shape]), fan_in_fan_out=shape == "gpt2",
@@ -405,7 +404,7 @@ def test_convert_merges_an_adapter_tensor_by_tensor(foreign, shell, tmp_path: Pa
 
 
 class Overtaken(MergedCheckpoint):
-    """What another thread merges is the last change as soon as this thread has noted its own."""
+    """Another thread merges a tensor right after this thread has started its own merge."""
 
     @property
     def _change(self) -> tuple[str, torch.Tensor]:
@@ -439,7 +438,7 @@ def test_unsupported_adapters_are_rejected(change, message: str, shell, straight
     folder = shutil.copytree(straight[1].model, tmp_path / "adapter")
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps({**config, **change}))
-    if "base_model_name_or_path" not in change:  # that may be changed by anybody
+    if "base_model_name_or_path" not in change:  # users may change this one
         done = shell("convert --merge", folder)
         assert (done.code, "adapter_config.json is damaged, or was edited" in done.err) == (3, True), done.err
         (folder / "digests.json").unlink()
@@ -486,7 +485,7 @@ def test_the_commands_with_an_adapter(shell, rows_file: Path, tmp_path: Path) ->
     done = shell("finetune --recipe summarization --data rows.jsonl --model runs/out")
     assert (done.code, "convert --merge" in done.err) == (2, True), done.err
 
-    # PEFT opens it, with the base that it names, and computes the same.
+    # PEFT opens the adapter with its base model, and computes the same outputs.
     config = json.loads((adapter / "adapter_config.json").read_text())
     base = AutoModelForCausalLM.from_pretrained(config["base_model_name_or_path"])
     model = PeftModel.from_pretrained(base, adapter).eval()

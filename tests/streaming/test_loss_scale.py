@@ -1,4 +1,4 @@
-"""fp16 with dynamic loss scaling: beside `torch.amp.GradScaler`, and against itself in every placement."""
+"""Compare loss scaling in fp16 with `torch.amp.GradScaler`, and placements with each other."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from gptj_ft.streaming.step import train_step
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
 from gptj_ft.training.restore import optimizer_config
 
-SHAPE_OF = {"gptj": "narrow", "gpt2": "gpt2"}  # family -> a shape of it; this GPT-2 is tied
+SHAPE_OF = {"gptj": "narrow", "gpt2": "gpt2"}  # family -> shape; this GPT-2 has a tied head
 FP16 = training_dtypes(torch.float16)
 STEPS = 10
-# So large that it overflows, and growing so fast that it does so again.
+# Large enough to overflow; it grows fast enough to overflow again.
 STEEP = LossScale(2.0**22, growth_interval=2)
-POISONED = (6,)  # steps in which a gradient of one layer is made infinite
+POISONED = (6,)  # steps with an infinite gradient in one layer
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_scale_and_growth_follow_grad_scaler() -> None:
 def train(
     stack, recipe: Recipe = Recipe(), scale: LossScale = STEEP, steps: int = STEPS, late: int = 0, poisoned=POISONED
 ):
-    """Train in fp16; return (loss, norm, scale, steps skipped) of each step, and the weights: each layer's by name."""
+    """Train in fp16; return (loss, norm, scale, skipped steps) of each step, and each layer's weights by name."""
     optimizer, curve = AdamW(stack, optimizer_config(recipe), num_deferred=late), []
     optimizer.loss_scale = scale
     docs, poison = documents(stack.layers[0].wte.num_embeddings), stack.trained[0]
@@ -113,7 +113,7 @@ def train(
 
 
 def train_with_grad_scaler(oracle, recipe: Recipe, scale: LossScale):
-    """Train a model of `transformers` in fp16 with a master copy in fp32, as `train` does with `poisoned`."""
+    """Train a `transformers` model in fp16 with an fp32 master copy, as `train` does with `poisoned`."""
     half = random_model(SHAPE_OF["gpt2" if oracle.config.model_type == "gpt2" else "gptj"]).half()
     masters, computing = list(oracle.parameters()), list(half.parameters())
     groups = [
@@ -122,7 +122,7 @@ def train_with_grad_scaler(oracle, recipe: Recipe, scale: LossScale):
     ]
     adamw = torch.optim.AdamW(groups, eps=recipe.eps, betas=recipe.betas)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale.scale, growth_interval=scale.growth_interval)
-    # As the Trainer of transformers does it: a step that was skipped is none of the schedule's.
+    # As in the Trainer of transformers, a skipped step does not advance the schedule.
     schedule = torch.optim.lr_scheduler.LambdaLR(adamw, lambda updates: lr_of(updates) / adamw.defaults["lr"])
     docs, curve, num_skipped = documents(oracle.config.vocab_size), [], 0
     num_targets = sum(len(ids) - max(prompt, 1) for ids, prompt in zip(docs, PROMPTS, strict=True))
@@ -169,9 +169,11 @@ def test_loss_scaling_matches_grad_scaler(scale: LossScale, family: str, folder:
     of_family, total = read_architecture(folder).family, len(weights)
     for layer, tensors in enumerate(weights):
         for name, tensor in tensors.items():
-            if "k_proj" not in name and "q_proj" not in name and "c_attn" not in name:  # theirs is mostly rounding
+            if (
+                "k_proj" not in name and "q_proj" not in name and "c_attn" not in name
+            ):  # mostly rounding noise in transformers
                 theirs_in_fp32 = parameters[of_family.name_of(layer, name, total)]
-                # Theirs computes attention in fp16, which is 1.3 to 2.3 times as far from fp64 as ours.
+                # transformers computes attention in fp16: 1.3 to 2.3 times our distance from fp64.
                 assert relative(tensor.float(), theirs_in_fp32) < 2e-3, (layer, name)
 
 
@@ -212,7 +214,7 @@ def test_fp16_placements_agree_bit_for_bit(
     ],
 )
 def test_skipped_step_changes_only_the_scale(places, dtypes, family: str, folder: Path, tmp_path: Path) -> None:
-    """Bits of weights, losses and norms: no moment, no bias correction, no place in the schedule."""
+    """A skipped step changes no moment, no bias correction and no learning rate."""
     scale = LossScale(2.0**10)
     expected = train(open_training(folder, tmp_path / "a", places, dtypes=dtypes), scale=scale, steps=4, poisoned=())
     scale_before = replace(scale, scale=4 * scale.scale)

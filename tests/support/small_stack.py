@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 
@@ -9,7 +11,7 @@ from gptj_ft.config.options import Recipe
 from gptj_ft.data.batches import micro_batches
 from gptj_ft.generation.hf_model import ForwardPasses
 from gptj_ft.models.batch import PackedBatch
-from gptj_ft.streaming.adamw import AdamW
+from gptj_ft.streaming.adamw import BLOCK_NUMEL, AdamW
 from gptj_ft.streaming.buffers import BufferBudget
 from gptj_ft.streaming.prefetch import Prefetcher
 from gptj_ft.streaming.schedule import inference_tasks
@@ -35,9 +37,13 @@ def lr_of(step: int) -> float:
     return 1e-2 * (step + 1) / STEPS
 
 
-def train(stack, recipe: Recipe, budget: int = 40, steps: int = FEW_STEPS, late: int = 0, batches_of=micro_batches):
+def train(
+    stack, recipe: Recipe, budget: int = 40, steps: int = FEW_STEPS, late: int = 0, batches_of=micro_batches,
+    block_numel: int = BLOCK_NUMEL,
+):  # fmt: skip
     """Train; return (loss, norm) of each step and every layer's flat weights."""
-    optimizer, curve = AdamW(stack, optimizer_config(recipe), num_deferred=late), []
+    config = replace(optimizer_config(recipe), block_numel=block_numel)
+    optimizer, curve = AdamW(stack, config, num_deferred=late), []
     docs = documents(stack.layers[0].wte.num_embeddings)
     for step in range(steps):
         optimizer.begin_step(lr_of(step))
