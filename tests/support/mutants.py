@@ -48,6 +48,7 @@ SOURCES = (
     "streaming/transfers.py",
     "streaming/loaded_layer.py",
     "streaming/update_pump.py",
+    "streaming/objective.py",
     "streaming/schedule.py",
     "streaming/prefetch.py",
     "streaming/buffers.py",
