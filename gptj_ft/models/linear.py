@@ -36,10 +36,8 @@ def project(x_TD: Tensor, weight: Tensor, bias: Tensor | None, kernel: Kernel, i
     """Compute `torch.nn.functional.linear` with the given kernel; on a CPU by oneDNN.
 
     Args:
-        x_TD: inputs.
         weight: shape (output width, input width).
         bias: shape (output width,).
-        kernel: kernel of the product.
         is_transposed: whether ``weight`` is stored as (input width, output width).
     """
     # Measured in fp32 (torch 2.13, 2 cores of an AMD EPYC): oneDNN's products run at 1.9 to 2.6 times the rate of MKL's
@@ -167,7 +165,6 @@ class TiedLinear(nn.Module):
 
     Args:
         shape: shape of the weight, (output width, input width).
-        source: name of the weight in the first layer.
     """
 
     weight: Tensor

@@ -78,9 +78,6 @@ class OffloadedActivations:
         store: store of the kind ``boundary``.
         numel: elements of a layer's inputs in the store.
         chunk_numel: elements of a transfer; larger transfers are a multiple of it.
-        dtype: data type of the computation.
-        device: device of the computation.
-        meter: counter of the transfers.
     """
 
     def __init__(

@@ -79,9 +79,6 @@ class AdamW:
     It updates the fp32 parameters: kind ``master``, or ``weight`` if the computation is in fp32.
 
     Args:
-        model: the offloaded model.
-        config: hyperparameters.
-        step: optimizer steps done.
         num_deferred: leading blocks whose updates are deferred, see `PendingUpdates`.
         updates_before: updates in the initial moments, from another run; for the bias correction.
     """

@@ -52,10 +52,8 @@ def pool_shapes(
     """Return the shape of every pool that a model may need; a forecast selects those that a run will use.
 
     Args:
-        budget: limits of the buffers.
         layouts: layouts of the trained parameters of each layer.
         frozen: layouts of the frozen ones.
-        dtypes: types of the kinds.
 
     Returns:
         ``weights`` and ``frozen``: slots for whole layers, with room for the source of tied parameters.

@@ -101,8 +101,6 @@ class Exchange:
         Args:
             layers: every layer of the pass, in order.
             num_tokens: tokens of each micro-batch.
-            dtype: type of the activations.
-            device: device of the computation.
         """
         return Channel()
 

@@ -35,7 +35,6 @@ class Objective(Protocol):
 
         Args:
             output_SC: outputs of the head, fp32. `CrossEntropy` accepts padding rows at the end.
-            batch: the micro-batch.
             rows_S: positions of the rows in the batch.
 
         Returns:

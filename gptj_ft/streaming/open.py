@@ -50,16 +50,8 @@ def open_for_training(
     `open_frozen` opens the store of frozen weights.
 
     Args:
-        architecture: architecture of the model.
-        placement: places of the tensors.
-        dtypes: data type of each kind, see `training_dtypes`.
-        device: device of the computation.
-        folder: folder of the stores on disk.
-        budget: buffer budget.
         keep_gradients: whether updates wait for the global norm, so that gradients need a store.
         boundary: layout of a layer's inputs; required if the placement puts them off the device.
-        selection: trained parameters; default: all.
-        exchange: connection to other ranks; default: none.
         lowest_trained: layer at which backward ends; required if it is not local.
     """
     if selection is None:
@@ -82,9 +74,6 @@ def open_frozen(model: OffloadedModel, architecture: Architecture, checkpoint: C
     """Open the store of the frozen weights, if the model has any.
 
     Args:
-        model: the offloaded model.
-        architecture: architecture of the model.
-        checkpoint: checkpoint with the weights.
         place: place of the weights; ``disk``: read them from the checkpoint each time.
     """
     find = partial(tensor_source, architecture, checkpoint)
@@ -126,9 +115,6 @@ def load_weights(
     """Fill the stores of a model for training.
 
     Args:
-        model: the offloaded model.
-        architecture: architecture of the model.
-        checkpoint: checkpoint with the weights.
         seed: seed of the initial adapters, and of a head that the checkpoint lacks.
         moments: checkpoint with the initial values of each moment; default: zeros.
     """
@@ -160,8 +146,6 @@ def fill_layer(
     """Initialize the state of a layer.
 
     Args:
-        model: the offloaded model.
-        layer: number of the layer.
         fill: writes a parameter into an fp32 view, given its name and the view.
         fill_moment: the same for each moment; None: zeros.
     """
@@ -255,11 +239,8 @@ def open_for_inference(
 
     Args:
         folder: a model folder in any format of `checkpoints.model_folder`, or a PEFT adapter.
-        device: device of the computation.
-        compute: type of the computation.
         weights: ``device``: resident; ``host``: streamed from host memory; ``disk``: streamed from the folder;
             ``auto``: the first of these that fits.
-        read_ahead: layers to prefetch.
         memory_cap: limit of device memory for ``auto``, in bytes; None: the free memory.
 
     Raises:

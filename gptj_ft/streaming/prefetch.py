@@ -18,8 +18,6 @@ class Prefetcher:
     previous one.
 
     Args:
-        model: the offloaded model.
-        tasks: the schedule.
         updater: optimizer that applies pending updates; only for tasks with updates.
     """
 

@@ -51,7 +51,6 @@ class PendingUpdates:
         Args:
             model: the offloaded model. If gradients have a store, updates wait for the norm; after a crash, they are
                 applied again from there.
-            step: optimizer steps done.
             num_deferred: number of leading local blocks to defer.
         """
         # Never the last block: backward starts with its weights. Nor where updates change a store's memory in place:

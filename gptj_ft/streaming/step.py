@@ -122,7 +122,6 @@ def forward(
 
     Args:
         layers: iterator over the layers; the head is left for the caller.
-        batches: the micro-batches.
         up: channel of the outputs.
         kept: layers that keep their autograd graphs; training only.
         boundaries: store for the inputs of all other layers; training only.
@@ -164,8 +163,6 @@ def head_gradients(step: Step, head: LoadedLayer, hidden: Iterable[Tensor]) -> t
     """Compute the loss, the head's gradient and the gradients of the head's inputs.
 
     Args:
-        step: the training step.
-        head: the head.
         hidden: input of the head for each micro-batch, [T, D].
 
     Returns:
@@ -214,7 +211,6 @@ def backward(step: Step, layers: Prefetcher, gradients: list[Tensor], kept: dict
     """Run backward through the layers below the head, down to the lowest trained layer.
 
     Args:
-        step: the training step.
         layers: iterator over the layers, top down.
         gradients: gradients of the head's inputs, per micro-batch.
         kept: layers with autograd graphs; all others are recomputed from their boundaries. Consumed, as the boundaries

@@ -15,7 +15,6 @@ class UnchangedParameters:
     """Find the parameters that the first update leaves unchanged.
 
     Args:
-        layouts: layout of each layer.
         layers: layers without the update.
     """
 

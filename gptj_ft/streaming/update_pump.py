@@ -32,8 +32,6 @@ class Updater(Protocol):
         """Update the elements of a span in place, block by block.
 
         Args:
-            task: task of the layer.
-            span: elements of the layer.
             tensors: these elements of every kind, and of the gradient.
             updated: called with each block's new values while they are in a processor's cache.
         """

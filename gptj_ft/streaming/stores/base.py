@@ -55,7 +55,6 @@ class LayerStore:
         Args:
             span: kind and layer of the matrix, and work that still uses ``out``.
             name: name of the matrix in the layer.
-            rows: indices of the rows.
             out: target on the device, [rows, width].
         """
         raise AssertionError("internal error: the whole matrix is loaded")
@@ -64,7 +63,6 @@ class LayerStore:
         """Write flat values from element ``span.start`` on.
 
         Args:
-            span: the elements.
             values: flat; they are complete after ``span.after``, and must not change until the future is done.
             digests: digests of the values, if the caller has computed them already.
         """

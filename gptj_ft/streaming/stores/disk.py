@@ -45,9 +45,7 @@ class DiskStore(LayerStore):
 
     Args:
         prefix: existing folder and start of the file names.
-        layouts: layout of each layer.
         kinds: type of each kind in the store.
-        queue: queue of the transfers.
         durable: whether each commit reaches the disk before the next one starts.
         chunk_numel: elements per digest; maximum elements of a transfer.
         replaced: files to reuse, see `replaced_files`.

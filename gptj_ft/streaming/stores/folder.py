@@ -23,9 +23,7 @@ class FolderStore(LayerStore):
     """Read-only store of a model folder's weights, of any float type.
 
     Args:
-        layouts: layout of each layer.
         find: (layer, name) -> the tensor's extent in a file, or a function that reads it if it is not contiguous.
-        device: device of the computation.
     """
 
     def __init__(

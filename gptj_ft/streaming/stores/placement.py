@@ -68,11 +68,6 @@ def open_stores(
     """Open a store for every kind. Kinds in one place share a store, except gradients: they commit at other times.
 
     Args:
-        placement: place of each kind.
-        layouts: layout of each layer.
-        dtypes: type of each kind.
-        device: device of the computation.
-        folder: folder of the stores on disk.
         chunk_numel: elements of a transfer.
     """
     stores: dict[Kind, LayerStore] = {}
@@ -108,11 +103,7 @@ def open_boundaries(
     """Open a store for layer inputs off the device. It need not survive a crash: the inputs are of one step.
 
     Args:
-        placement: place of the boundaries.
         layouts: layout of each layer's inputs, see `boundary_layout`.
-        dtype: type of the computation.
-        device: device of the computation.
-        folder: folder of the stores on disk.
         chunk_numel: elements of a transfer.
     """
     kinds: dict[Kind, torch.dtype] = {"boundary": dtype}

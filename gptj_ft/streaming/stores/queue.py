@@ -21,9 +21,7 @@ class TransferQueue:
     A layer's reads and writes wait for its last commit.
 
     Args:
-        name: name of the threads.
         transfers: parallel transfers per direction; one is enough without a disk.
-        device: device of the transfers.
     """
 
     # After a failed write, no commit follows. A later commit may rely on the write: a new gradient replaces the old one

@@ -74,10 +74,6 @@ class StateFile:
         """Write elements of one kind from ``start`` on, and note the digests of their chunks.
 
         Args:
-            descriptor: descriptor of the open file.
-            kind: kind to write.
-            values: flat.
-            start: the first element.
             noted: digests of the whole file; the chunks' digests are put into it.
             digests: digests of the chunks, if the caller has computed them already.
         """
@@ -91,10 +87,7 @@ class StateFile:
         """Read elements of one kind from ``start`` on.
 
         Args:
-            descriptor: descriptor of the open file.
-            kind: kind to read.
             out: flat target.
-            start: the first element.
             digests: expected digests of the file; None: no check.
 
         Raises:
