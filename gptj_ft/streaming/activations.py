@@ -111,6 +111,7 @@ class OffloadedActivations:
             return
         self._count += 1
         part, used = self._chunk_numel, sum(_room(x.shape) for x in inputs)
+        # Whole chunks: direct I/O and digests work on chunks. The rest of the last one is written along.
         entry = SavedInputs([x.shape for x in inputs], min(-(-used // part) * part, self._numel), (layer, self._count))
         buffer, _ = self._buffers.acquire(entry.key)
         self._wait(buffer)
@@ -130,7 +131,7 @@ class OffloadedActivations:
             self._used.release()
         entry = self._entries.pop(layer)
         self._used = buffer = self._prefetched.pop(layer, None) or self._fetch(layer, entry)
-        if self._entries:
+        if self._entries:  # prefetch the next layer of backward
             below = max(self._entries)
             self._prefetched[below] = self._fetch(below, self._entries[below])
         self._wait(buffer)

@@ -191,11 +191,12 @@ class AdamW:
         update = self._update if self.updates.waits else Update(self.step + 1, self._lr, 1.0)
         assert update is not None
         if task.writes:
+            # From the first chunk to the commit, the layer's new state is incomplete. A run must not save then.
             self._torn.add(task.layer)
         numel = span.stop - span.start
         for block in chunks(numel, self._config.block_numel if self._model.device.type == "cpu" else numel):
             part = {kind: tensor[block] for kind, tensor in tensors.items()}
-            if update.is_skipped:
+            if update.is_skipped:  # write the old values: the layer's file still gets this step's number
                 for kind in MOMENTS:
                     updated(kind, part[kind])
             else:

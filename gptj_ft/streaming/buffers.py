@@ -113,11 +113,13 @@ class BufferPool:
         """Return a buffer for a content, and whether the content is cached; adds a user until `Buffer.release`."""
         cached = [buffer for buffer in self._buffers if key is not None and buffer.key == key]
         unused = [buffer for buffer in self._buffers if not buffer.refcount]
+        # First choice: the content itself. Then a buffer without content, then the least recently used one.
         buffer = (cached or [buffer for buffer in unused if buffer.key is None] or unused)[0]
         buffer.key = key
         buffer.refcount += 1
         self._buffers.remove(buffer)
         self._buffers.append(buffer)
+        # Failed transfers stay in the list: the next user waits for them, and the error surfaces there.
         buffer.transfers = [transfer for transfer in buffer.transfers if not transfer.done() or transfer.exception()]
         return buffer, bool(cached)
 
@@ -217,6 +219,7 @@ class BufferPools:
         if self._stores["grad"].own("grad", layer) is not None or not self.gradients(layer).holds(key):
             return None
         buffer, _ = self.gradients(layer).acquire(key)
+        # The fp32 buffer contains the rounded gradient in its first bytes: see `loaded_layer.round_in_place`.
         return Lease(buffer.tensor.view(self._dtypes["grad"])[: self._layouts[layer].numel], buffer)
 
     def lease_chunk(self, kind: Kind, layer: int, span: slice, key: Hashable = None) -> Lease:

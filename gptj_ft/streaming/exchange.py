@@ -37,6 +37,7 @@ class Channel:
             local: outputs of the previous layer if it is local. The iterator empties the list, so that each tensor is
                 freed after its last use.
         """
+        # pop() leaves the consumer with the only reference. A list iterator would keep every tensor until the end.
         local.reverse()
         while local:
             yield local.pop()

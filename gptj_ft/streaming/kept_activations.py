@@ -56,6 +56,7 @@ class KeptActivations:
     def bind(self, layer: LoadedLayer) -> None:
         """Point the graphs at the slot that the layer's weights are in now."""
         self._weights = layer.weights.frozen, *((layer.weights.trained,) if layer.layout.numel else ())
+        # Autograd saves views of the weights. They share the storage of the flat tensor: its address identifies them.
         addresses = [flat.untyped_storage().data_ptr() for flat in self._weights]
         self._indices = {address: i for i, address in enumerate(addresses) if self._weights[i].numel()}
 
@@ -67,7 +68,7 @@ class KeptActivations:
 
     def _pack(self, saved: Tensor) -> Tensor | SavedView:
         index = self._indices.get(saved.untyped_storage().data_ptr())
-        if index is None:
+        if index is None:  # an activation
             return saved
         offset = int(saved.storage_offset() - self._weights[index].storage_offset())
         return SavedView(index, offset, saved.shape, saved.stride())

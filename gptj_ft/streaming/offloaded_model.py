@@ -105,6 +105,7 @@ class OffloadedModel:
 
         Empty for layers that are loaded whole.
         """
+        # A trained table changes as a whole: only frozen ones are read by rows, and only if they are off the device.
         is_streamed = "frozen" in self.stores and self.stores["frozen"].own("frozen", layer) is None
         return self._tables[layer] if is_streamed and not self.layouts[layer].shapes else {}
 

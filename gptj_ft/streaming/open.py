@@ -92,7 +92,7 @@ def _copy_frozen(model: OffloadedModel, place: Place) -> None:
         if not layout.numel:
             continue
         own = store.own(FROZEN, layer)
-        if isinstance(store, DeviceStore) and own is not None:
+        if isinstance(store, DeviceStore) and own is not None:  # read straight into the store's memory
             source.read(Span(FROZEN, layer, 0, store.zeroed), own).result()
             continue
         slot, _ = model.pools["frozen"].acquire(None)

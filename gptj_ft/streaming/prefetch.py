@@ -69,7 +69,7 @@ class Prefetcher:
                     return
                 self._end_updates(wait=True)
                 continue
-            self.poll()
+            self.poll()  # earlier layers get the chunk buffers before this one waits for its own
             layer = self._loading.popleft()
             self._visited.append(layer)
             layer.finish()

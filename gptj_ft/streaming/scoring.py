@@ -45,6 +45,7 @@ def evaluate_losses(
 
 def _compute_losses(model: OffloadedModel, batches: Sequence[PackedBatch], objective: Objective) -> list[StepLoss]:
     if isinstance(objective, CrossEntropy) and not objective.class_weights:
+        # A vocabulary's logits do not fit for all positions at once; `score_tokens` computes them in chunks.
         return [
             StepLoss(-float(scores.log_probabilities_S.double().sum()), count, num_targets=count)
             for scores in score_tokens(model, batches, [target_query(batch) for batch in batches])

@@ -84,13 +84,15 @@ def train_step(
     step = Step(batches, objective, optimizer.loss_scale, up, down, reducer)
 
     layers = Prefetcher(model, training_tasks(model, optimizer.updates), optimizer)
+    # Keep the graphs of the top blocks: backward frees them first. The head and the layers below `lowest_trained` need
+    # none, and the embedding's backward needs only the token ids.
     first_kept = max(1, model.lowest_trained, top - model.budget.num_kept_layers)
     kept = {layer: KeptActivations() for layer in range(first_kept, top) if model.exchange.has(layer)}
     model.boundaries.begin()
 
     hidden = forward(layers, batches, up, kept, model.boundaries)
     loss, gradients = None, list[Tensor]()
-    if model.exchange.has(top):
+    if model.exchange.has(top):  # always, unless layers are shared out: see `exchange`
         head = next(layers)
         loss, gradients = head_gradients(step, head, up.inputs(top, hidden))
         reducer.end(head)
@@ -184,6 +186,7 @@ def head_gradients(step: Step, head: LoadedLayer, hidden: Iterable[Tensor]) -> t
         gradient_TD = torch.zeros_like(x_TD)
         for positions_S, rows in head_chunks(head, batch, step.objective):
             count = num_fillers(head, positions_S, step.objective)
+            # Padding rows repeat position 0. The objective ignores them, so their gradient is zero.
             x_SD = x_TD[F.pad(positions_S, (0, count))].requires_grad_(head.is_above_trained)
             output_SC = head.run(parameters, x_SD, rows.filled(count))
             loss, z_loss = step.objective.loss(output_SC, batch, positions_S)
@@ -259,11 +262,11 @@ def attach_gradients(layer: LoadedLayer, parameters: Mapping[str, Tensor]) -> No
 def sum_into(parameter: Tensor, total: Tensor) -> None:
     """Have autograd add the gradient of a leaf to an fp32 tensor."""
     if parameter.dtype == total.dtype:
-        parameter.grad = total
+        parameter.grad = total  # autograd adds to an existing .grad in place
     elif total.device.type == "cpu":  # `linear.project` adds to an fp32 .grad of a bf16 leaf itself
         parameter.grad_dtype = total.dtype
         parameter.grad = total
-    else:
+    else:  # autograd would sum in the parameter's type: add each micro-batch's gradient to the fp32 sum instead
         parameter.register_post_accumulate_grad_hook(_adder(total))  # type: ignore[no-untyped-call]
 
 

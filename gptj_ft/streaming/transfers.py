@@ -72,6 +72,7 @@ class Transfers:
     def write(self, kind: Kind, layer: int, start: int, values: Tensor, digests: Sequence[str] = ()) -> Future[None]:
         """Write elements to their store, as the current stream leaves them."""
         self.meter.bytes_written += values.nbytes
+        # The event makes the store's copy wait for the kernels that compute the values.
         return self._stores[kind].write(Span(kind, layer, start, record_event(self._device)), values, digests)
 
     def commit(self, kinds: Sequence[Kind], layer: int, step: int) -> None:

@@ -81,6 +81,7 @@ class DiskStore(LayerStore):
 
         def load(events: Sequence[StreamEvent]) -> Tensor:
             path, file = self._paths[layer], self._files[layer]
+            # A file of an earlier process may be damaged: compare its digests until this process replaces the file.
             if layer in self._unchecked and self._unchecked[layer] is None:
                 self._unchecked[layer] = file.check(path)[1]
             descriptor = open_direct(path, os.O_RDONLY)
@@ -192,11 +193,12 @@ class DiskStore(LayerStore):
             remove(path)
             while self._spare:
                 spare, flags = self._spare.pop(), os.O_RDWR
+                # Reuse the blocks only if this is the file's last name: a checkpoint may have a link to it.
                 status = spare.lstat()
                 if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
                     os.replace(spare, path)
                     break
-                remove(spare)  # shared with a checkpoint, or not a file of ours
+                remove(spare)
             else:
                 flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
             descriptor = open_direct(path, flags)

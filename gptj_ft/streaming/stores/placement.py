@@ -75,7 +75,7 @@ def open_stores(
     queue = TransferQueue("disk", TRANSFERS, device)
     groups: dict[tuple[Place, bool], dict[Kind, torch.dtype]] = {}
     for kind, dtype in dtypes.items():
-        groups.setdefault((placement.of(kind), kind == "grad"), {})[kind] = dtype
+        groups.setdefault((placement.of(kind), kind == "grad"), {})[kind] = dtype  # gradients apart
     if any(place == "disk" for place, _ in groups):
         keep_folder(folder)
     for (place, is_gradient), kinds in groups.items():

@@ -50,6 +50,7 @@ class StateFile:
 
     @cached_property
     def header_bytes(self) -> int:
+        # Room for the longest step number: the header has the same size in every step.
         return -(-len(self._header(2**63, self.no_digests())) // PAGE) * PAGE
 
     @cached_property
