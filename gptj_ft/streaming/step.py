@@ -185,7 +185,7 @@ def head_gradients(step: Step, head: LoadedLayer, hidden: Iterable[Tensor]) -> t
     for b, (batch, x_TD) in enumerate(zip(step.batches, hidden, strict=True)):
         gradient_TD = torch.zeros_like(x_TD)
         for positions_S, rows in head_chunks(head, batch, step.objective):
-            count = num_fillers(head, positions_S, step.objective)
+            count = num_padding_rows(head, positions_S, step.objective)
             # Padding rows repeat position 0. The objective ignores them, so their gradient is zero.
             x_SD = x_TD[F.pad(positions_S, (0, count))].requires_grad_(head.is_above_trained)
             output_SC = head.run(parameters, x_SD, rows.filled(count))
@@ -301,7 +301,7 @@ def head_chunk_size(head: LoadedLayer) -> int:
     return max(1, HEAD_CHUNK_BYTES // (4 * vocabulary))
 
 
-def num_fillers(head: LoadedLayer, positions_S: Tensor, objective: Objective) -> int:
+def num_padding_rows(head: LoadedLayer, positions_S: Tensor, objective: Objective) -> int:
     """Return the number of rows that pad a chunk to a common size, as in `pad_batches`."""
     is_filled = head.device.type == "cpu" and not objective.reads_documents
     return rounded_up(len(positions_S)) - len(positions_S) if is_filled else 0

@@ -70,7 +70,7 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def turn_off() -> None:
         for module in (step, scoring):
             monkeypatch.setattr(module, "pad_batches", lambda model, batches: list(batches))
-        monkeypatch.setattr(step, "num_fillers", lambda *_: 0)
+        monkeypatch.setattr(step, "num_padding_rows", lambda *_: 0)
 
     return turn_off
 
