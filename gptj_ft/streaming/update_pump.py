@@ -15,7 +15,7 @@ from gptj_ft.streaming.buffers import Lease
 from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.schedule import LayerTask
 from gptj_ft.streaming.stores.base import Span, chunks
-from gptj_ft.streaming.stores.state_file import PartDigest
+from gptj_ft.streaming.stores.state_file import ChunkDigest
 from gptj_ft.system.accelerator import StreamEvent, Transfer, on_stream, record_event
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class UpdatePump:
             tensors["grad"] = self._gradient.flat[chunk.span]
         tensors |= {kind: lease.tensor for kind, lease in chunk.leases.items()}
         writes = model.updated_kinds if task.writes else ()
-        digests = {kind: PartDigest() for kind in writes if model.transfers.digests_by_chunk(kind)}
+        digests = {kind: ChunkDigest() for kind in writes if model.transfers.digests_by_chunk(kind)}
 
         def add(kind: Kind, block: Tensor) -> None:
             if kind in digests:

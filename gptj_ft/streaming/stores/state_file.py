@@ -78,7 +78,7 @@ class StateFile:
             noted: digests of the whole file; the chunks' digests are put into it.
             digests: digests of the chunks, if the caller has computed them already.
         """
-        parts = list(self._parts_of(start, values))
+        parts = list(self._chunks_of(start, values))
         known = digests or [digest(_bytes_of(part)) for _, part in parts]
         for (index, _), each in zip(parts, known, strict=True):
             noted[kind][index] = each
@@ -100,9 +100,9 @@ class StateFile:
             raise DataError(f"state file is cut short: {kind} lacks {len(view) - count} bytes")
         if digests is None:
             return
-        for index, part in self._parts_of(start, out):
+        for index, part in self._chunks_of(start, out):
             if digest(_bytes_of(part)) != digests[kind][index]:
-                raise DataError(f"{kind} is damaged: the checksum of {self._name_part(index)} differs")
+                raise DataError(f"{kind} is damaged: the checksum of {self._name_chunk(index)} differs")
 
     def check(self, path: Path) -> tuple[int, Digests]:
         """Return the step of a file, and the digests of its tensors.
@@ -144,13 +144,13 @@ class StateFile:
                     try:
                         self.read(descriptor, kind, buffer[: span.stop - span.start], span.start, digests)
                     except DataError:
-                        damaged.add(self._name_part(index))
+                        damaged.add(self._name_chunk(index))
                 lines += [f"{kind} ({names})" for names in sorted(damaged)]
         finally:
             os.close(descriptor)
         return lines
 
-    def _parts_of(self, start: int, values: Tensor) -> Iterator[tuple[int, Tensor]]:
+    def _chunks_of(self, start: int, values: Tensor) -> Iterator[tuple[int, Tensor]]:
         assert start % self.chunk_numel == 0, "internal error: transfer starts inside a chunk"
         assert len(values) % self.chunk_numel == 0 or start + len(values) == self.layout.numel, (
             "internal error: transfer ends inside a chunk"
@@ -158,7 +158,7 @@ class StateFile:
         for span in chunks(len(values), self.chunk_numel):
             yield (start + span.start) // self.chunk_numel, values[span]
 
-    def _name_part(self, index: int) -> str:
+    def _name_chunk(self, index: int) -> str:
         """Name the parameters in a chunk."""
         start, stop = index * self.chunk_numel, (index + 1) * self.chunk_numel
         ends = {name: offset + self.layout.shapes[name].numel() for name, offset in self.layout.offsets.items()}
@@ -193,7 +193,7 @@ def digest(view: memoryview) -> str:
     return xxhash.xxh3_64_hexdigest(view)
 
 
-class PartDigest:
+class ChunkDigest:
     """Digest of a chunk, computed block by block while the blocks are in a processor's cache."""
 
     # Measured: the digest of a gigabyte takes 0.05 core-seconds from memory, and 0.01 to 0.02 from a cache.
