@@ -229,8 +229,8 @@ class LoadedLayer:
         return set(self._model.dtypes) == {"weight"} and self.weights.is_resident and not self._tables
 
     @property
-    def is_above_trained(self) -> bool:
-        """Whether a lower layer is trained, so that the gradient of this layer's inputs is needed."""
+    def needs_input_gradient(self) -> bool:
+        """Whether a lower layer is trained, so that backward must compute the gradient of this layer's inputs."""
         return self.index > self._model.lowest_trained
 
     @property
@@ -241,7 +241,7 @@ class LoadedLayer:
     def request(self) -> None:
         """Request the layer from the stores, without waiting."""
         self.weights.request()
-        # Backward reads the pools in the other order: by then the buffer has the next gradient.
+        # Only in forward: in backward the gradient buffers are needed for new gradients.
         if self.task.updates and self.task.version is not None and not self.task.descends:
             self.gradient.find_stored(self.task.version + 1)
         if self.update:

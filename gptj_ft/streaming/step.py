@@ -187,7 +187,7 @@ def head_gradients(step: Step, head: LoadedLayer, hidden: Iterable[Tensor]) -> t
         for positions_S, rows in head_chunks(head, batch, step.objective):
             count = num_padding_rows(head, positions_S, step.objective)
             # Padding rows repeat position 0. The objective ignores them, so their gradient is zero.
-            x_SD = x_TD[F.pad(positions_S, (0, count))].requires_grad_(head.is_above_trained)
+            x_SD = x_TD[F.pad(positions_S, (0, count))].requires_grad_(head.needs_input_gradient)
             output_SC = head.run(parameters, x_SD, rows.filled(count))
             loss, z_loss = step.objective.loss(output_SC, batch, positions_S)
             losses.append(loss.detach())
@@ -234,7 +234,7 @@ def backward(step: Step, layers: Prefetcher, gradients: list[Tensor], kept: dict
             if graphs is not None:
                 x, output = graphs.take(b)
             else:
-                x = inputs[b].detach().requires_grad_(layer.is_above_trained)
+                x = inputs[b].detach().requires_grad_(layer.needs_input_gradient)
                 output = layer.run(parameters, x, batch, layers.poll)
             if b == 0 and layer.is_trained:
                 # Only now: the previous layer's gradient could leave the buffer while this layer recomputed.
