@@ -183,18 +183,18 @@ class LayerInput:
 
 
 @lru_cache(maxsize=64)  # advice asks for the same ones again
-def measure_block(layer: nn.Module, trained: Layout, given: LayerInput, needs_input_gradient: bool = True) -> LayerCost:
+def measure_block(layer: nn.Module, trained: Layout, given: LayerInput, is_above_trained: bool = True) -> LayerCost:
     """Measure a block on the ``meta`` device, as `step.forward` and `step.backward` run it.
 
     Args:
         layer: block on the ``meta`` device.
         trained: layout of its trained parameters.
         given: its input.
-        needs_input_gradient: whether the gradient of its input is needed.
+        is_above_trained: whether the gradient of its input is needed.
     """
     batch = given.batch()
     gradient = torch.empty(given.tokens, given.width, dtype=given.dtype, device=META)
-    x = torch.empty(given.tokens, given.width, dtype=given.dtype, device=META, requires_grad=needs_input_gradient)
+    x = torch.empty(given.tokens, given.width, dtype=given.dtype, device=META, requires_grad=is_above_trained)
     parameters, run = parameters_of(layer, trained, given.dtype), FunctionalLayer(layer).run
     _ = batch.cu_seqlens_T
     with Meter(given.documents) as forward, _StandIn(forward), torch.no_grad():
@@ -251,7 +251,7 @@ def embedding_cost(trained: Layout, given: LayerInput) -> LayerCost:
 
 @lru_cache(maxsize=64)
 def measure_head(
-    layer: nn.Module, trained: Layout, given: LayerInput, has_z_loss: bool, needs_input_gradient: bool = True
+    layer: nn.Module, trained: Layout, given: LayerInput, has_z_loss: bool, is_above_trained: bool = True
 ) -> LayerCost:
     """Measure the head on one chunk of targets, as `step.head_gradients` runs it; memory, on the second of two chunks.
 
@@ -263,7 +263,7 @@ def measure_head(
     with Meter() as meter:
         for _ in range(2):
             meter.kernels = [[]]
-            x = hidden[positions].requires_grad_(needs_input_gradient)
+            x = hidden[positions].requires_grad_(is_above_trained)
             logits = run(parameters, x, HeadRows())
             loss = F.cross_entropy(logits, positions, reduction="sum")
             if has_z_loss:

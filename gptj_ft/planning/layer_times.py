@@ -50,27 +50,27 @@ class LayerKind:
         layer: one of them, on the ``meta`` device.
         trained: layout of its trained parameters.
         given: its micro-batch.
-        needs_input_gradient: whether the gradient of its input is needed.
+        is_above_trained: whether the gradient of its input is needed.
         is_head: whether it gives logits for each row, and their loss.
     """
 
     layer: nn.Module
     trained: Layout
     given: LayerInput
-    needs_input_gradient: bool
+    is_above_trained: bool
     is_head: bool = False
 
     @property
     def is_trained(self) -> bool:
         """Whether it has a backward pass."""
-        return self.needs_input_gradient or self.trained.numel > 0
+        return self.is_above_trained or self.trained.numel > 0
 
     @property
     def name(self) -> str:
         """A name for all that take as long: what is computed, of which shape, and what of it is trained."""
         facts = [f"{path} {type(module).__name__} {_numbers_of(module)}" for path, module in self.layer.named_modules()]
         facts += [f"{name} {tuple(whole.shape)}" for name, whole in self.layer.named_parameters()]
-        facts += [*sorted(self.trained.used_shapes), str(self.needs_input_gradient), str(self.is_head)]
+        facts += [*sorted(self.trained.used_shapes), str(self.is_above_trained), str(self.is_head)]
         what = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
         given = self.given
         return f"{what}, {given.dtype}, {len(given.documents)} documents, {given.tokens} tokens"
@@ -104,7 +104,7 @@ class LayerKind:
             with torch.no_grad():
                 run(parameters, hidden, batch, _no_poll)
             middle = time.perf_counter()
-            output = run(parameters, hidden.detach().requires_grad_(self.needs_input_gradient), batch, _no_poll)
+            output = run(parameters, hidden.detach().requires_grad_(self.is_above_trained), batch, _no_poll)
             if not output.requires_grad:
                 yield Seconds(middle - start, 0.0)
                 continue
@@ -121,7 +121,7 @@ class LayerKind:
             with torch.no_grad():
                 F.cross_entropy(run(parameters, hidden, HeadRows()), targets)
             middle = time.perf_counter()
-            x = hidden.detach().requires_grad_(self.needs_input_gradient)
+            x = hidden.detach().requires_grad_(self.is_above_trained)
             loss = F.cross_entropy(run(parameters, x, HeadRows()), targets, reduction="sum")
             if not loss.requires_grad:
                 yield Seconds(middle - start, 0.0)
