@@ -54,7 +54,6 @@ from gptj_ft.streaming.schedule import LayerTask, inference_tasks, training_task
 from gptj_ft.streaming.scoring import evaluate_losses
 from gptj_ft.streaming.step import train_step
 from gptj_ft.streaming.stores.base import LayerStore, Span
-from gptj_ft.streaming.stores.disk import DiskStore
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
 from gptj_ft.streaming.stores.state_file import StateFile, layer_path
 from gptj_ft.streaming.update_check import UnchangedParameters
@@ -363,17 +362,26 @@ def test_update_blocks_change_no_bit(compute, moments, narrow_folder: Path, tmp_
     assert_identical(*runs)
 
 
+class DigestSpy(LayerStore):
+    """A store that records the digests of its writes."""
+
+    def __init__(self, store: LayerStore) -> None:
+        self.store, self.digest_numel, self.digests = store, store.digest_numel, []
+        self.read, self.commit, self.drain, self.close = store.read, store.commit, store.drain, store.close
+
+    def write(self, span: Span, values: torch.Tensor, digests=()) -> Future[None]:
+        self.digests.append(digests)
+        return self.store.write(span, values, digests)
+
+
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
-def test_block_digests_match_file_digests(
-    moments, narrow_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_block_digests_match_file_digests(moments, narrow_folder: Path, tmp_path: Path) -> None:
     dtypes = training_dtypes(torch.bfloat16, moments, moments)
     stack = open_training(narrow_folder, tmp_path, ("disk", "disk"), dtypes=dtypes)
-    known = []
-    write = DiskStore.write
-    monkeypatch.setattr(DiskStore, "write", lambda *args: known.append(args[-1]) or write(*args))
+    state, gradients = DigestSpy(stack.stores["weight"]), stack.stores["grad"]
+    stack.stores.update({**dict.fromkeys(stack.stores, state), "grad": gradients})
     train(stack, Recipe(), steps=2, block_numel=96)
-    assert any(known), "the store computes all digests itself"
+    assert all(state.digests), "the store computes digests itself"
     kinds = {kind: dtype for kind, dtype in dtypes.items() if kind != "grad"}
     for layer, layout in enumerate(stack.layouts):
         path = layer_path(tmp_path / "disk-disk" / "layer", layer)
@@ -719,15 +727,11 @@ def test_closed_model_leaves_no_thread_or_buffer(place: str, narrow_folder: Path
 
 
 @pytest.mark.parametrize("place", ["host", "disk"])
-def test_drain_waits_for_writes(
-    place: str, narrow_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stack = open_training(narrow_folder, tmp_path, (place, place))
-    monkeypatch.setattr(
-        "gptj_ft.streaming.stores.host.copy", lambda *tensors: (time.sleep(0.1), tensors[1].copy_(tensors[0]))
-    )
-    monkeypatch.setattr("gptj_ft.streaming.stores.state_file.digest", lambda *_: (time.sleep(0.1), "0" * 16)[1])
-    written = stack.transfers.write("exp_avg", 1, 0, torch.ones(stack.layouts[1].numel))
+def test_drain_waits_for_writes(place: str, narrow_folder: Path, tmp_path: Path) -> None:
+    stack, earlier = open_training(narrow_folder, tmp_path, (place, place)), Future[None]()
+    threading.Timer(0.1, earlier.set_result, [None]).start()
+    span = Span("exp_avg", 1, after=[earlier])
+    written = stack.stores["exp_avg"].write(span, torch.ones(stack.layouts[1].numel))
     stack.drain()
     assert written.done()
     stack.close()
