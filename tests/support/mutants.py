@@ -79,6 +79,8 @@ SOURCES = (
 )  # fmt: skip
 SUITE = (
     "streaming/test_streaming.py",
+    "streaming/test_exchange.py",
+    "streaming/test_state_file.py",
     "streaming/test_adamw.py",
     "streaming/test_lora.py",
     "streaming/test_freezing.py",
