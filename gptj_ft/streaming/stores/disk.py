@@ -40,8 +40,8 @@ class DiskStore(LayerStore):
     """Store in files named ``PREFIX-003.safetensors``.
 
     New values go to a new file next to the old one. `commit` stamps it with the step and renames it over the old file.
-    Until then, reads return the old content. Reads of a file from an earlier process check its digests. Stores that share
-    a queue share the order of commits.
+    Until then, reads return the old content. Reads of an earlier process's file check its digests. Stores with a common
+    queue commit in order.
 
     Args:
         prefix: existing folder and start of the file names.
