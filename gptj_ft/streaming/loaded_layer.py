@@ -137,31 +137,29 @@ class LayerGradient:
                 # The buffer of the previous step's gradient: the update has just applied it. `find_stored` may have
                 # leased it as the store's type; view all elements as fp32 again.
                 buffer = self.lease.buffer
-                self.lease = Lease(buffer.tensor[: self._layout.numel], buffer)
+                self.lease = self._cleared(Lease(buffer.tensor[: self._layout.numel], buffer))
             else:
-                self.lease = self._model.pools.lease_gradient(self._layer)
-            self._take(self.lease)
+                self.lease = self._cleared(self._model.pools.lease_gradient(self._layer))
             self.flat = self.lease.tensor
             if not self.is_tied_source:
                 self.flat.zero_()
             own = self._layout.views(self.flat)
         if not self._layout.tied:
             return own
-        self._tied_lease = lease = self._model.pools.lease_gradient(TIED_SOURCE_LAYER)
-        self._take(lease)
+        self._tied_lease = lease = self._cleared(self._model.pools.lease_gradient(TIED_SOURCE_LAYER))
         return {**own, **tied_views(self._model, self._layout, lease.tensor.zero_())}
 
     def lease_again(self) -> Tensor:
         """Lease memory again after `release`, without the rest of the layer; the caller fills it."""
-        self.lease = self._model.pools.lease_gradient(self._layer)
-        self._take(self.lease)
+        self.lease = self._cleared(self._model.pools.lease_gradient(self._layer))
         self.flat = self.lease.tensor
         return self.flat
 
-    def _take(self, lease: Lease) -> None:
-        """Wait until the buffer's previous gradient has been written."""
+    def _cleared(self, lease: Lease) -> Lease:
+        """Wait until the buffer's previous gradient has been written; return the lease, without valid content."""
         self._model.meter.wait(lease.transfers, self._model.compute_stream)
         lease.label(None)
+        return lease
 
     def sums(self) -> list[Tensor]:
         """Return the flat tensors that `begin` returned views of."""

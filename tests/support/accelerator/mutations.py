@@ -50,7 +50,7 @@ EQUIVALENT = {
     ("OffloadedModel.write_chunks", "the wrong stream", "self.compute_stream"): OWN_EVENTS,
     ("UpdatePump.advance", "the wrong stream", "self._model.compute_stream"): OWN_EVENTS,
     ("LoadedLayer.finish", "the wrong stream", "self._model.compute_stream"): OWN_EVENTS,
-    ("LayerGradient._take", "the wrong stream", "self._model.compute_stream"): OWN_EVENTS,
+    ("LayerGradient._cleared", "the wrong stream", "self._model.compute_stream"): OWN_EVENTS,
     ("WeightSlot._request_trained", "a mark is left out", "lease.transfers.append(self.reads[-1])"): (
         "the layer waits for the transfer itself; the mark is for a step that is broken off in between"
     ),
