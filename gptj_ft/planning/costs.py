@@ -121,7 +121,7 @@ class Costs:
 
 def cost(
     placement: Placement,
-    load: Workload,
+    workload: Workload,
     recipe: Recipe,
     stored: Mapping[Kind, torch.dtype],
     rates: Rates,
@@ -132,74 +132,81 @@ def cost(
 
     Args:
         placement: placement of the stored kinds.
-        load: workload of the run.
+        workload: workload of the run.
         recipe: recipe, for the intervals of validations and checkpoints.
         stored: the kinds that have a store, and their types; without ``grad`` updates are applied in backward.
         rates: rates of the machine.
         budget: buffer budget.
         num_deferred: leading blocks whose updates are applied in forward and again in backward, to be written there.
     """
-    forward, backward, flush = training_passes(placement, load, stored, budget, num_deferred)
+    forward, backward, flush = training_passes(placement, workload, stored, budget, num_deferred)
     passes = forward, backward
     state = {kind: stored[kind] for kind in state_kinds(stored)}
-    by_place = bytes_moved(placement, state, load.stored_elements)
-    state_bytes = load.stored_elements * sum(dtype.itemsize for dtype in state.values())
-    frozen: dict[Kind, torch.dtype] = {"frozen": load.dtype}
-    model_bytes = exported_elements(recipe, load) * torch.float32.itemsize
+    by_place = bytes_moved(placement, state, workload.stored_elements)
+    state_bytes = workload.stored_elements * sum(dtype.itemsize for dtype in state.values())
+    frozen: dict[Kind, torch.dtype] = {"frozen": workload.dtype}
+    model_bytes = exported_elements(recipe, workload) * torch.float32.itemsize
     stays = placement.of("frozen") == "disk"  # where it is already
-    num_read = (0 if recipe.method == "lora" else load.stored_elements) + (0 if stays else load.frozen_elements)
+    num_read = (0 if recipe.method == "lora" else workload.stored_elements) + (0 if stays else workload.frozen_elements)
     filling = Pass(read={"disk": num_read * torch.float32.itemsize}, written=by_place)
-    filling = filling.plus(written={} if stays else bytes_moved(placement, frozen, load.frozen_elements))
+    filling = filling.plus(written={} if stays else bytes_moved(placement, frozen, workload.frozen_elements))
     saving = Pass(read=by_place, written={"disk": state_bytes})
     writing = Pass(written={"disk": model_bytes})
-    per_step = sum(each.seconds(load, rates) for each in passes)
-    num_saves = 0 if placement.is_durable else num_checkpoints(recipe, load, per_step)
-    per_validation = seconds_per_validation(placement, load, flush, rates, budget.pass_tokens)
+    per_step = sum(each.seconds(workload, rates) for each in passes)
+    num_saves = 0 if placement.is_durable else num_checkpoints(recipe, workload, per_step)
+    per_validation = seconds_per_validation(placement, workload, flush, rates, budget.pass_tokens)
     return Costs(
-        num_steps=load.num_steps,
+        num_steps=workload.num_steps,
         num_deferred=num_deferred,
         forward=forward,
         backward=backward,
-        compute_seconds=sum(each.compute_seconds(load, rates) for each in passes),
+        compute_seconds=sum(each.compute_seconds(workload, rates) for each in passes),
         transfer_seconds=sum(each.transfer_seconds(rates) for each in passes),
         seconds_per_step=per_step,
         start=Overhead(1, filling.transfer_seconds(rates), by_place.get("disk", 0)),
-        validations=Overhead(num_validations(recipe, load), per_validation),
+        validations=Overhead(num_validations(recipe, workload), per_validation),
         checkpoints=Overhead(num_saves, saving.transfer_seconds(rates), state_bytes),
         end=Overhead(1, writing.transfer_seconds(rates), model_bytes),
     )
 
 
-def exported_elements(recipe: Recipe, load: Workload) -> int:
+def exported_elements(recipe: Recipe, workload: Workload) -> int:
     """Count the elements that a run exports: a model, or an adapter, or both."""
-    whole = load.stored_elements + load.frozen_elements
-    return whole if recipe.method == "full" or recipe.lora.merge else load.stored_elements
+    whole = workload.stored_elements + workload.frozen_elements
+    return whole if recipe.method == "full" or recipe.lora.merge else workload.stored_elements
 
 
-def num_validations(recipe: Recipe, load: Workload) -> int:
+def num_validations(recipe: Recipe, workload: Workload) -> int:
     """Count the validations of a run: before, after, and in between if asked to."""
-    if not load.validation_tokens:
+    if not workload.validation_tokens:
         return 0
-    between = ((load.num_steps or 1) - 1) // recipe.validate_every if recipe.validate_every else 0
+    between = ((workload.num_steps or 1) - 1) // recipe.validate_every if recipe.validate_every else 0
     return 2 + between
 
 
-def seconds_per_validation(placement: Placement, load: Workload, flush: Pass, rates: Rates, pass_tokens: int) -> float:
+def seconds_per_validation(
+    placement: Placement, workload: Workload, flush: Pass, rates: Rates, pass_tokens: int
+) -> float:
     """Compute the seconds of one validation: the pending update of every layer, then passes over the weights."""
-    passes = -(-load.validation_tokens // pass_tokens)
-    flops = 2.0 * load.block_parameters * load.validation_tokens + 2.0 * load.head_parameters * load.validation_targets
-    weights = bytes_moved(placement, {"weight": load.dtype}, passes * (load.stored_elements + load.lent_elements))
-    frozen = bytes_moved(placement, {"frozen": load.dtype}, passes * sum(load.frozen_per_pass))
+    passes = -(-workload.validation_tokens // pass_tokens)
+    flops = (
+        2.0 * workload.block_parameters * workload.validation_tokens
+        + 2.0 * workload.head_parameters * workload.validation_targets
+    )
+    weights = bytes_moved(
+        placement, {"weight": workload.dtype}, passes * (workload.stored_elements + workload.lent_elements)
+    )
+    frozen = bytes_moved(placement, {"frozen": workload.dtype}, passes * sum(workload.frozen_per_pass))
     layers = 0.0
-    if load.times:
-        layers = load.validation_tokens / load.mean_step_tokens * load.forward_seconds
-        layers += load.head_seconds(load.validation_targets, trains=False)
+    if workload.times:
+        layers = workload.validation_tokens / workload.mean_step_tokens * workload.forward_seconds
+        layers += workload.head_seconds(workload.validation_targets, trains=False)
     computed = Pass(flops, layers=layers, read=weights).plus(read=frozen)
-    return flush.seconds(load, rates) + computed.seconds(load, rates)
+    return flush.seconds(workload, rates) + computed.seconds(workload, rates)
 
 
-def num_checkpoints(recipe: Recipe, load: Workload, seconds_per_step: float) -> int:
+def num_checkpoints(recipe: Recipe, workload: Workload, seconds_per_step: float) -> int:
     """Count the checkpoints of a run that is not its own: by steps, by minutes, whichever is sooner."""
-    steps = load.num_steps or 0
+    steps = workload.num_steps or 0
     by_steps = (steps - 1) // recipe.save_every if steps and recipe.save_every else 0
     return max(by_steps, int(steps * seconds_per_step / (recipe.save_minutes * 60)))

@@ -166,16 +166,16 @@ class Timing:
     @property
     def kinds(self) -> list[LayerKind]:
         """Layers to time, each with two numbers of tokens."""
-        load = self.load
-        firsts = sorted(set(first_alike(load.layers, load.layouts, load.lowest_trained)))
+        workload = self.load
+        firsts = sorted(set(first_alike(workload.layers, workload.layouts, workload.lowest_trained)))
         kinds = [self._block(index, tokens) for index in firsts for tokens in self._sizes(index)]
         return kinds + [self._head(targets) for targets in self._head_sizes]
 
     def times(self, found: Mapping[str, Seconds]) -> tuple[LayerTimes, ...]:
         """Return the times of all layers, given those of the kinds by their names."""
-        load = self.load
+        workload = self.load
         nothing = LayerTimes(SecondsByTokens(0.0, 0.0), SecondsByTokens(0.0, 0.0))
-        firsts = first_alike(load.layers, load.layouts, load.lowest_trained)
+        firsts = first_alike(workload.layers, workload.layouts, workload.lowest_trained)
         by_first = {
             index: _through(self._sizes(index), [found[self._block(index, n).name] for n in self._sizes(index)])
             for index in set(firsts)
@@ -186,34 +186,38 @@ class Timing:
 
     def _sizes(self, index: int) -> tuple[int, int]:
         """Return the numbers of tokens with which a block is timed."""
-        load = self.load
-        flops = sum(layout.num_parameters for layout in load.whole_layers[index]) * (4.0 + 4.0)
+        workload = self.load
+        flops = sum(layout.num_parameters for layout in workload.whole_layers[index]) * (4.0 + 4.0)
         least = max(ALWAYS_TOKENS, LONGEST * self.product / max(1.0, flops))
-        return _around(min(load.micro_batch_mean, least))
+        return _around(min(workload.micro_batch_mean, least))
 
     @property
     def _head_sizes(self) -> tuple[int, ...]:
         """Return the numbers of targets with which the head is timed; of one that is no table of tokens, none."""
-        load = self.load
-        tables = [shape[0] for layout in load.whole_layers[0] for shape in layout.shapes.values() if len(shape) == 2]
-        if not load.mean_step_targets or load.vocabulary not in tables:
+        workload = self.load
+        tables = [
+            shape[0] for layout in workload.whole_layers[0] for shape in layout.shapes.values() if len(shape) == 2
+        ]
+        if not workload.mean_step_targets or workload.vocabulary not in tables:
             return ()
-        return _around(min(load.head_chunk, load.mean_step_targets / load.micro_batches))
+        return _around(min(workload.head_chunk, workload.mean_step_targets / workload.micro_batches))
 
     def _block(self, index: int, tokens: int) -> LayerKind:
-        load = self.load
+        workload = self.load
         return LayerKind(
-            load.layers[index],
-            load.layouts[index],
-            LayerInput(load.documents_of(tokens), load.width, self.dtype),
-            load.num_trained > 0 and index > load.lowest_trained,
+            workload.layers[index],
+            workload.layouts[index],
+            LayerInput(workload.documents_of(tokens), workload.width, self.dtype),
+            workload.num_trained > 0 and index > workload.lowest_trained,
         )
 
     def _head(self, targets: int) -> LayerKind:
-        load = self.load
-        top = len(load.layers) - 1
-        given = LayerInput((targets,), load.width, self.dtype)
-        return LayerKind(load.layers[top], load.layouts[top], given, top > load.lowest_trained, is_head=True)
+        workload = self.load
+        top = len(workload.layers) - 1
+        given = LayerInput((targets,), workload.width, self.dtype)
+        return LayerKind(
+            workload.layers[top], workload.layouts[top], given, top > workload.lowest_trained, is_head=True
+        )
 
 
 def _around(number: float) -> tuple[int, int]:

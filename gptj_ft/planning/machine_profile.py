@@ -105,26 +105,28 @@ def choose_dtype(precision: str, device: torch.device) -> torch.dtype:
     return PRECISIONS[precision]
 
 
-def with_times(load: Workload, precision: str, device: torch.device, free_bytes: int) -> Workload:
+def with_times(workload: Workload, precision: str, device: torch.device, free_bytes: int) -> Workload:
     """Choose the data type of a workload by its own layers, and return it with their times; measured if unknown.
 
     On an accelerator, and where memory does not suffice to run a layer, the choice is that of `choose_dtype`, and
     without times.
 
     Args:
-        load: workload, with its layers.
+        workload: workload, with its layers.
         precision: name of the data type, or ``auto``: bf16 where a step's layers are `BF16_GAIN` times as fast in it.
         device: device that computes.
         free_bytes: memory that may be used.
     """
-    largest = max((sum(layout.numel for layout in whole) for whole in load.whole_layers[1:]), default=0)
-    if device.type != "cpu" or not load.layers or BYTES_PER_ELEMENT * largest > free_bytes:
-        return replace(load, dtype=choose_dtype(precision, device))
+    largest = max((sum(layout.numel for layout in whole) for whole in workload.whole_layers[1:]), default=0)
+    if device.type != "cpu" or not workload.layers or BYTES_PER_ELEMENT * largest > free_bytes:
+        return replace(workload, dtype=choose_dtype(precision, device))
     names = ("fp32", "bf16") if precision == "auto" else (precision,)
     rates = compute_rates(device)
-    timings = {name: Timing(load, PRECISIONS[name], rates.matmul(PRECISIONS[name])) for name in names}
+    timings = {name: Timing(workload, PRECISIONS[name], rates.matmul(PRECISIONS[name])) for name in names}
     found = layer_seconds([kind for timing in timings.values() for kind in timing.kinds], device)
-    loads = {name: replace(load, dtype=PRECISIONS[name], times=timing.times(found)) for name, timing in timings.items()}
+    loads = {
+        name: replace(workload, dtype=PRECISIONS[name], times=timing.times(found)) for name, timing in timings.items()
+    }
     if precision != "auto":
         return loads[precision]
     gain = loads["fp32"].layer_seconds / loads["bf16"].layer_seconds
@@ -162,11 +164,11 @@ def _was_busy(load: float) -> bool:
     return load > QUIET >= probe.core_load()
 
 
-def reason_for(precision: str, load: Workload, measured: ComputeRates) -> str:
+def reason_for(precision: str, workload: Workload, measured: ComputeRates) -> str:
     """Explain the choice of `with_times`."""
-    if precision == "auto" and load.speed_in_half:
-        return f"its layers are {load.speed_in_half:.2g} times as fast in bf16 here"
-    if precision == "auto" and load.dtype == torch.float16:
+    if precision == "auto" and workload.speed_in_half:
+        return f"its layers are {workload.speed_in_half:.2g} times as fast in bf16 here"
+    if precision == "auto" and workload.dtype == torch.float16:
         return f"fp16 products are {measured.gain:.2g} times as fast here, and this device has no bf16"
     return f"bf16 products are {measured.gain:.2g} times as fast here" if precision == "auto" else "as asked for"
 

@@ -206,12 +206,12 @@ class DoesNotFit(ResourceError):
         self.nearest = nearest
 
 
-def choose(recipe: Recipe, load: Workload, free: Free, rates: Rates, has_begun: bool = False) -> Plan:
+def choose(recipe: Recipe, workload: Workload, free: Free, rates: Rates, has_begun: bool = False) -> Plan:
     """Choose the fastest placement that the recipe allows and that fits; on an accelerator, of `NUM_REPLAYED`.
 
     Args:
         recipe: recipe with places (or ``auto``) and memory caps.
-        load: workload of the run.
+        workload: workload of the run.
         free: free resources of the machine.
         rates: rates of the machine.
         has_begun: whether the run is resumed, so that only options that change no number are suggested.
@@ -220,42 +220,42 @@ def choose(recipe: Recipe, load: Workload, free: Free, rates: Rates, has_begun: 
         DoesNotFit: nothing allowed fits; says by how much, and the two knobs that help most.
     """
 
-    def forecasts(recipe: Recipe, load: Workload) -> Iterator[MemoryForecast]:
+    def forecasts(recipe: Recipe, workload: Workload) -> Iterator[MemoryForecast]:
         have = free.capped(recipe)
-        return (forecast_memory(placement, load, recipe, have) for placement in candidates(recipe, free))
+        return (forecast_memory(placement, workload, recipe, have) for placement in candidates(recipe, free))
 
-    def lack(recipe: Recipe, load: Workload) -> int:
-        return min(each.lack for each in forecasts(recipe, load))
+    def lack(recipe: Recipe, workload: Workload) -> int:
+        return min(each.lack for each in forecasts(recipe, workload))
 
     tried: list[MemoryForecast] = []
     fitting: list[MemoryForecast] = []
-    for each in forecasts(recipe, load):
+    for each in forecasts(recipe, workload):
         (tried if each.lack else fitting).append(each)
-        if fitting and not _compares_replays(free, load):
-            return with_replay(forecast(each.placement, load, recipe, rates, each.have), load, recipe)
+        if fitting and not _compares_replays(free, workload):
+            return with_replay(forecast(each.placement, workload, recipe, rates, each.have), workload, recipe)
     if fitting:
-        return _fastest(fitting, load, recipe, rates)
+        return _fastest(fitting, workload, recipe, rates)
     best = min(tried, key=lambda each: each.lack)
-    nearest = forecast(best.placement, load, recipe, rates, best.have)
+    nearest = forecast(best.placement, workload, recipe, rates, best.have)
     lacks_disk_alone = [plan for plan in tried if [need.resource for need in plan.lacking] == ["disk"]]
     least = min((plan.disk_bytes for plan in lacks_disk_alone), default=0)
     elsewhere = [f"--output on a disk with {gigabytes(least)} free"] if least > free.disk else []
-    hint = suggest(Candidate(recipe, load), HARMLESS if has_begun else TRAINING, lack, elsewhere)
+    hint = suggest(Candidate(recipe, workload), HARMLESS if has_begun else TRAINING, lack, elsewhere)
     raise DoesNotFit(nearest, f"does not fit: with {nearest.placement} {shortage(nearest.lacking, free)}; {hint}")
 
 
-def _compares_replays(have: Free, load: Workload) -> bool:
+def _compares_replays(have: Free, workload: Workload) -> bool:
     """Tell whether placements are compared by replays: on accelerators, if it is known what layers compute there."""
-    return bool(load.layers) and not have.is_shared
+    return bool(workload.layers) and not have.is_shared
 
 
-def _is_replayed(plan: Plan, load: Workload) -> bool:
+def _is_replayed(plan: Plan, workload: Workload) -> bool:
     """Tell whether a plan's step is replayed in virtual time: there, and on CPUs that move what is on disk."""
-    timed_on_cpu = plan.rates.on_cpu and bool(load.layers and load.times)
-    return _compares_replays(plan.have, load) or (timed_on_cpu and bool(kinds_on_disk(plan.placement)))
+    timed_on_cpu = plan.rates.on_cpu and bool(workload.layers and workload.times)
+    return _compares_replays(plan.have, workload) or (timed_on_cpu and bool(kinds_on_disk(plan.placement)))
 
 
-def _fastest(fitting: Sequence[MemoryForecast], load: Workload, recipe: Recipe, rates: Rates) -> Plan:
+def _fastest(fitting: Sequence[MemoryForecast], workload: Workload, recipe: Recipe, rates: Rates) -> Plan:
     """Return the plan whose replay is fastest, of those that fit.
 
     The first is not always it: what streams from host memory leaves the device's for activations that need not be
@@ -263,12 +263,12 @@ def _fastest(fitting: Sequence[MemoryForecast], load: Workload, recipe: Recipe, 
     """
     least_on_disk = kinds_on_disk(fitting[0].placement)
     plans = [
-        forecast(each.placement, load, recipe, rates, each.have)
+        forecast(each.placement, workload, recipe, rates, each.have)
         for each in fitting
         if kinds_on_disk(each.placement) <= least_on_disk
     ]
     by_seconds = sorted(range(len(plans)), key=lambda number: plans[number].costs.seconds_per_step)
-    replays = [with_replay(plans[number], load, recipe) for number in sorted(by_seconds[:NUM_REPLAYED])]
+    replays = [with_replay(plans[number], workload, recipe) for number in sorted(by_seconds[:NUM_REPLAYED])]
     least = min(plan.costs.seconds_per_step for plan in replays)
     return next(plan for plan in replays if plan.costs.seconds_per_step <= (1 + SAME) * least)
 
@@ -306,28 +306,28 @@ def candidates(recipe: Recipe, free: Free) -> list[Placement]:
     ]
 
 
-def forecast_memory(placement: Placement, load: Workload, recipe: Recipe, have: Free) -> MemoryForecast:
+def forecast_memory(placement: Placement, workload: Workload, recipe: Recipe, have: Free) -> MemoryForecast:
     """Forecast the memory of a placement, and choose its buffer budget."""
-    dtypes, stored = _dtypes(load, recipe), stored_kinds(placement, load, recipe)
-    total, largest = load.stored_elements, max(layout.numel for layout in load.layouts)
+    dtypes, stored = _dtypes(workload, recipe), stored_kinds(placement, workload, recipe)
+    total, largest = workload.stored_elements, max(layout.numel for layout in workload.layouts)
     by_place: dict[Place, int] = {"device": 0, "host": 0, "disk": 0}
     for kind, dtype in stored.items():
         by_place[placement.of(kind)] += total * dtype.itemsize
     if placement.of("frozen") != "disk":
-        by_place[placement.of("frozen")] += load.frozen_elements * load.dtype.itemsize
-    elif load.frozen_elements:  # it is there already
+        by_place[placement.of("frozen")] += workload.frozen_elements * workload.dtype.itemsize
+    elif workload.frozen_elements:  # it is there already
         by_place["host"] += STAGING_BYTES
-    by_place[placement.boundaries] += load.boundary_bytes()
-    device, budget = _on_device(_Demand(placement, load, recipe, stored), by_place, have)
+    by_place[placement.boundaries] += workload.boundary_bytes()
+    device, budget = _on_device(_Demand(placement, workload, recipe, stored), by_place, have)
     if not have.is_shared and "disk" in (placement.of(kind) for kind in stored):
         by_place["host"] += DISK_STAGING_BYTES
     state = total * sum(dtype.itemsize for kind, dtype in dtypes.items() if kind != "grad")
     # A run on disk is its own checkpoint and replaces a layer at a time; others write one before they remove one.
     one = largest * sum(dtype.itemsize for dtype in dtypes.values())
-    saved = (2 * one if placement.is_durable else 2 * state) + exported_elements(recipe, load) * 4
-    saved += kept_checkpoints(recipe, load.num_steps) * state
+    saved = (2 * one if placement.is_durable else 2 * state) + exported_elements(recipe, workload) * 4
+    saved += kept_checkpoints(recipe, workload.num_steps) * state
     if recipe.mirror:  # as much of another machine in each checkpoint; and a run on disk has one beside its state
-        saved += (2 + kept_checkpoints(recipe, load.num_steps) + placement.is_durable) * state
+        saved += (2 + kept_checkpoints(recipe, workload.num_steps) + placement.is_durable) * state
     return MemoryForecast(placement, device, by_place["host"] + PROCESS_BYTES, by_place["disk"] + saved, have, budget)
 
 
@@ -362,51 +362,53 @@ def _on_device(demand: _Demand, by_place: Mapping[Place, int], have: Free) -> tu
 
 def _on_accelerator(demand: _Demand, resident: int, have: int) -> tuple[int, BufferBudget]:
     """Return the same where the device's memory is its own: by the ledger of a step."""
-    load, recipe, stays = demand.load, demand.recipe, demand.placement.boundaries == "device"
-    working, free = WorkingMemory(load, recipe.z_loss > 0, stays), usable(have)
+    workload, recipe, stays = demand.load, demand.recipe, demand.placement.boundaries == "device"
+    working, free = WorkingMemory(workload, recipe.z_loss > 0, stays), usable(have)
     # A placement keeps the inputs of recomputed layers; those of kept ones stay in any case.
-    resident += UPDATE_BYTES - (load.boundary_bytes() if stays else 0)
+    resident += UPDATE_BYTES - (workload.boundary_bytes() if stays else 0)
     least = resident + working.peak(0)
     budget, buffers = demand.buffers_within(free - least)
-    kept = _kept_within(recipe, load.num_backward_blocks, lambda kept: resident + buffers + working.peak(kept) <= free)
+    kept = _kept_within(
+        recipe, workload.num_backward_blocks, lambda kept: resident + buffers + working.peak(kept) <= free
+    )
     needed = resident + buffers + working.peak(kept)
     # A validation has the place of all that a step works in, and what is free.
     of_token = 2 * demand.hidden_bytes + TOKEN_BYTES
     validating = working.forward_bytes
     spare = max(needed, free) - resident - buffers - validating
-    pass_tokens = min(PASS_TOKENS, max(spare // of_token, load.micro_batch_tokens))
-    needed = max(needed, resident + buffers + validating + of_token * min(pass_tokens, load.validation_tokens))
+    pass_tokens = min(PASS_TOKENS, max(spare // of_token, workload.micro_batch_tokens))
+    needed = max(needed, resident + buffers + validating + of_token * min(pass_tokens, workload.validation_tokens))
     return needed + reserve(needed), replace(budget, num_kept_layers=kept, pass_tokens=pass_tokens)
 
 
 def _on_cpu(demand: _Demand, by_place: Mapping[Place, int], have: Free) -> tuple[int, BufferBudget]:
     """Return the same where it is the host's memory: by measured graphs of causal blocks, else by rules of thumb."""
-    placement, load, recipe, hidden = demand.placement, demand.load, demand.recipe, demand.hidden_bytes
-    rows, working = load.most_step_rows, WorkingMemory(load)
-    graph = SAVED_PER_TOKEN * hidden * min(rounded_up(load.micro_batch_tokens), rows)
-    activations = graph + load.weights_bytes(load.micro_batch_pairs) + load.bucket_bytes
+    placement, workload, recipe, hidden = demand.placement, demand.load, demand.recipe, demand.hidden_bytes
+    rows, working = workload.most_step_rows, WorkingMemory(workload)
+    graph = SAVED_PER_TOKEN * hidden * min(rounded_up(workload.micro_batch_tokens), rows)
+    activations = graph + workload.weights_bytes(workload.micro_batch_pairs) + workload.bucket_bytes
     # Beside those of the blocks there are what the head takes, its gradient, and what a block is just giving; where the
     # others are elsewhere, there are buffers.
     beside = 3 + (NUM_BUFFERS if placement.boundaries != "device" else 0)
     boundaries = beside * hidden * rows
-    head = LOGITS * torch.float32.itemsize * load.vocabulary * load.most_logits
+    head = LOGITS * torch.float32.itemsize * workload.vocabulary * workload.most_logits
     fixed = by_place["device"] + activations + boundaries + head
     free = have.device - fixed - (by_place["host"] + PROCESS_BYTES if have.is_shared else 0)
     budget, buffers = demand.buffers_within(free)
     room = int(FREE_SHARE * (free - buffers))
-    kept = _kept_within(recipe, load.num_backward_blocks, lambda kept: _kept_bytes(working, kept) <= room)
+    kept = _kept_within(recipe, workload.num_backward_blocks, lambda kept: _kept_bytes(working, kept) <= room)
     graphs = _kept_bytes(working, kept)
     device = fixed + buffers + graphs
-    if load.step_pairs:
-        device += min(MOST_HOLES, HOLES * graph) if kept < load.num_backward_blocks else 0
+    if workload.step_pairs:
+        device += min(MOST_HOLES, HOLES * graph) if kept < workload.num_backward_blocks else 0
         device += int(HEAP_SHARE * device)
     # A validation has the place of a step's hidden states and kept activations, and some of what is free.
     of_step = boundaries - (beside - 3) * hidden * rows + graphs
-    of_step += load.boundary_bytes() if placement.boundaries == "device" else 0
+    of_step += workload.boundary_bytes() if placement.boundaries == "device" else 0
     spare = max(0, room - graphs)
     of_token = 2 * hidden + TOKEN_BYTES  # what a layer takes and what it gives
-    pass_tokens = min(PASS_TOKENS, max((of_step + spare) // of_token, load.micro_batch_tokens))
-    device += max(0, of_token * min(pass_tokens, load.validation_tokens) - of_step)
+    pass_tokens = min(PASS_TOKENS, max((of_step + spare) // of_token, workload.micro_batch_tokens))
+    device += max(0, of_token * min(pass_tokens, workload.validation_tokens) - of_step)
     # The head's logits come when the forward pass has all that it keeps, and then the gradients of a block.
     forward_bytes = have.device - head - activations if kept and have.is_shared else None
     return device, replace(budget, num_kept_layers=kept, pass_tokens=pass_tokens, forward_bytes=forward_bytes)
@@ -418,36 +420,36 @@ def _kept_bytes(working: WorkingMemory, kept: int) -> int:
     Those of causal blocks are measured: 13 to 16 tensors a token, 8 to 10 with adapters. To them come holes between
     them in the heap, more per block as more blocks are kept. For encoders a rule of thumb counts 20 tensors.
     """
-    load, rows = working.load, working.load.most_step_rows
-    of_token = load.width * load.dtype.itemsize
-    if kept and load.layers and not load.step_pairs:
-        is_mapped = 4 * of_token * min(load.micro_batch_tokens, rows) >= MAPPED_BYTES  # the MLP's tensors
+    workload, rows = working.load, working.load.most_step_rows
+    of_token = workload.width * workload.dtype.itemsize
+    if kept and workload.layers and not workload.step_pairs:
+        is_mapped = 4 * of_token * min(workload.micro_batch_tokens, rows) >= MAPPED_BYTES  # the MLP's tensors
         holes = HOLES_BETWEEN_MAPPED if is_mapped else min(HOLES_A_BLOCK * kept, SAVED_PER_TOKEN)
-        graphs = math.ceil(working.measured_kept_bytes(kept) * rows / load.step_tokens)
+        graphs = math.ceil(working.measured_kept_bytes(kept) * rows / workload.step_tokens)
         return graphs + int(kept * holes * of_token * rows)
-    return kept * (SAVED_PER_TOKEN * of_token * rows + load.weights_bytes(load.step_pairs))
+    return kept * (SAVED_PER_TOKEN * of_token * rows + workload.weights_bytes(workload.step_pairs))
 
 
-def forecast(placement: Placement, load: Workload, recipe: Recipe, rates: Rates, have: Free) -> Plan:
+def forecast(placement: Placement, workload: Workload, recipe: Recipe, rates: Rates, have: Free) -> Plan:
     """Forecast memory and costs of a placement."""
-    memory = forecast_memory(placement, load, recipe, have)
-    stored, budget = stored_kinds(placement, load, recipe), memory.budget
-    costs = cost(placement, load, recipe, stored, rates, budget)
+    memory = forecast_memory(placement, workload, recipe, have)
+    stored, budget = stored_kinds(placement, workload, recipe), memory.budget
+    costs = cost(placement, workload, recipe, stored, rates, budget)
     can_be_late = placement.weights != "device" and placement.optimizer_state != "device"  # see `PendingUpdates`
-    if can_be_late and costs.forward.transfer_seconds(rates) > costs.forward.compute_seconds(load, rates):
-        late = cost(placement, load, recipe, stored, rates, budget, max(len(load.layouts) - 3, 0))
-        between = _balanced(costs, late, load, rates)
-        tried = [costs, late, *(cost(placement, load, recipe, stored, rates, budget, number) for number in between)]
+    if can_be_late and costs.forward.transfer_seconds(rates) > costs.forward.compute_seconds(workload, rates):
+        late = cost(placement, workload, recipe, stored, rates, budget, max(len(workload.layouts) - 3, 0))
+        between = _balanced(costs, late, workload, rates)
+        tried = [costs, late, *(cost(placement, workload, recipe, stored, rates, budget, number) for number in between)]
         costs = min(tried, key=lambda costs: costs.seconds_per_step)
-    is_unclipped = load.dtype == torch.float16 and recipe.clip_norm is None
+    is_unclipped = workload.dtype == torch.float16 and recipe.clip_norm is None
     waiting = "; gradients are stored though none is clipped: any may overflow" if is_unclipped else ""
     return Plan(
         placement=placement,
-        precision=PRECISION_NAMES[load.dtype],
-        reason=reason_for(recipe.precision, load, rates.compute) + waiting,
-        num_parameters=load.num_parameters,
-        num_trained=load.num_trained,
-        tokens_per_step=load.mean_step_tokens,
+        precision=PRECISION_NAMES[workload.dtype],
+        reason=reason_for(recipe.precision, workload, rates.compute) + waiting,
+        num_parameters=workload.num_parameters,
+        num_trained=workload.num_trained,
+        tokens_per_step=workload.mean_step_tokens,
         device_bytes=memory.device_bytes,
         host_bytes=memory.host_bytes,
         disk_bytes=memory.disk_bytes,
@@ -455,19 +457,19 @@ def forecast(placement: Placement, load: Workload, recipe: Recipe, rates: Rates,
         budget=budget,
         costs=costs,
         rates=rates,
-        load=load,
+        load=workload,
         outlook=ScalingForecast.of(
-            load.model_layouts,
-            load.width,
-            load.context,
-            (load.mean_step_tokens, load.mean_step_targets),
-            load.num_steps,
-            load.flops().model,
+            workload.model_layouts,
+            workload.width,
+            workload.context,
+            (workload.mean_step_tokens, workload.mean_step_targets),
+            workload.num_steps,
+            workload.flops().model,
         ),
     )
 
 
-def _balanced(none: Costs, every: Costs, load: Workload, rates: Rates) -> list[int]:
+def _balanced(none: Costs, every: Costs, workload: Workload, rates: Rates) -> list[int]:
     """Return the best number of blocks with deferred updates, from the costs of none and of all; empty: one of these.
 
     Each deferred one takes bytes off forward and puts more on backward, all in proportion. So a step is shortest where
@@ -475,9 +477,9 @@ def _balanced(none: Costs, every: Costs, load: Workload, rates: Rates) -> list[i
     """
     most = every.num_deferred
     ends = [
-        (none.forward.compute_seconds(load, rates), every.forward.compute_seconds(load, rates)),
+        (none.forward.compute_seconds(workload, rates), every.forward.compute_seconds(workload, rates)),
         (none.forward.transfer_seconds(rates), every.forward.transfer_seconds(rates)),
-        (none.backward.compute_seconds(load, rates), every.backward.compute_seconds(load, rates)),
+        (none.backward.compute_seconds(workload, rates), every.backward.compute_seconds(workload, rates)),
         (none.backward.transfer_seconds(rates), every.backward.transfer_seconds(rates)),
     ]
 
@@ -489,36 +491,36 @@ def _balanced(none: Costs, every: Costs, load: Workload, rates: Rates) -> list[i
     return [best] if 0 < best < most else []
 
 
-def with_replay(plan: Plan, load: Workload, recipe: Recipe) -> Plan:
+def with_replay(plan: Plan, workload: Workload, recipe: Recipe) -> Plan:
     """Return a plan with a step replayed in virtual time, where that tells more than sums do; otherwise as it is.
 
     Where the step waits for transfers, deferred updates are tried, too, and taken if that is faster.
     """
-    if not _is_replayed(plan, load):
+    if not _is_replayed(plan, workload):
         return plan
-    stored, rates = stored_kinds(plan.placement, load, recipe), plan.rates
+    stored, rates = stored_kinds(plan.placement, workload, recipe), plan.rates
 
     def timeline(num_deferred: int) -> Timeline:
         schedule = ScheduleInputs(plan.placement, tuple(stored.items()), plan.budget, num_deferred)
-        return replay(load, schedule, rates)
+        return replay(workload, schedule, rates)
 
     num_deferred = plan.costs.num_deferred
     best = timeline(num_deferred)
     if num_deferred and (other := timeline(0)).seconds < best.seconds:
         num_deferred, best = 0, other
-    costs = cost(plan.placement, load, recipe, stored, rates, plan.budget, num_deferred)
-    more = max(_tokens_to_hide(each, load, rates) for each in (costs.forward, costs.backward))
+    costs = cost(plan.placement, workload, recipe, stored, rates, plan.budget, num_deferred)
+    more = max(_tokens_to_hide(each, workload, rates) for each in (costs.forward, costs.backward))
     costs = replace(
         costs, seconds_per_step=best.seconds, compute_seconds=best.step.compute, transfer_seconds=best.step.moving
     )
     return replace(plan, costs=costs, timeline=best, tokens_to_hide_stall=more)
 
 
-def _tokens_to_hide(moved: Pass, load: Workload, rates: Rates) -> int:
+def _tokens_to_hide(moved: Pass, workload: Workload, rates: Rates) -> int:
     """Count the further tokens of a step that a pass could compute with while its bytes move."""
     updates = moved.updated / rates.compute.memory  # which take as long, however many tokens there are
-    hidden = moved.transfer_seconds(rates) - moved.compute_seconds(load, rates)
-    tokens = load.mean_step_tokens * hidden / (moved.compute_seconds(load, rates) - updates)
+    hidden = moved.transfer_seconds(rates) - moved.compute_seconds(workload, rates)
+    tokens = workload.mean_step_tokens * hidden / (moved.compute_seconds(workload, rates) - updates)
     return max(0, math.ceil(tokens / 256) * 256)
 
 
@@ -534,28 +536,28 @@ def _budget_dict(budget: BufferBudget) -> dict[str, int]:
     return {names.get(name, name): value for name, value in asdict(budget).items() if name != "forward_bytes"}
 
 
-def _dtypes(load: Workload, recipe: Recipe) -> dict[Kind, torch.dtype]:
+def _dtypes(workload: Workload, recipe: Recipe) -> dict[Kind, torch.dtype]:
     """Return the kinds of a training run and their types."""
-    return training_dtypes(load.dtype, PRECISIONS[recipe.moments], PRECISIONS[recipe.gradients])
+    return training_dtypes(workload.dtype, PRECISIONS[recipe.moments], PRECISIONS[recipe.gradients])
 
 
-def stored_kinds(placement: Placement, load: Workload, recipe: Recipe) -> dict[Kind, torch.dtype]:
+def stored_kinds(placement: Placement, workload: Workload, recipe: Recipe) -> dict[Kind, torch.dtype]:
     """Return the kinds of a training run that have a store, and their types."""
-    keeps = keeps_gradients(recipe, placement, load.dtype)
-    return {kind: dtype for kind, dtype in _dtypes(load, recipe).items() if kind != "grad" or keeps}
+    keeps = keeps_gradients(recipe, placement, workload.dtype)
+    return {kind: dtype for kind, dtype in _dtypes(workload, recipe).items() if kind != "grad" or keeps}
 
 
 def _buffer_bytes(
-    budget: BufferBudget, placement: Placement, stored: Mapping[Kind, torch.dtype], load: Workload
+    budget: BufferBudget, placement: Placement, stored: Mapping[Kind, torch.dtype], workload: Workload
 ) -> int:
     """Return the bytes of the buffers on the device: of the pools that are needed, and those an update computes in."""
-    fp32, shapes = torch.float32, pool_shapes(budget, load.layouts, load.frozen, stored)
+    fp32, shapes = torch.float32, pool_shapes(budget, workload.layouts, workload.frozen, stored)
     streamed = [kind for kind in stored if placement.of(kind) != "device"]
     chunked = [kind for kind in streamed if kind != "weight"]
     needed: list[str] = ["weights", *chunked] if "weight" in streamed else [*chunked]
     if "grad" in streamed or stored.get("grad") != fp32:
         needed += ["gradients", "tied gradient"]
-    if load.frozen_elements and placement.of("frozen") != "device":
+    if workload.frozen_elements and placement.of("frozen") != "device":
         needed.append("frozen")
     scratch = 1 + sum(stored[kind] != fp32 for kind in chunked)
     return sum(shapes[name].num_bytes for name in needed) + scratch * shapes["exp_avg"].numel * fp32.itemsize

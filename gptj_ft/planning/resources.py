@@ -76,11 +76,11 @@ class Target:
         free = Free(device.memory_bytes, host, disk, is_shared=False)
         return cls(torch.device("meta"), precision, free, Rates(device.rates(), disk_rates(folder)), device.name)
 
-    def settled(self, load: Workload, recipe: Recipe) -> Workload:
+    def settled(self, workload: Workload, recipe: Recipe) -> Workload:
         """Return a workload in the type that is computed in here; on a CPU, with the times of its layers."""
         if self.device.type != "cpu":
-            load = replace(load, mean_step_fillers=0.0)
-        return with_times(load, self.precision, self.device, self.free.capped(recipe).device)
+            workload = replace(workload, mean_step_fillers=0.0)
+        return with_times(workload, self.precision, self.device, self.free.capped(recipe).device)
 
 
 def inference_dtype(recipe: Recipe, architecture: Architecture, device: torch.device) -> torch.dtype:
@@ -88,7 +88,7 @@ def inference_dtype(recipe: Recipe, architecture: Architecture, device: torch.de
     if recipe.precision != "auto":
         return PRECISIONS[recipe.precision]
     layers = architecture.layers()
-    load = Workload(
+    workload = Workload(
         layouts=[NO_PARAMETERS] * len(layers),
         frozen=[Layout.of(layer) for layer in layers],
         layers=layers,
@@ -103,7 +103,7 @@ def inference_dtype(recipe: Recipe, architecture: Architecture, device: torch.de
     )
     free = machine.free_memory(device)
     allowed = min(free, device_cap(recipe, shares_memory(device)) or free)
-    return with_times(load, recipe.precision, device, allowed).dtype
+    return with_times(workload, recipe.precision, device, allowed).dtype
 
 
 def free_resources(device: torch.device, folder: Path, name: str, group: Group = ALONE) -> Free:

@@ -95,21 +95,21 @@ def lift_caps(now: Candidate[W]) -> Iterator[Candidate[W]]:
 
 def _compute_less_at_once(now: Candidate[Workload]) -> Iterator[Candidate[Workload]]:
     for tokens in halves(min(now.recipe.micro_batch_tokens, now.load.step_tokens), now.load.longest_row):
-        load = replace(now.load, micro_batch_tokens=max(tokens, now.load.longest_row))
-        yield now.with_options(f"--set micro_batch_tokens={tokens}", load, micro_batch_tokens=tokens)
+        workload = replace(now.load, micro_batch_tokens=max(tokens, now.load.longest_row))
+        yield now.with_options(f"--set micro_batch_tokens={tokens}", workload, micro_batch_tokens=tokens)
 
 
 def _smaller_batches(now: Candidate[Workload]) -> Iterator[Candidate[Workload]]:
     for rows in halves(now.recipe.batch_size, 1):
-        load = _scaled(now.load, rows / now.recipe.batch_size)
-        yield now.with_options(f"--batch-size {rows}", load, batch_size=rows)
+        workload = _scaled(now.load, rows / now.recipe.batch_size)
+        yield now.with_options(f"--batch-size {rows}", workload, batch_size=rows)
 
 
 def _shorter_rows(now: Candidate[Workload]) -> Iterator[Candidate[Workload]]:
     for length in halves(min(now.recipe.max_length, now.load.longest_row), LEAST_LENGTH):
-        load = _scaled(replace(now.load, longest_row=length), length / now.load.longest_row)
-        load = replace(load, micro_batch_tokens=max(now.recipe.micro_batch_tokens, length))
-        yield now.with_options(f"--max-length {length}", load, max_length=length)
+        workload = _scaled(replace(now.load, longest_row=length), length / now.load.longest_row)
+        workload = replace(workload, micro_batch_tokens=max(now.recipe.micro_batch_tokens, length))
+        yield now.with_options(f"--max-length {length}", workload, max_length=length)
 
 
 HARMLESS: Sequence[Knob[Workload]] = (stream_more, read_less_ahead, lift_caps)  # change no number of the run
@@ -123,11 +123,11 @@ def halves(value: int, least: int) -> Iterator[int]:
         yield value
 
 
-def _scaled(load: Workload, share: float) -> Workload:
+def _scaled(workload: Workload, share: float) -> Workload:
     """Scale the tokens of a workload's steps, keeping at least one row."""
     return replace(
-        load,
-        step_tokens=max(round(load.step_tokens * share), load.longest_row),
-        mean_step_tokens=load.mean_step_tokens * share,
-        mean_step_targets=load.mean_step_targets * share,
+        workload,
+        step_tokens=max(round(workload.step_tokens * share), workload.longest_row),
+        mean_step_tokens=workload.mean_step_tokens * share,
+        mean_step_targets=workload.mean_step_targets * share,
     )

@@ -161,15 +161,15 @@ class ScheduleInputs:
     num_deferred: int = 0
 
 
-def replay(load: Workload, schedule: ScheduleInputs, rates: Rates) -> Timeline:
+def replay(workload: Workload, schedule: ScheduleInputs, rates: Rates) -> Timeline:
     """Replay a step in the steady state.
 
     Args:
-        load: workload, with its layers.
+        workload: workload, with its layers.
         schedule: inputs of the schedule.
         rates: rates of the device and of the disk.
     """
-    return _Replay(load, schedule, rates).run()
+    return _Replay(workload, schedule, rates).run()
 
 
 @dataclass(frozen=True)
@@ -184,9 +184,9 @@ class _Piece:
 class _Prices:
     """Seconds of kernels and updates at a device's rates."""
 
-    def __init__(self, load: Workload, rates: Rates) -> None:
-        self._load, self._compute = load, rates.compute
-        self._products = rates.compute.matmul(load.dtype, load.width)
+    def __init__(self, workload: Workload, rates: Rates) -> None:
+        self._load, self._compute = workload, rates.compute
+        self._products = rates.compute.matmul(workload.dtype, workload.width)
 
     def piece(self, kernels: Sequence[KernelCost]) -> _Piece:
         """Add up kernels."""
@@ -253,9 +253,9 @@ class _Updates(CountedUpdates):
 class _Replay:
     """A model on the ``meta`` device, virtual stores and a virtual device."""
 
-    def __init__(self, load: Workload, schedule: ScheduleInputs, rates: Rates) -> None:
-        self._load, self._schedule = load, schedule
-        self.prices, self._disk, self._on_cpu = _Prices(load, rates), rates.disk, rates.on_cpu
+    def __init__(self, workload: Workload, schedule: ScheduleInputs, rates: Rates) -> None:
+        self._load, self._schedule = workload, schedule
+        self.prices, self._disk, self._on_cpu = _Prices(workload, rates), rates.disk, rates.on_cpu
         self._by_memory = False  # what is computed on a CPU
         self._clock = clock = Clock()
         self._earlier: list[Work] = []  # that what is computed next comes after
@@ -278,22 +278,22 @@ class _Replay:
         place = placement.of("frozen")
         threads = FOLDER_TRANSFERS if place == "disk" else HOST_TRANSFERS
         stores["frozen"] = self._store(place, VirtualQueue(clock, threads))
-        self.model = model_without_data(placement, load, stored, budget, stores.__getitem__)
+        self.model = model_without_data(placement, workload, stored, budget, stores.__getitem__)
         self._updates = _Updates(self, schedule.num_deferred, stored)
-        self._tokens = load.mean_step_tokens
-        self._micro_batches = max(1, -(-int(self._tokens) // load.micro_batch_tokens))
+        self._tokens = workload.mean_step_tokens
+        self._micro_batches = max(1, -(-int(self._tokens) // workload.micro_batch_tokens))
         if placement.boundaries != "device":
-            layout = boundary_layout(load.step_tokens, load.width, self._micro_batches)
+            layout = boundary_layout(workload.step_tokens, workload.width, self._micro_batches)
             store = self._store(placement.boundaries, VirtualQueue(clock, HOST_TRANSFERS))
             self.model.boundaries = OffloadedActivations(
-                store, layout.numel, budget.chunk_numel, load.dtype, META, self.model.meter
+                store, layout.numel, budget.chunk_numel, workload.dtype, META, self.model.meter
             )
         self._costs = [_LayerPieces.of(cost, self.prices) for cost in self._layer_costs()]
         if rates.on_cpu:
-            tokens, share = load.micro_batch_mean, load.micro_batches / self._micro_batches
+            tokens, share = workload.micro_batch_mean, workload.micro_batches / self._micro_batches
             self._costs[1:-1] = [
                 pieces.lasting(share * times.forward.at(tokens), share * times.backward.at(tokens))
-                for pieces, times in zip(self._costs[1:-1], load.times[1:-1], strict=True)
+                for pieces, times in zip(self._costs[1:-1], workload.times[1:-1], strict=True)
             ]
 
     def _store(self, place: Place, queue: VirtualQueue) -> VirtualStore:
@@ -301,13 +301,13 @@ class _Replay:
         return VirtualStore(queue, self._link, self._hazards, part, lambda: [self._processor.last["compute"]])
 
     def _layer_costs(self) -> list[LayerCost]:
-        load = self._load
+        workload = self._load
         tokens = max(1, round(self._tokens / self._micro_batches))
-        row = min(tokens, max(1, round(2 * load.attended) if load.attended else load.longest_row))
+        row = min(tokens, max(1, round(2 * workload.attended) if workload.attended else workload.longest_row))
         number, rest = divmod(tokens, row)
-        given = LayerInput((row,) * number + ((rest,) if rest else ()), load.width, load.dtype)
-        blocks = measure_blocks(load.layers, load.layouts, given, load.lowest_trained)
-        return [embedding_cost(load.layouts[0], given), *blocks, head_cost(load)]
+        given = LayerInput((row,) * number + ((rest,) if rest else ()), workload.width, workload.dtype)
+        blocks = measure_blocks(workload.layers, workload.layouts, given, workload.lowest_trained)
+        return [embedding_cost(workload.layouts[0], given), *blocks, head_cost(workload)]
 
     def run(self) -> Timeline:
         """Replay steps up to the steady state, and return the last."""

@@ -55,15 +55,15 @@ class Pass:
         """Return the pass with more bytes read and written."""
         return replace(self, read=added(self.read, read), written=added(self.written, written))
 
-    def compute_seconds(self, load: Workload, rates: Rates) -> float:
+    def compute_seconds(self, workload: Workload, rates: Rates) -> float:
         """Return the seconds of the computation alone; on a CPU, with the work that transfers make for it."""
         compute = rates.compute
         moving = rates.disk.cpu_seconds(self.read.get("disk", 0), self.written.get("disk", 0)) if rates.on_cpu else 0.0
         beside = (self.updated + self.touched) / compute.memory + moving
         if self.layers:
             return self.layers + beside
-        products = self.flops / compute.matmul(load.dtype, load.width)
-        return products + self.times * load.seconds_between_products(compute) + beside
+        products = self.flops / compute.matmul(workload.dtype, workload.width)
+        return products + self.times * workload.seconds_between_products(compute) + beside
 
     def transfer_seconds(self, rates: Rates) -> float:
         """Return the seconds of the transfers alone: over the disk, and beside that over the link."""
@@ -72,9 +72,9 @@ class Pass:
         leaving = sum(self.written.values()) / rates.compute.from_device
         return max(disk, arriving, leaving)
 
-    def seconds(self, load: Workload, rates: Rates) -> float:
+    def seconds(self, workload: Workload, rates: Rates) -> float:
         """Return the seconds of the pass."""
-        return max(self.compute_seconds(load, rates), self.transfer_seconds(rates))
+        return max(self.compute_seconds(workload, rates), self.transfer_seconds(rates))
 
 
 class CountedUpdates:

@@ -55,8 +55,8 @@ class WorkingMemory:
     @cached_property
     def blocks(self) -> list[LayerCost]:
         """Cost of each block on the largest micro-batch."""
-        load = self.load
-        return measure_blocks(load.layers, load.layouts, micro_batch(load), load.lowest_trained)
+        workload = self.load
+        return measure_blocks(workload.layers, workload.layouts, micro_batch(workload), workload.lowest_trained)
 
     @cached_property
     def embedding(self) -> LayerCost:
@@ -85,9 +85,9 @@ class WorkingMemory:
 
     def peak(self, num_kept: int) -> int:
         """Return the most that a step takes beside weights, state and their buffers."""
-        load = self.load
-        micro, step = (self._hidden(tokens) for tokens in (self._micro_tokens, load.step_tokens))
-        passed, blocks = load.num_backward_blocks, self.blocks
+        workload = self.load
+        micro, step = (self._hidden(tokens) for tokens in (self._micro_tokens, workload.step_tokens))
+        passed, blocks = workload.num_backward_blocks, self.blocks
         recomputed, kept = blocks[: len(blocks) - num_kept], blocks[len(blocks) - num_kept :]
         # The inputs of kept blocks stay in any case; so does, then, what the last block gives.
         boundaries = (passed if self.boundaries_stay else num_kept + NUM_BUFFERS) * step
@@ -105,9 +105,9 @@ class WorkingMemory:
         if passed > num_kept:
             below = (passed - num_kept if self.boundaries_stay else NUM_BUFFERS) * step
             phases.append(below + step + max(block.backward_bytes for block in recomputed[num_kept - passed :]))
-        if load.lowest_trained == 0:
+        if workload.lowest_trained == 0:
             phases.append(step + self.embedding.backward_bytes)
-        return max(phases) + TOKEN_BYTES * load.step_tokens
+        return max(phases) + TOKEN_BYTES * workload.step_tokens
 
     def _peak_of_head(self, graphs: int, num_kept: int, micro: int, step: int) -> int:
         """Compute the peak of the head: its inputs leave as their gradients come, unless a kept graph has them."""
@@ -124,23 +124,25 @@ class WorkingMemory:
         return num_bytes * self.load.step_tokens // self._micro_tokens
 
 
-def micro_batch(load: Workload) -> LayerInput:
+def micro_batch(workload: Workload) -> LayerInput:
     """Return the largest micro-batch, as full of documents as possible."""
-    tokens = min(load.micro_batch_tokens, load.step_tokens)
-    row = min(tokens, max(1, load.longest_row if load.longest_row > 1 else tokens))
+    tokens = min(workload.micro_batch_tokens, workload.step_tokens)
+    row = min(tokens, max(1, workload.longest_row if workload.longest_row > 1 else tokens))
     number, rest = divmod(tokens, row)
-    return LayerInput((row,) * number + ((rest,) if rest else ()), load.width, load.dtype)
+    return LayerInput((row,) * number + ((rest,) if rest else ()), workload.width, workload.dtype)
 
 
-def head_cost(load: Workload, has_z_loss: bool = False) -> LayerCost:
+def head_cost(workload: Workload, has_z_loss: bool = False) -> LayerCost:
     """Return the cost of the head on its largest chunk; nothing, where it is on another machine."""
-    if not load.head_parameters:
+    if not workload.head_parameters:
         return LayerCost((), (), 0, 0, 0, 0)
-    top = len(load.layers) - 1
-    return measure_head(load.layers[top], load.layouts[top], head_chunk(load), has_z_loss, top > load.lowest_trained)
+    top = len(workload.layers) - 1
+    return measure_head(
+        workload.layers[top], workload.layouts[top], head_chunk(workload), has_z_loss, top > workload.lowest_trained
+    )
 
 
-def head_chunk(load: Workload) -> LayerInput:
+def head_chunk(workload: Workload) -> LayerInput:
     """Return the largest chunk of targets whose logits the head computes at once."""
-    most = max(1, HEAD_CHUNK_BYTES // (torch.float32.itemsize * max(1, load.vocabulary)))
-    return LayerInput((min(most, load.micro_batch_tokens, load.step_tokens),), load.width, load.dtype)
+    most = max(1, HEAD_CHUNK_BYTES // (torch.float32.itemsize * max(1, workload.vocabulary)))
+    return LayerInput((min(most, workload.micro_batch_tokens, workload.step_tokens),), workload.width, workload.dtype)

@@ -484,7 +484,7 @@ def forecast_run(resolved: Resolved, measure_again: bool = False, reporter: Repo
     length = min(recipe.max_length, architecture.config.n_positions)
     tokens = recipe.batch_size * length
     selection = select(architecture, recipe)
-    load = Workload(
+    workload = Workload(
         layouts=selection.trained,
         frozen=selection.frozen,
         layers=selection.build(),
@@ -498,9 +498,9 @@ def forecast_run(resolved: Resolved, measure_again: bool = False, reporter: Repo
         context=architecture.config.n_positions,
         longest_row=length,
     )
-    load = target.settled(load, recipe)
+    workload = target.settled(workload, recipe)
     try:
-        plan = choose(recipe, load, target.free, target.rates)
+        plan = choose(recipe, workload, target.free, target.rates)
     except DoesNotFit as problem:
         return Forecast(replace(problem.nearest, device=target.name), problem, architecture.notes, published)
     return Forecast(replace(plan, device=target.name), None, architecture.notes, published)

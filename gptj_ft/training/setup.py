@@ -149,12 +149,12 @@ def make_setup(
         frozen=restricted(whole.frozen, owners, relay.group.rank),
     )
     num_steps = recipe.num_steps(len(train))
-    load = target.settled(workload_of(recipe, architecture, whole, train, validation), recipe)
-    load = replace(load, num_steps=num_steps - steps_done(Run(folder)))
-    on_the_wire = wire_bytes(load, owners, peers.size)
+    workload = target.settled(workload_of(recipe, architecture, whole, train, validation), recipe)
+    workload = replace(workload, num_steps=num_steps - steps_done(Run(folder)))
+    on_the_wire = wire_bytes(workload, owners, peers.size)
     if relay.group.size > 1:
-        load = part_of(load, [layer for layer, owner in enumerate(owners) if owner == relay.group.rank])
-    plan = choose(with_mirrors(recipe, relay.group.size), load, target.free, target.rates, has_begun)
+        workload = part_of(workload, [layer for layer, owner in enumerate(owners) if owner == relay.group.rank])
+    plan = choose(with_mirrors(recipe, relay.group.size), workload, target.free, target.rates, has_begun)
     # Another machine, or this one on another day, might choose another type in the middle of the run.
     recipe = recipe.model_copy(update={"precision": plan.precision})
     most_step_tokens = sum(sorted(train.lengths)[-recipe.batch_size :])
@@ -171,7 +171,7 @@ def make_setup(
         most_step_tokens=most_step_tokens,
         schedule=Schedule.of(recipe, num_steps),
         device=target.device,
-        dtype=load.dtype,
+        dtype=workload.dtype,
         plan=plan,
         objective=objective,
         updates_before=updates_before(recipe, model, architecture),
