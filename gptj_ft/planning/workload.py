@@ -56,58 +56,51 @@ class LayerTimes:
 
 @dataclass(frozen=True)
 class Workload:
-    """Workload of a training run.
-
-    Attributes:
-        layouts: layout of the trained parameters of each layer.
-        width: width of the hidden states.
-        dtype: data type of the computation.
-        micro_batch_tokens: maximal tokens of a micro-batch.
-        step_tokens: maximal tokens of an optimizer step.
-        mean_step_tokens: tokens of an average step.
-        mean_step_targets: target tokens of an average step.
-        num_steps: optimizer steps to do; ``None`` while there are no rows to count.
-        longest_row: tokens of the longest row; a micro-batch never splits one.
-        validation_tokens: tokens of the validation rows.
-        validation_targets: target tokens of the validation rows.
-        context: context length of the model, in tokens.
-        attended: tokens that a token attends to, on average over the tokens; 0: half of the longest row.
-        typical_row: tokens of the row that an average token is in; 0: of the longest row.
-        step_pairs: pairs of tokens of one document in the largest step, with what fills documents up; 0: attention is
-            causal, by kernels that keep no weights.
-        dropped_heads: heads of a block whose attention weights are dropped, and kept for backward; 0: none are.
-        frozen: layout of the frozen parameters of each layer; empty if everything is trained.
-        layers: the layers on the ``meta`` device, for what is computed and kept.
-        mean_micro_batches: micro-batches of an average step; 0: as many as its tokens need at least.
-        mean_step_fillers: tokens of no document in an average step, see `PackedBatch.filled`.
-        most_targets: most targets of a micro-batch; 0: as many as it has tokens.
-        times: measured times of each layer, in this type; empty: they are computed from rates.
-        speed_in_half: speed of the layers in bf16, times that in fp32; 0: they were not compared.
-    """
+    """Workload of a training run."""
 
     layouts: Sequence[Layout]
+    """Trained parameters of each layer."""
     width: int
+    """Width of the hidden states."""
     dtype: torch.dtype
+    """Data type of the computation."""
     micro_batch_tokens: int
+    """Maximal tokens of a micro-batch."""
     step_tokens: int
+    """Maximal tokens of an optimizer step."""
     mean_step_tokens: float
     mean_step_targets: float
+    """Target tokens of an average step."""
     num_steps: int | None
+    """Remaining optimizer steps; ``None`` before the rows are counted."""
     longest_row: int = 1
+    """Tokens of the longest row; a micro-batch never splits a row."""
     validation_tokens: int = 0
     validation_targets: int = 0
     context: int = 2048
+    """Context length of the model, in tokens."""
     attended: float = 0.0
+    """Mean attended tokens per token; 0: half of the longest row."""
     typical_row: int = 0
+    """Row length averaged over tokens; 0: the longest row."""
     step_pairs: int = 0
+    """Token pairs within a document in the largest step, padding included; 0: causal kernels keep no weights."""
     dropped_heads: int = 0
+    """Heads of a block whose dropped attention weights are kept for backward; 0: no attention dropout."""
     frozen: Sequence[Layout] = ()
+    """Frozen parameters of each layer; empty: every parameter is trained."""
     layers: Sequence[nn.Module] = field(default=(), compare=False, repr=False)
+    """Layers on the ``meta`` device, for measuring kernels and saved tensors."""
     mean_micro_batches: float = 0.0
+    """Micro-batches of an average step; 0: the fewest that hold its tokens."""
     mean_step_fillers: float = 0.0
+    """Filler tokens of an average step, see `PackedBatch.filled`."""
     most_targets: int = 0
+    """Maximal targets of a micro-batch; 0: one per token."""
     times: tuple[LayerTimes, ...] = ()
+    """Measured times of each layer in ``dtype``; empty: computed from rates."""
     speed_in_half: float = 0.0
+    """Speed of the layers in bf16 relative to fp32; 0: not compared."""
 
     @cached_property
     def whole_layers(self) -> list[list[Layout]]:
