@@ -33,6 +33,7 @@ from gptj_ft.errors import GptjFtError, ResourceError
 from gptj_ft.models.layout import Layout
 from gptj_ft.system import machine
 from gptj_ft.training import checkpoint
+from gptj_ft.training.run_state import RunState
 from gptj_ft.training.setup import TrainSetup, make_setup
 from gptj_ft.training.verify import Checker
 
@@ -140,12 +141,12 @@ def lose_power(session: TrainSetup, run: Run, last: int, seed: int | None) -> No
     with pytest.MonkeyPatch.context() as patch:
         disk = LossyDisk(patch, run.folder)
         Power(patch, last)
-        for name, position in (("commit", 1), ("save_checkpoint", 2), ("link", 2)):
+        for name in ("commit", "save_checkpoint", "link"):
             original = getattr(checkpoint, name)
 
-            def noting(*arguments, original=original, position=position):
+            def noting(*arguments, original=original):
                 original(*arguments)
-                said.append(arguments[position].step)
+                said.extend(argument.step for argument in arguments if isinstance(argument, RunState))
 
             patch.setattr(checkpoint, name, noting)
         with suppress(PowerCut):

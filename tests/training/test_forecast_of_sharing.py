@@ -56,10 +56,10 @@ def sent_by_rank(
         setup = setup_of(model, folder, member, **options)
         loop.train(setup, own_run(folder, setup) if member.rank else run)
 
-    def counted(stack, optimizer, batches, objective, lanes):
+    def counted(*args):
         member = members[threading.get_ident()]
         before = member.bytes_sent
-        found = take(stack, optimizer, batches, objective, lanes)
+        found = take(*args)
         sent[member.rank] += member.bytes_sent - before
         return found
 
