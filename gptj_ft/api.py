@@ -625,8 +625,8 @@ def model_options(
 
 def _preset_of(folder: Path) -> str | None:
     """Return the preset for the head of a model from elsewhere; ``None`` if it has none, or is no model."""
+    from gptj_ft.checkpoints.architecture import read_architecture
     from gptj_ft.data.encode import PRESETS
-    from gptj_ft.models.registry import read_architecture
     from gptj_ft.system.paths import is_model
 
     task = read_architecture(folder).task if is_model(folder) else None

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from gptj_ft.checkpoints.architecture import read_architecture
 from gptj_ft.errors import DataError, NoSuchRevision, UsageError
-from gptj_ft.models.registry import read_architecture
 from gptj_ft.models.supported import DEFAULT_REPOSITORY
 from gptj_ft.system import paths
 from gptj_ft.system.files import SHARED_FILE, read_text, replace_text

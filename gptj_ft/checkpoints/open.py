@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from gptj_ft.checkpoints import optimizer_state
+from gptj_ft.checkpoints.architecture import read_architecture
 from gptj_ft.checkpoints.formats.cerebras import has_cerebras_names, open_cerebras
 from gptj_ft.checkpoints.formats.cerebras_hdf5 import is_hdf5
 from gptj_ft.checkpoints.formats.mesh_archive import is_archive, unpack
@@ -20,7 +21,7 @@ from gptj_ft.checkpoints.model_folder import WEIGHTS, Checkpoint, check_tensors,
 from gptj_ft.checkpoints.optimizer_state import Moments
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.layout import MOMENTS
-from gptj_ft.models.registry import Architecture, architecture_of, families, read_architecture
+from gptj_ft.models.registry import Architecture, architecture_of, families
 from gptj_ft.system.files import require_plain
 
 Opener = Callable[[], Moments]

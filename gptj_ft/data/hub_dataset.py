@@ -21,8 +21,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import quote
 
-from gptj_ft.data.readers.source import COMPRESSIONS, SUFFIXES
+from gptj_ft.data.readers.source import SUFFIXES
 from gptj_ft.errors import NoSuchRevision, Unreachable, UsageError, did_you_mean, listed
+from gptj_ft.system.compression import COMPRESSIONS
 from gptj_ft.system.files import read_text, replace_text, require_plain
 from gptj_ft.system.hub import open_network
 from gptj_ft.system.hub_download import HubFile, Repository, fetch_files, is_there, look_up, writing

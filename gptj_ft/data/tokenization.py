@@ -16,7 +16,6 @@ from tokenizers import pre_tokenizers
 
 from gptj_ft.data.wordpiece import CLASSES, VOCABULARY, load_wordpiece, normalizer_as_said, splits_at_blanks
 from gptj_ft.errors import UsageError
-from gptj_ft.models.supported import MODEL_TYPES
 from gptj_ft.system.digests import check_file
 from gptj_ft.system.files import read_text, require_plain
 from gptj_ft.system.paths import TOKENIZER_FILES
@@ -196,25 +195,6 @@ def frame_of(tokenizer: RowTokenizer) -> Frame:
     first, middle, last = pair.ids[: ends[0]], pair.ids[ends[1] : ends[2]], pair.ids[ends[3] :]
     has_types = bool(last) and pair.type_ids[ends[2]] != pair.type_ids[ends[0]]
     return Frame(tuple(first), tuple(last), tuple(middle), has_types)
-
-
-def vocab_size_of(folder: Path) -> int:
-    """Read the vocabulary size from a model folder's config.json.
-
-    Raises:
-        UsageError, DataError: as `registry.read_architecture`.
-    """
-    try:
-        raw = json.loads(read_text(folder / "config.json"))
-    except (ValueError, OSError):
-        raw = None
-    if isinstance(raw, dict) and raw.get("model_type") in MODEL_TYPES:
-        size = raw.get("vocab_size")
-        if type(size) is int and size > 0:
-            return size
-    from gptj_ft.models.registry import read_architecture
-
-    return int(read_architecture(folder).config.vocab_size)
 
 
 Span = tuple[int, int]

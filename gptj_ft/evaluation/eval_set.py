@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gptj_ft.checkpoints.architecture import vocab_size_of
 from gptj_ft.checkpoints.formats.peft import base_folder
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.batches import Document, Rows
@@ -13,7 +14,6 @@ from gptj_ft.data.dataset import Prepared
 from gptj_ft.data.load import read_or_prepare
 from gptj_ft.data.readers.source import is_prepared
 from gptj_ft.data.split import select_rows
-from gptj_ft.data.tokenization import vocab_size_of
 from gptj_ft.system.paths import is_adapter
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gptj_ft.checkpoints.architecture import read_architecture
 from gptj_ft.checkpoints.base_model import find_model
 from gptj_ft.checkpoints.formats.peft import base_folder, tokenizer_folder
 from gptj_ft.checkpoints.metadata import read_metadata
@@ -28,7 +29,7 @@ from gptj_ft.evaluation.metrics.statistic import values
 from gptj_ft.evaluation.predict import Predictor, PromptGroup, scores_of
 from gptj_ft.evaluation.result_cache import ResultCache
 from gptj_ft.generation.generator import InferenceSetup, check_writes
-from gptj_ft.models.registry import Architecture, read_architecture
+from gptj_ft.models.registry import Architecture
 from gptj_ft.planning.inference_plan import InferencePlan
 from gptj_ft.planning.resources import check_lengths
 from gptj_ft.streaming.offloaded_model import OffloadedModel

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,8 +16,6 @@ from gptj_ft.config.options import Task
 from gptj_ft.errors import DataError, UsageError, listed
 from gptj_ft.models.layout import TIED_SOURCE_LAYER, Layout
 from gptj_ft.models.supported import MOST_LABELS, unsupported_family
-from gptj_ft.system.digests import check_file
-from gptj_ft.system.files import read_text, require_plain
 
 PROBLEM_TYPES: Mapping[Task, str] = {  # what `transformers` calls tasks that share a head
     "classification": "single_label_classification",
@@ -324,30 +321,6 @@ def families() -> dict[str, Family]:
 
     known = (gptj.FAMILY, gpt2.FAMILY, bert.FAMILY, roberta.ROBERTA, roberta.XLM_ROBERTA)
     return {family.model_type: family for family in known}
-
-
-def read_architecture(folder: Path) -> Architecture:
-    """Read a model folder's ``config.json``.
-
-    Raises:
-        UsageError: there is none, or it names an architecture that is not supported.
-        DataError: it is not JSON, contradicts the architecture, is not what was written, or the folder has a link to
-            elsewhere.
-    """
-    path = folder / "config.json"
-    if not path.is_file():
-        raise UsageError(f"{folder} is not a model folder: it has no config.json")
-    require_plain(folder)
-    try:
-        check_file(path)
-        raw = json.loads(read_text(path))
-    except DataError:
-        raise
-    except (ValueError, OSError, RecursionError) as error:
-        raise DataError(f"{path}: not JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise DataError(f"{path}: expected an object, found {type(raw).__name__}")
-    return architecture_of(raw, path)
 
 
 def architecture_of(raw: Mapping[str, Any], path: Path) -> Architecture:

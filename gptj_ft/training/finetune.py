@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from gptj_ft.checkpoints.architecture import read_architecture, vocab_size_of
 from gptj_ft.checkpoints.base_model import choose_model, find_model
 from gptj_ft.checkpoints.fingerprint import check_unchanged, fingerprint
 from gptj_ft.config import yaml
@@ -32,10 +33,10 @@ from gptj_ft.data.load import data_path, read_or_prepare
 from gptj_ft.data.readers.rows import PLACES_SHOWN, Occurrences, format_places
 from gptj_ft.data.readers.source import FileOptions, identify
 from gptj_ft.data.split import split
-from gptj_ft.data.tokenization import load_row_tokenizer, vocab_size_of
+from gptj_ft.data.tokenization import load_row_tokenizer
 from gptj_ft.errors import DataError, Interrupted, NotFinite, UsageError
 from gptj_ft.models.published import Published, find_published
-from gptj_ft.models.registry import Architecture, read_architecture
+from gptj_ft.models.registry import Architecture
 from gptj_ft.models.supported import DEFAULT_REPOSITORY, TINY_MODELS
 from gptj_ft.models.trainable import select
 from gptj_ft.planning.devices import is_published_name

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gptj_ft.checkpoints.architecture import vocab_size_of
 from gptj_ft.checkpoints.base_model import choose_model
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.checks.repair import RepairReport, choose_target, fix_rows
@@ -14,7 +15,7 @@ from gptj_ft.data.dataset import Prepared, save_dataset
 from gptj_ft.data.hub_dataset import HUB_PREFIX, is_reference
 from gptj_ft.data.load import data_path, prepare_once
 from gptj_ft.data.readers.source import FileOptions, identify, is_prepared
-from gptj_ft.data.tokenization import RowTokenizer, load_row_tokenizer, vocab_size_of
+from gptj_ft.data.tokenization import RowTokenizer, load_row_tokenizer
 from gptj_ft.errors import UsageError
 from gptj_ft.models.supported import TINY_MODELS
 from gptj_ft.system.plain_text import command_line

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from gptj_ft.checkpoints.architecture import read_architecture
 from gptj_ft.checkpoints.model_folder import check_tensors, heads_left_out, open_checkpoint, with_new
 from gptj_ft.checkpoints.optimizer_state import has_moments, open_moments
 from gptj_ft.config.options import Recipe
@@ -18,7 +19,7 @@ from gptj_ft.data.batches import Rows, first_fit, rows_of_step, steps_per_epoch
 from gptj_ft.errors import UsageError
 from gptj_ft.models.batch import padded_length, rounded_up
 from gptj_ft.models.layout import Layout
-from gptj_ft.models.registry import Architecture, read_architecture
+from gptj_ft.models.registry import Architecture
 from gptj_ft.models.trainable import Selection, select
 from gptj_ft.planning.plan import Plan, choose
 from gptj_ft.planning.resources import Target, check_lengths

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gptj_ft.checkpoints.architecture import read_architecture
 from gptj_ft.checkpoints.fingerprint import check_unchanged
 from gptj_ft.checkpoints.formats.peft import open_adapter, tuned_architecture
 from gptj_ft.checkpoints.formats.weight_file import open_shard
@@ -17,7 +18,7 @@ from gptj_ft.config.run_folder import COMMIT, MANIFEST, MERGED, Run, steps_done
 from gptj_ft.data.dataset import load_dataset
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.layout import Layout
-from gptj_ft.models.registry import Architecture, read_architecture
+from gptj_ft.models.registry import Architecture
 from gptj_ft.models.trainable import select
 from gptj_ft.streaming.loss_scale import LossScale
 from gptj_ft.streaming.stores.base import CHUNK_NUMEL

@@ -21,10 +21,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from gptj_ft.checkpoints import convert as convert_module
+from gptj_ft.checkpoints.architecture import read_architecture
 from gptj_ft.checkpoints.convert import Conversion, convert
 from gptj_ft.checkpoints.model_folder import Checkpoint, open_checkpoint
 from gptj_ft.errors import DataError, ResourceError, UsageError
-from gptj_ft.models.registry import read_architecture
 from gptj_ft.system import paths
 from gptj_ft.system.atomic import atomic_folder
 

@@ -12,6 +12,7 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
+from gptj_ft.checkpoints.architecture import read_architecture
 from gptj_ft.checkpoints.compare import diff_checkpoints
 from gptj_ft.checkpoints.convert import Conversion, convert
 from gptj_ft.checkpoints.model_folder import check_tensors, open_checkpoint
@@ -21,7 +22,6 @@ from gptj_ft.config.options import Recipe
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.generation.generator import InferenceSetup, check_writes
 from gptj_ft.models.published import find_published
-from gptj_ft.models.registry import read_architecture
 from gptj_ft.system.paths import download_folder, model_folder
 from gptj_ft.training.models import models_in_home
 from gptj_ft.training.setup import trained_architecture

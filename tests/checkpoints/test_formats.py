@@ -16,10 +16,11 @@ from safetensors import safe_open
 from support.checkpoint_files import FORMS, State, logits, make_state, write_source
 from torch import Tensor
 
+from gptj_ft.checkpoints.architecture import read_architecture
 from gptj_ft.checkpoints.convert import convert
 from gptj_ft.checkpoints.model_folder import check_tensors, layer_tensors, open_checkpoint, write_model
 from gptj_ft.errors import DataError, ResourceError, UsageError
-from gptj_ft.models.registry import Architecture, read_architecture
+from gptj_ft.models.registry import Architecture
 
 
 def layers_of(folder: Path) -> tuple[Architecture, list[State]]:
@@ -298,7 +299,7 @@ def test_an_interruption_leaves_nothing(tmp_path: Path, source: Path, failing: i
 KILLED = """
 import os, sys
 from pathlib import Path
-from gptj_ft.models.registry import read_architecture
+from gptj_ft.checkpoints.architecture import read_architecture
 from gptj_ft.checkpoints.model_folder import layer_tensors, open_checkpoint, write_model
 source, target = Path(sys.argv[1]), Path(sys.argv[2])
 architecture, checkpoint = read_architecture(source), open_checkpoint(source)

@@ -16,6 +16,7 @@ from support.small_stack import CPU
 from support.tiny_wordpiece import write_vocabulary
 from torch import Tensor
 
+from gptj_ft.checkpoints.architecture import read_architecture
 from gptj_ft.checkpoints.convert import Conversion, convert
 from gptj_ft.checkpoints.formats.peft import open_adapter, tuned_architecture
 from gptj_ft.checkpoints.metadata import TunedModel, read_metadata
@@ -25,7 +26,6 @@ from gptj_ft.config.options import Recipe
 from gptj_ft.data.batches import micro_batches
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.batch import Marks, PackedBatch
-from gptj_ft.models.registry import read_architecture
 from gptj_ft.models.trainable import select
 from gptj_ft.streaming.adamw import AdamW
 from gptj_ft.streaming.objective import objective_of

@@ -11,10 +11,11 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
+from gptj_ft.checkpoints.architecture import read_architecture
 from gptj_ft.checkpoints.model_folder import check_tensors, open_checkpoint
 from gptj_ft.checkpoints.tiny import FAMILIES, TINY_SIZES, make_tiny, train_wordpiece
 from gptj_ft.errors import UsageError
-from gptj_ft.models.registry import families, read_architecture
+from gptj_ft.models.registry import families
 
 TEXTS = ["The clinic opens at eight. The nurse called the patient twice, and the patient called back.\n"] * 3
 DECODERS = [name for name in FAMILIES if not families()[name].is_encoder]

@@ -13,6 +13,7 @@ import yaml
 from conftest import NOTES
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from gptj_ft.checkpoints.architecture import read_architecture
 from gptj_ft.checkpoints.convert import Conversion, convert
 from gptj_ft.checkpoints.download import Origin, read_origin
 from gptj_ft.checkpoints.metadata import TunedModel, metadata_files
@@ -26,7 +27,6 @@ from gptj_ft.data.encode import encode_prompt
 from gptj_ft.data.template import fields_of, stripped
 from gptj_ft.data.tokenization import load_tokenizer
 from gptj_ft.evaluation.evaluate import choose_baseline
-from gptj_ft.models.registry import read_architecture
 
 DATA = {"rows": 38, "validation_rows": 2, "sha256": "ab" * 32}
 METRICS = {"steps": 10, "validation_loss": 1.25, "baseline_validation_loss": 6.5}

@@ -17,13 +17,13 @@ from support.small_run import assert_same_weights, weights_of
 from support.small_stack import next_token_logits
 from transformers import AutoModelForCausalLM
 
+from gptj_ft.checkpoints.architecture import read_architecture
 from gptj_ft.checkpoints.convert import Conversion, convert
 from gptj_ft.checkpoints.model_folder import check_tensors, open_checkpoint
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.batch import pack
 from gptj_ft.models.gpt2 import FAMILY
 from gptj_ft.models.layout import Layout
-from gptj_ft.models.registry import read_architecture
 from gptj_ft.streaming.open import open_for_inference
 
 CPU = torch.device("cpu")

@@ -8,13 +8,13 @@ import pytest
 import torch
 from support.small_stack import PLACES, PROMPTS, STEPS, documents, lr_of
 
+from gptj_ft.checkpoints.architecture import read_architecture
 from gptj_ft.checkpoints.model_folder import open_checkpoint
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.batches import micro_batches
 from gptj_ft.models import attention
 from gptj_ft.models.attention import attend, takes_ragged
 from gptj_ft.models.batch import pack
-from gptj_ft.models.registry import read_architecture
 from gptj_ft.streaming.activations import boundary_layout
 from gptj_ft.streaming.adamw import AdamW
 from gptj_ft.streaming.buffers import BufferBudget

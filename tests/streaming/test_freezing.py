@@ -24,11 +24,11 @@ from support.small_stack import (
     train,
 )  # fmt: skip
 
+from gptj_ft.checkpoints.architecture import read_architecture
 from gptj_ft.checkpoints.model_folder import open_checkpoint
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.batches import micro_batches
 from gptj_ft.errors import UsageError
-from gptj_ft.models.registry import read_architecture
 from gptj_ft.models.trainable import match, select
 from gptj_ft.streaming.activations import boundary_layout
 from gptj_ft.streaming.adamw import AdamW

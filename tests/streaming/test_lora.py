@@ -32,6 +32,7 @@ from support.small_stack import (
 from support.steps import interrupting
 from transformers import AutoModelForCausalLM
 
+from gptj_ft.checkpoints.architecture import read_architecture
 from gptj_ft.checkpoints.formats.peft import MergedCheckpoint, open_adapter
 from gptj_ft.checkpoints.model_folder import open_checkpoint
 from gptj_ft.config.options import Recipe
@@ -41,7 +42,6 @@ from gptj_ft.data.batches import micro_batches
 from gptj_ft.models.batch import PackedBatch, pack
 from gptj_ft.models.dropout import Dropout, seed_of
 from gptj_ft.models.lora import linear_layers, name_of
-from gptj_ft.models.registry import read_architecture
 from gptj_ft.models.trainable import select
 from gptj_ft.planning.layer_cost import LayerInput, measure_block
 from gptj_ft.planning.traffic import training_passes

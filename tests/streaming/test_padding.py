@@ -13,11 +13,11 @@ from support.small_stack import CPU, weights_after
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gptj_ft.checkpoints.architecture import read_architecture
 from gptj_ft.checkpoints.model_folder import open_checkpoint
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.batches import micro_batches
 from gptj_ft.models.batch import PackedBatch, most_filled, pack, rounded_up
-from gptj_ft.models.registry import read_architecture
 from gptj_ft.streaming import scoring, step
 from gptj_ft.streaming.adamw import AdamW
 from gptj_ft.streaming.buffers import BufferBudget

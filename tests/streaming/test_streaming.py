@@ -33,13 +33,13 @@ from support.small_stack import (
     train,
 )
 
+from gptj_ft.checkpoints.architecture import read_architecture
 from gptj_ft.checkpoints.model_folder import open_checkpoint
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.batches import micro_batches
 from gptj_ft.errors import GptjFtError
 from gptj_ft.models.batch import NO_TARGET, PackedBatch, pack
 from gptj_ft.models.layout import TIED_SOURCE_LAYER, Layout
-from gptj_ft.models.registry import read_architecture
 from gptj_ft.planning.traffic import training_passes
 from gptj_ft.planning.workload import Workload
 from gptj_ft.streaming.activations import NUM_BUFFERS, DeviceActivations, boundary_layout

@@ -157,11 +157,11 @@ class Training:
     def opened(self, device: torch.device) -> Iterator[tuple[Any, Any, Callable[[int], tuple[float, float]]]]:
         """Open the model; yield it, its optimizer, and a function that takes a step and returns loss and gradient
         norm."""
+        from gptj_ft.checkpoints.architecture import read_architecture
         from gptj_ft.checkpoints.model_folder import open_checkpoint
         from gptj_ft.config.resolve import build
         from gptj_ft.data.batches import micro_batches
         from gptj_ft.models.dropout import seed_of
-        from gptj_ft.models.registry import read_architecture
         from gptj_ft.models.trainable import select
         from gptj_ft.streaming.activations import boundary_layout
         from gptj_ft.streaming.adamw import AdamW

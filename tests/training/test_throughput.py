@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from gptj_ft.checkpoints.architecture import read_architecture
 from gptj_ft.checkpoints.model_folder import open_checkpoint
 from gptj_ft.config.options import Recipe
 from gptj_ft.models.batch import pack
-from gptj_ft.models.registry import read_architecture
 from gptj_ft.planning.flops import Flops, count_flops
 from gptj_ft.streaming.adamw import AdamW
 from gptj_ft.streaming.buffers import BufferBudget

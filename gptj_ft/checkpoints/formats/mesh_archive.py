@@ -9,8 +9,8 @@ import zlib
 from lzma import LZMAError
 from pathlib import Path
 
-from gptj_ft.data.readers.source import SNIFFED_BYTES, compression_of, decompressed
 from gptj_ft.errors import DataError, ResourceError, UsageError
+from gptj_ft.system.compression import SNIFFED_BYTES, compression_of, decompressed
 from gptj_ft.system.files import create_file, disk_errors
 from gptj_ft.system.machine import free_disk
 

@@ -12,6 +12,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from gptj_ft.checkpoints.architecture import read_architecture
 from gptj_ft.checkpoints.base_model import find_model
 from gptj_ft.checkpoints.formats.safetensors import write_safetensors
 from gptj_ft.checkpoints.formats.tensor_info import Shard, TensorInfo
@@ -20,7 +21,7 @@ from gptj_ft.checkpoints.model_folder import METADATA_FILE, Checkpoint, copy_fil
 from gptj_ft.config.options import Task
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.lora import A, B, Rank, is_transposed, linear_layers, widths
-from gptj_ft.models.registry import Architecture, read_architecture
+from gptj_ft.models.registry import Architecture
 from gptj_ft.models.trainable import places_of
 from gptj_ft.system.atomic import atomic_folder
 from gptj_ft.system.digests import FOLDER_DIGESTS, check_file, folder_digests, read_json

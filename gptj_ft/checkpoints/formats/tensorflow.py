@@ -17,9 +17,9 @@ from torch import Tensor
 from gptj_ft.checkpoints.formats.cerebras import JoinedShard
 from gptj_ft.checkpoints.formats.tensor_info import Shard, TensorInfo, read_tensor_rows
 from gptj_ft.checkpoints.model_folder import Checkpoint
-from gptj_ft.data.readers.source import has_checksum
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.registry import Family, Leaf
+from gptj_ft.system.compression import has_checksum
 from gptj_ft.system.files import inside
 from gptj_ft.system.memory import bytes_of
 

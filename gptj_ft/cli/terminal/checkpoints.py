@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 
 from gptj_ft import api
+from gptj_ft.checkpoints.architecture import read_architecture
 from gptj_ft.checkpoints.base_model import downloaded_model
 from gptj_ft.checkpoints.compare import diff_checkpoints
 from gptj_ft.checkpoints.convert import Conversion, ConvertReport
@@ -19,7 +20,7 @@ from gptj_ft.cli.terminal.output import Output, print_note
 from gptj_ft.cli.terminal.screen import console_for, next_steps, panel, say, whole
 from gptj_ft.cli.terminal.tables import ask
 from gptj_ft.errors import UsageError, listed
-from gptj_ft.models.registry import NAMES_SHOWN, read_architecture
+from gptj_ft.models.registry import NAMES_SHOWN
 from gptj_ft.system import paths
 from gptj_ft.system.machine import free_disk
 from gptj_ft.system.plain_text import command_line

@@ -31,9 +31,10 @@ from gptj_ft.data.encode import check_templates, parts
 from gptj_ft.data.prepare import TOKENS, find_columns
 from gptj_ft.data.readers.records import read_rows
 from gptj_ft.data.readers.rows import Findings, Occurrences, Row
-from gptj_ft.data.readers.source import COMPRESSIONS, SUFFIXES, FileOptions, identify
+from gptj_ft.data.readers.source import SUFFIXES, FileOptions, identify
 from gptj_ft.errors import DataError, RowSkipped, UsageError
 from gptj_ft.system.atomic import atomic_files, require_new
+from gptj_ft.system.compression import COMPRESSIONS
 
 # Characters of UTF-8, each of its bytes read as one of Windows-1252.
 ENCODED = re.compile(f"(?:[Â-ß][{NEXT}]|[à-ï][{NEXT}]{{2}}|[ð-ô][{NEXT}]{{3}})+")

@@ -19,30 +19,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePath
-from typing import BinaryIO, cast
-
-import google_crc32c
+from typing import BinaryIO
 
 from gptj_ft.config.options import MOST_RECORD_BYTES, Recipe
 from gptj_ft.data.readers.encodings import DETECT, ENCODING_NAMES, encoding_by_head
 from gptj_ft.errors import DataError, UsageError, did_you_mean
+from gptj_ft.system.compression import COMPRESSIONS, SNIFFED_BYTES, compression_of, decompressed, has_checksum
 from gptj_ft.system.plain_text import shortened
 
-SNIFFED_BYTES = 4096
 HEADER_BYTES = 12  # of a TFRecord
 # At the end of a zip archive is the list of what is in it, and at the end of that a record with its size.
 END_BYTES, MOST_LIST_BYTES = 2**16 + 22, 2**22
-# Suffix -> compression, as in rows.jsonl.gz.
-COMPRESSIONS = {".gz": "gzip", ".xz": "xz", ".zst": "zstandard"}
-COMPRESSION_MAGIC = {b"\x1f\x8b": "gzip", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstandard"}
-
-
-def compression_of(head: bytes) -> str:
-    """Return the compression of content that begins with ``head``; empty if there is none.
-
-    zlib is left out: its two bytes may begin a text.
-    """
-    return next((compression for magic, compression in COMPRESSION_MAGIC.items() if head.startswith(magic)), "")
 
 
 def record_length(header: bytes) -> int | None:
@@ -55,12 +42,6 @@ def record_length(header: bytes) -> int | None:
     if len(header) < HEADER_BYTES or not has_checksum(header[:8], header[8:]):
         return None
     return int.from_bytes(header[:8], "little")
-
-
-def has_checksum(data: bytes, stored: bytes) -> bool:
-    """Tell whether four stored bytes are the masked CRC-32C of ``data``: rotated by 15 bits, plus a constant."""
-    crc = int(google_crc32c.value(data))
-    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF == int.from_bytes(stored, "little")
 
 
 def _begins_zlib(head: bytes) -> bool:
@@ -89,24 +70,6 @@ def names_in_zip(raw: BinaryIO) -> frozenset[str]:
             return frozenset(archive.namelist())
     except (zipfile.BadZipFile, ValueError, OSError, EOFError, NotImplementedError, struct.error):
         return frozenset()
-
-
-def decompressed(raw: BinaryIO, compression: str) -> BinaryIO:
-    """Return a stream that decompresses ``raw``; without compression ``raw`` itself.
-
-    Reading raises EOFError, zlib.error, lzma.LZMAError, or an OSError without a number, where it is damaged.
-    """
-    if compression == "gzip":
-        return cast(BinaryIO, gzip.open(raw))
-    if compression == "xz":
-        return cast(BinaryIO, lzma.open(raw))
-    if compression in ("zstandard", "zlib"):
-        import pyarrow
-
-        # What inflates gzip there takes the header of zlib too.
-        stream = pyarrow.CompressedInputStream(raw, "zstd" if compression == "zstandard" else "gzip")
-        return cast(BinaryIO, io.BufferedReader(stream))
-    return raw
 
 
 # Suffix -> format. Those of one format are read by the same reader.

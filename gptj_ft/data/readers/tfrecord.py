@@ -9,8 +9,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from gptj_ft.data.readers.rows import Findings, Row, token_row
-from gptj_ft.data.readers.source import HEADER_BYTES, File, has_checksum, opened_file, record_length
+from gptj_ft.data.readers.source import HEADER_BYTES, File, opened_file, record_length
 from gptj_ft.errors import DataError
+from gptj_ft.system.compression import has_checksum
 
 FEATURE = "text"
 FOOTER_BYTES = 4  # the checksum of a payload

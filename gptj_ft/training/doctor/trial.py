@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gptj_ft.checkpoints.architecture import read_architecture
 from gptj_ft.checkpoints.model_folder import open_checkpoint
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.batches import micro_batches
 from gptj_ft.models.batch import most_filled
-from gptj_ft.models.registry import Architecture, read_architecture
+from gptj_ft.models.registry import Architecture
 from gptj_ft.models.trainable import select
 from gptj_ft.streaming.activations import OffloadedActivations, boundary_layout
 from gptj_ft.streaming.adamw import AdamW
