@@ -21,10 +21,13 @@ import psutil
 import pytest
 import torch
 from safetensors import safe_open
+from support.recipe_table import RecipeTable
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples"
 LOSSES, JSON, HELP, OLD = HERE / "losses", HERE / "json", HERE / "help", HERE / "old"
+RECIPES = HERE / "recipes.json"
+SHOW = "recipes-show-"
 NUM_STEPS = 20
 # Instruction sets order sums differently, and 20 steps amplify the difference. Measured between AVX-512 and emulated
 # AVX2: up to 2.5e-7 in fp32, 2.2e-3 in bf16.
@@ -180,8 +183,8 @@ PRESETS = sorted(file.stem for file in (HERE.parents[1] / "recipes").glob("*.yam
 # Commands run in this order in one working folder. A repeated command has a suffix.
 COMMANDS = {
     "recipes-list": "recipes list",
-    **{f"recipes-show-{name}": f"recipes show {name}" for name in ["custom", *PRESETS]},
-    "recipes-show-custom-lora": "recipes show custom --set method=lora",
+    **{f"{SHOW}{name}": f"recipes show {name}" for name in ["custom", *PRESETS]},
+    f"{SHOW}custom-lora": "recipes show custom --set method=lora",
     "prepare-data": "prepare-data --recipe summarization --data rows.jsonl --model tiny --output data",
     **PLANS,
     "finetune-dry-run": f"finetune {TRAIN} --val-data val.jsonl {ON_DEVICE} --output runs/a --dry-run",
@@ -283,7 +286,7 @@ def test_golden_json(shell, tmp_path, own_home, updating) -> None:
     (tmp_path / "six").mkdir()
     (tmp_path / "six" / "config.json").write_text(json.dumps(SIX_BILLION), encoding="utf-8")
     places = {str(own_home): "HOME", str(tmp_path): "FOLDER"}
-    found = []
+    found, recipes = [], RecipeTable(RECIPES)
     for name, line in COMMANDS.items():
         words = line.replace("MODEL", " ".join(each.name for each in (own_home / "models").glob("tiny-gpt2-*")))
         codes = {0, 4} if "-6b-" in name else {2} if name.endswith("-error") else {0}
@@ -294,16 +297,24 @@ def test_golden_json(shell, tmp_path, own_home, updating) -> None:
             if done.json["needs"][0]["have"] < 12 * 10**9:
                 continue
             ours = {key: value for key, value in ours.items() if key not in ("error", "exit_code")}
-        file = JSON / f"{name}.json"
         if updating:
             MACHINE.write(HERE / "machine.json")
-            file.parent.mkdir(exist_ok=True)
-            file.write_text(json.dumps(ours, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        is_exact, golden = Machine.of(HERE / "machine.json") == MACHINE, json.loads(file.read_text(encoding="utf-8"))
+        if name.startswith(SHOW):
+            recipe = name.removeprefix(SHOW)
+            if updating:
+                recipes[recipe] = ours
+            golden = recipes[recipe]
+        else:
+            file = JSON / f"{name}.json"
+            if updating:
+                file.parent.mkdir(exist_ok=True)
+                file.write_text(json.dumps(ours, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            golden = json.loads(file.read_text(encoding="utf-8"))
+        is_exact = Machine.of(HERE / "machine.json") == MACHINE
         tolerance = PLAN_TOLERANCE if name.startswith("plan") else 0.0 if is_exact else JSON_TOLERANCE
         found += differences(ours, golden, tolerance, name)
     assert not found, "\n".join(found)
-    assert {file.stem for file in JSON.iterdir()} == COMMANDS.keys()
+    assert {*(file.stem for file in JSON.iterdir()), *(SHOW + name for name in recipes)} == COMMANDS.keys()
 
 
 def pages(shell) -> Iterator[tuple[str, str]]:
