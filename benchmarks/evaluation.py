@@ -92,7 +92,7 @@ def recipe_of(arguments: argparse.Namespace, **options: object) -> Any:
 
 def ours(arguments: argparse.Namespace) -> dict[str, Any]:
     """Evaluate as the command does."""
-    from gptj_ft.evaluation.evaluate import plan_on_rows
+    from gptj_ft.evaluation.text_evaluation import plan_on_rows
 
     start = time.perf_counter()
     planned = plan_on_rows(arguments.work / "model", recipe_of(arguments), arguments.data / FILE, arguments.rows)
@@ -107,7 +107,7 @@ def theirs(arguments: argparse.Namespace) -> dict[str, Any]:
     from rouge_score.rouge_scorer import RougeScorer
 
     from gptj_ft.data.tokenization import load_tokenizer
-    from gptj_ft.evaluation.eval_set import make_eval_set
+    from gptj_ft.evaluation.text_evaluation import make_eval_set
 
     folder = arguments.work / "model"
     tokenizer = load_tokenizer(folder)
@@ -139,7 +139,7 @@ def memory(arguments: argparse.Namespace) -> dict[str, Any]:
     """Evaluate from the folder; note the largest logits and what the plan said."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from gptj_ft.evaluation.evaluate import plan_on_rows
+    from gptj_ft.evaluation.text_evaluation import plan_on_rows
     from gptj_ft.planning.plan import PROCESS_BYTES
     from gptj_ft.streaming.step import HEAD_CHUNK_BYTES
     from gptj_ft.system.machine import peak_memory

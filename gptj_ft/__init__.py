@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from gptj_ft.config.options import Recipe
     from gptj_ft.errors import GptjFtError
     from gptj_ft.evaluation.comparison import ModelComparison
-    from gptj_ft.evaluation.label_file import LabelResult
-    from gptj_ft.evaluation.run import EvaluateRequest
-    from gptj_ft.generation.batch import BatchResult
+    from gptj_ft.evaluation.evaluate import EvaluateRequest
+    from gptj_ft.evaluation.generate import BatchResult
+    from gptj_ft.evaluation.predict import LabelResult
     from gptj_ft.generation.generator import Answer
     from gptj_ft.training.doctor.checkup import Diagnosis
     from gptj_ft.training.finetune import Forecast, PreparedRun
@@ -43,10 +43,10 @@ __version__ = "0.1.0"
 _HOMES = {  # of what is not in `api`
     "Recipe": "config.options",
     "GptjFtError": "errors",
-    "LabelResult": "evaluation.label_file",
+    "LabelResult": "evaluation.predict",
     "ModelComparison": "evaluation.comparison",
-    "EvaluateRequest": "evaluation.run",
-    "BatchResult": "generation.batch",
+    "EvaluateRequest": "evaluation.evaluate",
+    "BatchResult": "evaluation.generate",
     "Answer": "generation.generator",
     "Diagnosis": "training.doctor.checkup",
     "Forecast": "training.finetune",

@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
     from gptj_ft.config.options import Recipe
     from gptj_ft.evaluation.comparison import ModelComparison
-    from gptj_ft.evaluation.label_file import LabelJob, LabelResult
-    from gptj_ft.evaluation.run import EvaluateRequest, PairedEvaluation
-    from gptj_ft.generation.batch import BatchJob, BatchResult
+    from gptj_ft.evaluation.evaluate import EvaluateRequest, PairedEvaluation
+    from gptj_ft.evaluation.generate import BatchJob, BatchResult
+    from gptj_ft.evaluation.predict import LabelJob, LabelResult
     from gptj_ft.generation.generator import Answer, GenerationSetup, Generator, InferenceSetup
     from gptj_ft.training.doctor.checkup import Diagnosis
     from gptj_ft.training.finetune import Forecast, PreparedRun
@@ -250,7 +250,7 @@ def plan_evaluation(request: EvaluateRequest, reporter: Reporter | None = None) 
     Raises:
         GptjFtError: no rows, no such model, or it does not fit.
     """
-    from gptj_ft.evaluation.run import PairedEvaluation
+    from gptj_ft.evaluation.evaluate import PairedEvaluation
 
     reporter = reporter or Reporter()
     reporter.on_activity("reading the rows")
@@ -287,7 +287,7 @@ def evaluate(
         NotFinite: a loss.
         Interrupted: a signal; what was measured is kept, and the same call goes on from there.
     """
-    from gptj_ft.evaluation.run import EvaluateRequest
+    from gptj_ft.evaluation.evaluate import EvaluateRequest
 
     folder = named_model(model, "evaluate")
     reporter = reporter or Reporter()
@@ -327,8 +327,8 @@ def evaluate_tasks(
     Raises:
         UsageError: lm-eval is not installed, or has no such task.
     """
+    from gptj_ft.evaluation.evaluate import PairedEvaluation, TasksRequest
     from gptj_ft.evaluation.lm_eval.tasks import TaskSelection, load_tasks
-    from gptj_ft.evaluation.run import PairedEvaluation, TasksRequest
 
     folder = named_model(model, "evaluate")
     loaded = load_tasks(TaskSelection(list(tasks), _path(include_path), num_fewshot), offline)
@@ -363,7 +363,7 @@ def evaluate_predictions(
         UsageError: no metrics, or rows that differ.
         DataError: predictions that cannot be matched with rows.
     """
-    from gptj_ft.evaluation.run import PredictionsRequest, score_files
+    from gptj_ft.evaluation.predictions_file import PredictionsRequest, score_files
 
     options_ = resolved_options(recipe, options).recipe
     rows = str(data) if data is not None else None
@@ -450,7 +450,7 @@ def plan_file(
     rows: str | os.PathLike[str], output: str | os.PathLike[str], setup: GenerationSetup, num_return: int = 1
 ) -> BatchJob:
     """Read the rows of `generate_file`, and plan its passes. Arguments and errors: as there."""
-    from gptj_ft.generation.batch import plan_batch
+    from gptj_ft.evaluation.generate import plan_batch
     from gptj_ft.generation.generator import check_num_return
 
     check_num_return(setup.recipe, num_return)
@@ -459,7 +459,7 @@ def plan_file(
 
 def run_file(setup: GenerationSetup, job: BatchJob, reporter: Reporter) -> BatchResult:
     """Generate the answers of `plan_file`."""
-    from gptj_ft.generation.batch import run_batch
+    from gptj_ft.evaluation.generate import run_batch
 
     with open_model(setup, job.plan.weights) as opened, fixed_seed(setup.recipe.seed, setup.device):
         return run_batch(opened.generator, job, lambda done, total: reporter.on_count("answering", done, total, "rows"))
@@ -502,14 +502,14 @@ def plan_predictions(
     rows: str | os.PathLike[str], output: str | os.PathLike[str], setup: InferenceSetup, keep: Sequence[str] = ()
 ) -> LabelJob:
     """Read the rows of `predict_file`, and plan its passes. Arguments and errors: as there."""
-    from gptj_ft.evaluation.label_file import plan_labels
+    from gptj_ft.evaluation.predict import plan_labels
 
     return plan_labels(setup, Path(rows), Path(output), keep)
 
 
 def run_predictions(job: LabelJob, reporter: Reporter) -> LabelResult:
     """Label the rows of `plan_predictions`."""
-    from gptj_ft.evaluation.label_file import run_labels
+    from gptj_ft.evaluation.predict import run_labels
 
     stopped = "stopped; what was labelled so far is kept, and the same command goes on from there"
     with stop_says(lambda: stopped):
@@ -577,7 +577,7 @@ def label(
     texts: Sequence[str | tuple[str, str] | Mapping[str, Any]], folder: Path, recipe: Recipe
 ) -> list[dict[str, Any]]:
     """Label texts with the model in a folder. Arguments and errors: as of `predict`."""
-    from gptj_ft.evaluation.label_file import label_texts, text_fields
+    from gptj_ft.evaluation.predict import label_texts, text_fields
     from gptj_ft.generation.generator import InferenceSetup
 
     setup = InferenceSetup.of(folder, recipe)

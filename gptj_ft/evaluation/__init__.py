@@ -1,1 +1,1 @@
-"""Score a model, or the outputs of any system, on rows."""
+"""Run a model over rows: evaluate it, predict labels, generate answers."""

@@ -6,20 +6,66 @@ import math
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gptj_ft.config.options import Recipe
 from gptj_ft.errors import UsageError, did_you_mean
-from gptj_ft.evaluation.evaluate import Evaluation
-from gptj_ft.evaluation.metrics import score_by_row
-from gptj_ft.evaluation.metrics.bootstrap import Estimate, PairedEstimates, estimate_scores
+from gptj_ft.evaluation.metrics import Statistic, score_by_row
+from gptj_ft.evaluation.metrics import rouge as rouge_metric
+from gptj_ft.evaluation.metrics.label_scores import LabelScores
+from gptj_ft.evaluation.metrics.statistic import Estimate, PairedEstimates, estimate_scores, values
+
+if TYPE_CHECKING:
+    pass
+
 
 LOWER_IS_BETTER = ("loss", "perplexity", "word_perplexity", "byte_perplexity", "ece", "mse", "mae")
 OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
     ">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt,
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Scores of a model, or of the outputs of any system, on a dataset.
+
+    Attributes:
+        model: model folder, or file of outputs.
+        figures: statistics by name, loss and perplexities included.
+        places: file and line of each row.
+        answers: generated text of each row; empty where none was asked for.
+        references: accepted answers of each row.
+        notes: warnings on the scores.
+        target_tokens: tokens the loss is over; 0 if there is none.
+        labels: scores of each label; ``None`` where the answers are no labels of a head.
+    """
+
+    model: str
+    figures: dict[str, Statistic]
+    places: list[str]
+    answers: list[str]
+    references: list[list[str]]
+    notes: tuple[str, ...] = ()
+    target_tokens: int = 0
+    labels: LabelScores | None = None
+
+    @property
+    def rows(self) -> int:
+        return len(self.places)
+
+    @property
+    def scores(self) -> dict[str, float]:
+        """Scores of all rows, by name."""
+        return values(self.figures, self.rows)
+
+
+def with_warnings(evaluation: Evaluation, recipe: Recipe) -> Evaluation:
+    """Add warnings about metrics that do not suit these rows."""
+    warning = rouge_metric.warning(evaluation.references) if "rouge" in recipe.metrics else None
+    return replace(evaluation, notes=(*evaluation.notes, warning)) if warning else evaluation
 
 
 @dataclass(frozen=True)

@@ -1,169 +1,181 @@
-"""Evaluate a model on a dataset: per-row loss, and generated or most likely answers."""
+"""Plan and run evaluations: of a model beside its baseline on rows, or on tasks of lm-eval; of predictions in files."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import Protocol
 
 from gptj_ft.checkpoints.architecture import read_architecture
 from gptj_ft.checkpoints.base_model import find_model
-from gptj_ft.checkpoints.formats.peft import base_folder, tokenizer_folder
+from gptj_ft.checkpoints.formats.peft import base_folder
 from gptj_ft.checkpoints.metadata import read_metadata
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.run_folder import Run
+from gptj_ft.data.load import data_path
 from gptj_ft.data.readers.source import is_prepared
-from gptj_ft.data.tokenization import NoTokenizer, has_tokenizer, load_tokenizer
-from gptj_ft.errors import NotFinite, UsageError
-from gptj_ft.evaluation.eval_set import EvalSet, make_eval_set, with_short_answers
-from gptj_ft.evaluation.likelihood import label_candidates, losses, passes
-from gptj_ft.evaluation.metrics import Statistic
-from gptj_ft.evaluation.metrics import rouge as rouge_metric
-from gptj_ft.evaluation.metrics.label_scores import LabelScores
-from gptj_ft.evaluation.metrics.language_model import RowLoss, language_model
-from gptj_ft.evaluation.metrics.statistic import values
-from gptj_ft.evaluation.predict import Predictor, PromptGroup, scores_of
-from gptj_ft.evaluation.result_cache import ResultCache
-from gptj_ft.generation.generator import InferenceSetup, check_writes
-from gptj_ft.models.registry import Architecture
+from gptj_ft.errors import UsageError
+from gptj_ft.evaluation.comparison import Evaluation, ModelComparison, compare_models
+from gptj_ft.evaluation.label_evaluation import LabelledEvaluation, plan_labelled
+from gptj_ft.evaluation.lm_eval.tasks import LoadedTasks, compare_on_tasks, plan_on_tasks
+from gptj_ft.evaluation.text_evaluation import EvaluationPlan, plan_on_rows
 from gptj_ft.planning.inference_plan import InferencePlan
-from gptj_ft.planning.resources import check_lengths
-from gptj_ft.streaming.offloaded_model import OffloadedModel
-from gptj_ft.system.paths import home, is_adapter, is_model, models
+from gptj_ft.system.paths import is_adapter, is_model, models
 from gptj_ft.system.processes.group import ALONE, Group
+from gptj_ft.system.signals import stop_says
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
-NO_TEMPLATE = (
-    "this model has no template, and no recipe is named: only the loss of the rows as plain text is measured; "
-    "--recipe NAME asks for answers"
-)
-NO_TEXT = "{rows:,} rows have targets that are no text ({why}): the perplexities of words and bytes are left out"
-NO_REFERENCES = "these rows have no texts to compare answers with: only their loss is measured, not {metrics}"
-_Progress = Callable[[int, int], None]  # called with (rows done, rows to do)
+_STOPPED = "stopped; what was measured so far is kept, and the same command goes on from there"
+Count = Callable[[str, int, int | None, str], None]  # called with (model or baseline, done, to do, unit)
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """Scores of a model, or of the outputs of any system, on a dataset.
+class EvaluateRequest:
+    """Rows to evaluate a model on.
 
     Attributes:
-        model: model folder, or file of outputs.
-        figures: statistics by name, loss and perplexities included.
-        places: file and line of each row.
-        answers: generated text of each row; empty where none was asked for.
-        references: accepted answers of each row.
-        notes: warnings on the scores.
-        target_tokens: tokens the loss is over; 0 if there is none.
-        labels: scores of each label; ``None`` where the answers are no labels of a head.
+        model: model folder.
+        recipe: templates, metrics, generation settings, device.
+        baseline: model to compare with; ``auto``: what it was tuned from; ``none``.
+        data: rows; ``None``: those that the model's run held out.
+        limit: most rows, the first ones; ``None``: all.
+        group: processes that the rows are dealt out to.
     """
 
-    model: str
-    figures: dict[str, Statistic]
-    places: list[str]
-    answers: list[str]
-    references: list[list[str]]
-    notes: tuple[str, ...] = ()
-    target_tokens: int = 0
-    labels: LabelScores | None = None
-
-    @property
-    def rows(self) -> int:
-        return len(self.places)
-
-    @property
-    def scores(self) -> dict[str, float]:
-        """Scores of all rows, by name."""
-        return values(self.figures, self.rows)
+    model: Path
+    recipe: Recipe
+    baseline: str = "auto"
+    data: str | None = None
+    limit: int | None = None
+    group: Group = ALONE
 
 
 @dataclass(frozen=True)
-class EvaluationPlan:
-    """An evaluation that is planned, with cached results.
+class TasksRequest:
+    """Tasks of lm-eval to evaluate a model by.
 
     Attributes:
-        setup: model and options.
-        tokenizer: tokenizer of the model, or ``None``.
-        task: the rows.
-        journal: cache of per-row results.
-        plan: memory and token budget.
+        model: model folder.
+        recipe: device, memory and precision.
+        tasks: tasks with their rows.
+        baseline: model to compare with, as in `EvaluateRequest`.
+        limit: most questions of each task, the first ones; ``None``: all.
+        group: processes that the questions are dealt out to.
     """
 
-    setup: InferenceSetup
-    tokenizer: PreTrainedTokenizerFast | None
-    task: EvalSet
-    journal: ResultCache
-    plan: InferencePlan
+    model: Path
+    recipe: Recipe
+    tasks: LoadedTasks
+    baseline: str = "auto"
+    limit: int | None = None
+    group: Group = ALONE
 
-    def with_note(self, note: str) -> EvaluationPlan:
-        """Return a copy with one more note."""
-        return replace(self, task=replace(self.task, notes=(*self.task.notes, note)))
 
-    def run(self, progress: _Progress | None = None) -> Evaluation:
-        """Evaluate the model on its rows.
+class PlannedEvaluation(Protocol):
+    """Evaluation of one model, planned and not begun."""
 
-        Args:
-            progress: callback for (rows done, rows to do); default: none.
+    @property
+    def plan(self) -> InferencePlan:
+        """Memory and token budget."""
 
-        Raises:
-            NotFinite: a loss.
-        """
-        recipe, task = self.setup.recipe, self.task
-        self.journal.add("together", {0: self.plan.together.written})
-        with self.setup.open(self.plan.weights) as opened:
-            rows, answers = EvaluationRun(self, *opened, progress).run()
-        figures = {**language_model(rows), **scores_of(recipe, answers, task.references)}
-        notes, no_text = task.notes, sum(row.bytes is None for row in rows)
-        if no_text:
-            why = "the tokenizer lacks their ids" if self.tokenizer else "the model has no tokenizer"
-            notes = (*notes, NO_TEXT.format(rows=no_text, why=why))
-        targets, model = sum(row.targets for row in rows), str(self.setup.folder)
-        return with_warnings(Evaluation(model, figures, task.places, answers, task.references, notes, targets), recipe)
+    def run(self, progress: Callable[[int, int], None] | None = None) -> Evaluation:
+        """Evaluate the model; ``progress`` is called with (done, to do)."""
 
     def close(self) -> None:
         """Remove the cache of results, once they are saved."""
-        self.journal.close()
 
 
-def plan_on_rows(folder: Path, recipe: Recipe, data: Path, limit: int | None, group: Group = ALONE) -> EvaluationPlan:
-    """Plan an evaluation, or resume one that was interrupted.
+@dataclass(frozen=True)
+class PairedEvaluation:
+    """An evaluation of a model and its baseline, planned and not begun.
 
-    Args:
-        folder: the model folder.
-        recipe: templates, metrics, generation settings, device.
-        data: file of rows, or prepared data.
-        limit: most rows, the first ones; ``None``: all.
-        group: processes that the rows are dealt out to.
-
-    Raises:
-        ResourceError: the model does not fit in memory.
+    Attributes:
+        request: model, options and rows or tasks as they were asked for.
+        baseline: model folder; ``None``: nothing is compared.
+        runs: plan of each, by ``baseline`` and ``model``, in the order of evaluation.
+        compare: comparison of two results, or estimate of one alone.
+        unit: name of what is counted: ``rows``, or ``questions`` of tasks.
+        data: file or folder of the rows; ``None``: tasks have their own.
+        note: shortening of rows to the context of the models; empty if there is none.
     """
-    setup, own = InferenceSetup.of(folder, recipe, group=group), tokenizer_folder(folder)
-    check_writes(setup)
-    tokenizer = load_tokenizer(own) if has_tokenizer(own) else None
-    check_lengths(recipe, setup.architecture)
-    task = make_eval_set(recipe, tokenizer or NoTokenizer(own), folder, data, limit)
-    if recipe.metrics and not any(task.references):  # rows that came as tokens, or plain text
-        task = replace(task, notes=(*task.notes, NO_REFERENCES.format(metrics=", ".join(recipe.metrics))))
-        recipe = recipe.model_copy(update={"metrics": ()})
-    writes = tokenizer is not None and recipe.metrics and not label_candidates(recipe, tokenizer)
-    if writes:
-        task = with_short_answers(task, recipe.generation.max_new_tokens, setup.context)
-    if recipe.recipe == "custom" and not recipe.metrics:
-        task = replace(task, notes=(*task.notes, NO_TEMPLATE))
-    setup = replace(setup, recipe=recipe)
-    used = {"dtype": str(setup.dtype), "device": setup.device.type}
-    journal = ResultCache({**task.facts, **evaluation_settings(folder, recipe), **used})
-    prompts = [len(prompt) for prompt in task.prompts]
-    documents = [max(document.num_inputs, prompt) for document, prompt in zip(task.documents, prompts, strict=True)]
-    before = journal.of("together").get(0)
-    plan = setup.plan(home(), before, documents=documents, prompts=prompts if writes else ())
-    return EvaluationPlan(setup, tokenizer, task, journal, plan)
+
+    request: EvaluateRequest | TasksRequest
+    baseline: Path | None
+    runs: Mapping[str, PlannedEvaluation]
+    compare: Callable[[Evaluation, Evaluation | None], ModelComparison]
+    unit: str = "rows"
+    data: Path | None = None
+    note: str = ""
+
+    @classmethod
+    def of(cls, request: EvaluateRequest) -> PairedEvaluation:
+        """Read the rows, and plan the passes of each model over them.
+
+        Raises:
+            GptjFtError: no rows, no such model, or it does not fit.
+        """
+        data = data_path(request.data) if request.data else default_rows(request.model)
+        baseline, models = _models(request)
+        recipe, asked = fitted(request.recipe, models.values(), data), request.recipe.max_length
+        runs: dict[str, EvaluationPlan | LabelledEvaluation]
+        plan = plan_on_rows if recipe.task == "language-model" else plan_labelled
+        runs = {name: plan(each, recipe, data, request.limit, request.group) for name, each in models.items()}
+        note = ""
+        if recipe.max_length < asked:
+            length = f"{recipe.max_length:,}, the context of the model, and not {asked:,}"
+            note = f"max_length is {length}: rows are cut to that"
+            runs = {name: each.with_note(note) for name, each in runs.items()}
+        compare = partial(compare_models, metrics=recipe.metrics, seed=recipe.seed)
+        return cls(request, baseline, runs, compare, data=data, note=note)
+
+    @classmethod
+    def of_tasks(cls, request: TasksRequest) -> PairedEvaluation:
+        """Plan the passes of each model over the questions of tasks.
+
+        Raises:
+            GptjFtError: no such model, or it does not fit.
+        """
+        baseline, models = _models(request)
+        runs = {
+            name: plan_on_tasks(each, request.recipe, request.tasks, request.limit, request.group)
+            for name, each in models.items()
+        }
+        return cls(request, baseline, runs, partial(compare_on_tasks, seed=request.recipe.seed), "questions")
+
+    @property
+    def plan(self) -> InferencePlan:
+        """Memory and passes of the larger of the models."""
+        return max((each.plan for each in self.runs.values()), key=lambda plan: plan.device_bytes + plan.host_bytes)
+
+    def run(self, count: Count) -> ModelComparison:
+        """Evaluate the models, and compare them.
+
+        Args:
+            count: receiver of the rows or questions done.
+
+        Raises:
+            Interrupted: a signal; what was measured is kept.
+            NotFinite: a loss.
+        """
+        found: dict[str, Evaluation] = {}
+        for name, each in self.runs.items():
+            with stop_says(lambda: _STOPPED):
+                found[name] = each.run(lambda done, total, name=name: count(name, done, total, self.unit))  # type: ignore[misc]
+        comparison = self.compare(found["model"], found.get("baseline"))
+        for each in self.runs.values():
+            each.close()
+        return comparison
+
+
+def _models(request: EvaluateRequest | TasksRequest) -> tuple[Path | None, dict[str, Path]]:
+    """Return the baseline, if there is one, and the models to evaluate in their order.
+
+    What a model with a head was tuned from has mostly none: it is no baseline unless it is named.
+    """
+    has_head, is_named = request.recipe.task != "language-model", request.baseline not in ("auto", "none")
+    baseline = None if has_head and not is_named else choose_baseline(request.model, request.baseline)
+    return baseline, {"baseline": baseline, "model": request.model} if baseline else {"model": request.model}
 
 
 def fitted(recipe: Recipe, folders: Iterable[Path], data: Path) -> Recipe:
@@ -178,95 +190,6 @@ def fitted(recipe: Recipe, folders: Iterable[Path], data: Path) -> Recipe:
         return recipe
     shortest = min(int(read_architecture(base_folder(folder)).config.n_positions) for folder in folders)
     return recipe.model_copy(update={"max_length": min(recipe.max_length, shortest)})
-
-
-def evaluation_settings(folder: Path, recipe: Recipe) -> dict[str, Any]:
-    """Collect what, besides the rows, determines the results: model, options, version."""
-    files = sorted(path for path in folder.iterdir() if path.is_file())
-    keys = {"metrics", "generation", "completion", "labels", "seed", "micro_batch_tokens"}
-    return {
-        "model": str(folder.resolve()),
-        "files": [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files],
-        "recipe": recipe.model_dump(mode="json", include=keys),
-        "torch": torch.__version__,
-    }
-
-
-@dataclass(frozen=True)
-class EvaluationRun:
-    """Run an evaluation on an open model, reusing cached results.
-
-    Attributes:
-        planned: model and rows.
-        architecture: family and configuration of the model.
-        offloaded: the model.
-        progress: callback, see `EvaluationPlan.run`; default: none.
-    """
-
-    planned: EvaluationPlan
-    architecture: Architecture
-    offloaded: OffloadedModel
-    progress: _Progress | None = None
-
-    def run(self) -> tuple[list[RowLoss], list[str]]:
-        """Compute per-row losses and answers (the most likely label, else generated text).
-
-        Without a metric that asks for it, nothing is answered.
-
-        Raises:
-            NotFinite: a loss.
-        """
-        planned, task = self.planned, self.planned.task
-        known, answers = planned.journal.of("loss"), planned.journal.of("answer")
-        number, recipe, together = len(task.documents), planned.setup.recipe, planned.plan.together
-        if recipe.metrics and planned.tokenizer:
-            answerer = Predictor(recipe, planned.tokenizer, self.architecture, self.offloaded, together)
-            left = [rows for rows in answerer.together(task.prompts) if not answers.keys() >= set(rows)]
-            for some in answerer.rounds(left):
-                self._answer(answerer, some)
-                self._show(len(answers))
-        for rows in passes([document.num_inputs for document in task.documents], together.read):
-            if not known.keys() >= set(rows):
-                documents = [task.documents[row] for row in rows]
-                self._note_losses(rows, losses(self.offloaded, planned.tokenizer, documents, together.computed))
-            self._show(rows.stop)
-        return [RowLoss(**known[row]) for row in range(number)], [answers.get(row, "") for row in range(number)]
-
-    def _answer(self, answerer: Predictor, groups: Sequence[Sequence[int]]) -> None:
-        """Answer groups of rows; compute the loss in the same pass where it shares their prompts."""
-        asked = [self._group(rows, answerer.writes) for rows in groups]
-        for rows, (texts, found) in zip(groups, answerer.answer(asked), strict=True):
-            if found:
-                self._note_losses(rows, found)
-            self.planned.journal.add("answer", dict(zip(rows, texts, strict=True)))
-
-    def _group(self, rows: Sequence[int], is_written: bool) -> PromptGroup:
-        task = self.planned.task
-        prompts, documents = [task.prompts[row] for row in rows], [task.documents[row] for row in rows]
-        shared = all(
-            len(prompt) < document.num_inputs and list(document.ids[: len(prompt)]) == prompt
-            for prompt, document in zip(prompts, documents, strict=True)
-        )
-        scores = is_written and shared and not self.planned.setup.recipe.generation.prompt_lookup_num_tokens
-        return PromptGroup(prompts, rows[0], documents if scores else ())
-
-    def _note_losses(self, rows: Sequence[int], found: Sequence[RowLoss]) -> None:
-        for row, loss in zip(rows, found, strict=True):
-            if not math.isfinite(loss.total):
-                place = self.planned.task.places[row]
-                why = "the model is damaged, or too large for fp16; try --precision fp32"
-                raise NotFinite(f"the loss of {place} is not a finite number: {why}")
-        self.planned.journal.add("loss", {row: asdict(loss) for row, loss in zip(rows, found, strict=True)})
-
-    def _show(self, done: int) -> None:
-        if self.progress:
-            self.progress(done, len(self.planned.task.documents))
-
-
-def with_warnings(evaluation: Evaluation, recipe: Recipe) -> Evaluation:
-    """Add warnings about metrics that do not suit these rows."""
-    warning = rouge_metric.warning(evaluation.references) if "rouge" in recipe.metrics else None
-    return replace(evaluation, notes=(*evaluation.notes, warning)) if warning else evaluation
 
 
 def choose_baseline(folder: Path, name: str) -> Path | None:

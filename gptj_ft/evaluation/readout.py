@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from gptj_ft.config.options import Recipe, Task
 from gptj_ft.evaluation.metrics import score
+from gptj_ft.evaluation.metrics.class_scores import best_threshold, multi_label, sigmoid, single_label, softmax
 from gptj_ft.evaluation.metrics.entities import are_entity_tags, entities
 from gptj_ft.evaluation.metrics.label_scores import (
     LabelScores,
@@ -22,15 +23,34 @@ from gptj_ft.evaluation.metrics.label_scores import (
     scores_of_rows,
     scores_of_words,
 )
-from gptj_ft.evaluation.metrics.multi_label import best_threshold, multi_label
-from gptj_ft.evaluation.metrics.probability import sigmoid, softmax
 from gptj_ft.evaluation.metrics.regression import regression
-from gptj_ft.evaluation.metrics.single_label import single_label
 from gptj_ft.evaluation.metrics.statistic import Statistic
-from gptj_ft.evaluation.outputs import RowOutput
 from gptj_ft.evaluation.spans import SpanAnswer, SpanSettings, Window, best_answer, best_thresholds
+from gptj_ft.models.batch import Marks
 
 FloatArray = NDArray[np.float64]
+Outputs = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class RowOutput:
+    """What a head gives for a row, and what the row says is right.
+
+    Attributes:
+        outputs: outputs for each of its windows, [S, C].
+        marks: tokens read and targets of each window.
+        offsets: start and end character of each token in the text, for a span's windows; empty for other tasks.
+        texts: context, words or sentences of the row; empty where there are none.
+        references: accepted answers.
+        place: file and line.
+    """
+
+    outputs: Sequence[Outputs]
+    marks: Sequence[Marks]
+    offsets: Sequence[NDArray[np.int64]]
+    texts: Sequence[str]
+    references: Sequence[str]
+    place: str
 
 
 @dataclass(frozen=True)

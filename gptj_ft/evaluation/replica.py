@@ -12,7 +12,7 @@ from gptj_ft.checkpoints.formats.peft import tokenizer_folder
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.resolve import build
 from gptj_ft.data.tokenization import load_tokenizer
-from gptj_ft.evaluation.predict import Predictor
+from gptj_ft.evaluation.answerer import Answerer
 from gptj_ft.generation.decoding import continuations
 from gptj_ft.generation.generator import InferenceSetup
 from gptj_ft.generation.hf_model import StreamedModel
@@ -80,5 +80,5 @@ class Replica:
         return StreamedModel(self.architecture, self.offloaded, self.recipe.micro_batch_tokens)
 
     @cached_property
-    def _predictor(self) -> Predictor:
-        return Predictor(self.recipe, self._tokenizer, self.architecture, self.offloaded)
+    def _predictor(self) -> Answerer:
+        return Answerer(self.recipe, self._tokenizer, self.architecture, self.offloaded)

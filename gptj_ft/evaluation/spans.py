@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gptj_ft.evaluation.metrics.probability import softmax
+from gptj_ft.evaluation.metrics.class_scores import softmax
 from gptj_ft.evaluation.metrics.squad import squad
 from gptj_ft.evaluation.metrics.statistic import Vector
 

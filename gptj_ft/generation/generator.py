@@ -193,7 +193,7 @@ class Generator:
             num_return: number of answers.
             show: callback for the text of a single answer, piece by piece where the search allows it.
         """
-        from gptj_ft.generation.text_streamer import AnswerStreamer
+        from gptj_ft.generation.decoding import AnswerStreamer
 
         tokenizer, settings = self.setup.tokenizer, self.setup.recipe.generation
         prompt = self.setup.encode(values)

@@ -91,8 +91,7 @@ class LabelledValidation:
         Raises:
             NotFinite: a loss.
         """
-        from gptj_ft.evaluation.labelled import answer_rows
-        from gptj_ft.evaluation.outputs import outputs_of, row_outputs
+        from gptj_ft.evaluation.label_evaluation import answer_rows, outputs_of, row_outputs
 
         setup, rows, losses = self._setup, self._setup.validation, list[StepLoss]()
         together = TokenBudget(setup.recipe.micro_batch_tokens, offloaded.budget.pass_tokens)
@@ -134,10 +133,10 @@ class ValidationSamples:
         Raises:
             ResourceError: they cannot be written.
         """
-        from gptj_ft.evaluation.predict import Predictor, PromptGroup, scores_of
+        from gptj_ft.evaluation.answerer import Answerer, PromptGroup, scores_of
 
         setup = self._setup
-        answerer = Predictor(setup.recipe, self._tokenizer, setup.architecture, offloaded, self._together)
+        answerer = Answerer(setup.recipe, self._tokenizer, setup.architecture, offloaded, self._together)
         answers: dict[int, str] = {}
         for some in answerer.rounds(list(answerer.together(self._prompts))):
             groups = [PromptGroup([self._prompts[row] for row in rows], rows[0]) for rows in some]

@@ -15,8 +15,8 @@ from gptj_ft.cli.html.evaluation_page import evaluation_facts, evaluation_report
 from gptj_ft.cli.html.label_tables import DARKEST, MOST_CLASSES, label_facts
 from gptj_ft.cli.terminal.evaluation import show_comparison
 from gptj_ft.cli.terminal.labels import MOST_PAIRS, show_labels
-from gptj_ft.evaluation.comparison import ModelComparison, compare_models
-from gptj_ft.evaluation.evaluate import Evaluation
+from gptj_ft.evaluation.comparison import Evaluation, ModelComparison, compare_models
+from gptj_ft.evaluation.metrics.class_scores import single_label, softmax
 from gptj_ft.evaluation.metrics.label_scores import (
     ClassScore,
     LabelScores,
@@ -25,9 +25,7 @@ from gptj_ft.evaluation.metrics.label_scores import (
     scores_of_rows,
     scores_of_words,
 )
-from gptj_ft.evaluation.metrics.probability import softmax
 from gptj_ft.evaluation.metrics.regression import regression
-from gptj_ft.evaluation.metrics.single_label import single_label
 
 NAMES = ["entail|ment", "<neutral>", "contradiction"]
 

@@ -31,11 +31,10 @@ from gptj_ft.cli.html.names import portable
 from gptj_ft.cli.html.run_page import write_comparison, write_run_page
 from gptj_ft.cli.terminal.evaluation import show_comparison
 from gptj_ft.config.run_folder import Run, write_json
-from gptj_ft.evaluation.comparison import compare_models
-from gptj_ft.evaluation.evaluate import Evaluation
+from gptj_ft.evaluation.comparison import Evaluation, compare_models
 from gptj_ft.evaluation.metrics import score
-from gptj_ft.evaluation.metrics.bootstrap import Estimate, PairedEstimates
 from gptj_ft.evaluation.metrics.label_scores import scores_of_rows
+from gptj_ft.evaluation.metrics.statistic import Estimate, PairedEstimates
 from gptj_ft.system.digests import read_json
 
 

@@ -11,7 +11,17 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import pytest
 
-from gptj_ft.evaluation.metrics.bootstrap import estimate_scores
+from gptj_ft.evaluation.metrics.class_scores import (
+    MULTI_LABEL_SCORES,
+    SINGLE_LABEL_SCORES,
+    CalibrationError,
+    RocAuc,
+    best_threshold,
+    multi_label,
+    sigmoid,
+    single_label,
+    softmax,
+)
 from gptj_ft.evaluation.metrics.entities import ENTITY_SCORES, Entity, are_entity_tags, entities, entities_of
 from gptj_ft.evaluation.metrics.label_scores import (
     MOST_CONFUSED,
@@ -23,11 +33,8 @@ from gptj_ft.evaluation.metrics.label_scores import (
     scores_of_rows,
     scores_of_words,
 )
-from gptj_ft.evaluation.metrics.multi_label import MULTI_LABEL_SCORES, best_threshold, multi_label
-from gptj_ft.evaluation.metrics.probability import sigmoid, softmax
 from gptj_ft.evaluation.metrics.regression import REGRESSION_SCORES, regression
-from gptj_ft.evaluation.metrics.single_label import SINGLE_LABEL_SCORES, CalibrationError, RocAuc, single_label
-from gptj_ft.evaluation.metrics.statistic import Statistic, values
+from gptj_ft.evaluation.metrics.statistic import Statistic, estimate_scores, values
 
 Array = np.ndarray
 

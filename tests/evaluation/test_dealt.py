@@ -25,12 +25,12 @@ from gptj_ft.config.options import Recipe
 from gptj_ft.config.presets import load_preset
 from gptj_ft.config.resolve import build
 from gptj_ft.errors import NotFinite, ResourceError, UsageError
-from gptj_ft.evaluation import evaluate
-from gptj_ft.evaluation.evaluate import Evaluation
+from gptj_ft.evaluation import text_evaluation
+from gptj_ft.evaluation.comparison import Evaluation
+from gptj_ft.evaluation.evaluate import EvaluateRequest, PairedEvaluation
 from gptj_ft.evaluation.replica import serve_models
-from gptj_ft.evaluation.run import EvaluateRequest, PairedEvaluation
+from gptj_ft.evaluation.row_job import OutputFile
 from gptj_ft.generation import decoding, replica
-from gptj_ft.generation.answers_file import AnswersFile
 from gptj_ft.generation.generator import GenerationSetup, InferenceSetup
 from gptj_ft.generation.replica import announce_end
 from gptj_ft.streaming import shared_exchange
@@ -150,7 +150,7 @@ def test_an_evaluation_that_was_interrupted_goes_on_in_several_processes(tmp_pat
     monkeypatch.setattr("gptj_ft.planning.inference_plan.BATCH_TOKENS", 300)
     folder = writer(tmp_path / "tuned", "summarization")
     alone = facts_of(led(1, lambda group: evaluated(folder, rows, group)))
-    note, calls = evaluate.EvaluationRun._note_losses, []
+    note, calls = text_evaluation.EvaluationRun._note_losses, []
 
     def interrupted(*arguments: Any) -> None:
         calls.append(1)
@@ -159,7 +159,7 @@ def test_an_evaluation_that_was_interrupted_goes_on_in_several_processes(tmp_pat
         note(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(evaluate.EvaluationRun, "_note_losses", interrupted)
+        patch.setattr(text_evaluation.EvaluationRun, "_note_losses", interrupted)
         with pytest.raises(NotFinite):
             led(2, lambda group: evaluated(folder, rows, group))
     assert len(list((own_home / "evaluations").iterdir())) == 1
@@ -187,9 +187,9 @@ def test_answers_to_rows_are_the_bytes_of_one_process(tmp_path, rows, monkeypatc
 
 
 def test_an_error_while_answers_are_written_ends_all_processes(tmp_path, rows, monkeypatch) -> None:
-    folder, append = writer(tmp_path / "tuned", "summarization"), AnswersFile.append
+    folder, append = writer(tmp_path / "tuned", "summarization"), OutputFile.append
 
-    def full(self: AnswersFile, lines: Any) -> None:
+    def full(self: OutputFile, lines: Any) -> None:
         if lines := list(lines):
             raise ResourceError("the disk is full")
         append(self, lines)
@@ -198,7 +198,7 @@ def test_an_error_while_answers_are_written_ends_all_processes(tmp_path, rows, m
         setup = GenerationSetup.of(folder, recipe_of(folder), group=group)
         api.run_file(setup, api.plan_file(rows, tmp_path / "out.jsonl", setup), Reporter())
 
-    monkeypatch.setattr(AnswersFile, "append", full)
+    monkeypatch.setattr(OutputFile, "append", full)
     with pytest.raises(ResourceError, match="the disk is full"):
         led(2, answered)
 

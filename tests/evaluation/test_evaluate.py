@@ -20,9 +20,9 @@ from gptj_ft.config.presets import load_preset
 from gptj_ft.config.resolve import build
 from gptj_ft.data.batches import Document
 from gptj_ft.data.tokenization import load_tokenizer
-from gptj_ft.evaluation import likelihood, predict
-from gptj_ft.evaluation.eval_set import make_eval_set
+from gptj_ft.evaluation import answerer, likelihood
 from gptj_ft.evaluation.likelihood import documents_of, label_candidates, log_likelihoods, losses, passes
+from gptj_ft.evaluation.text_evaluation import make_eval_set
 from gptj_ft.generation import hf_model
 from gptj_ft.planning import inference_plan
 from gptj_ft.streaming import scoring, step
@@ -235,7 +235,7 @@ def test_an_evaluation_that_was_killed_goes_on_and_ends_with_the_same_figures(
     line = f"evaluate {folder} {OPTIONS} --data notes.jsonl --set generation.temperature={temperature} --show 9 --json"
     monkeypatch.setattr(inference_plan, "BATCH_TOKENS", 100)  # so that some rows are answered before others
     whole = shell(line).json
-    calls, original = [], predict.generate_tokens
+    calls, original = [], answerer.generate_tokens
     kill_after = [2]
 
     def counted(*arguments, **more):
@@ -244,7 +244,7 @@ def test_an_evaluation_that_was_killed_goes_on_and_ends_with_the_same_figures(
         calls.append("answers")
         return original(*arguments, **more)
 
-    monkeypatch.setattr(predict, "generate_tokens", counted)
+    monkeypatch.setattr(answerer, "generate_tokens", counted)
     stopped = shell(line)
     assert (stopped.code, "what was measured so far is kept, and the same command goes on" in stopped.out) == (
         130,

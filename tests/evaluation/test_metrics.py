@@ -18,11 +18,11 @@ from gptj_ft.config.options import Recipe
 from gptj_ft.config.presets import load_preset
 from gptj_ft.errors import DataError
 from gptj_ft.evaluation.metrics import METRICS, Statistic, score, score_names
-from gptj_ft.evaluation.metrics.bootstrap import estimate_scores
+from gptj_ft.evaluation.metrics.accuracy import MacroF1
 from gptj_ft.evaluation.metrics.language_model import RowLoss, language_model
 from gptj_ft.evaluation.metrics.rouge import warning
 from gptj_ft.evaluation.metrics.squad import normalize_answer, unanswered
-from gptj_ft.evaluation.metrics.statistic import MacroF1, Ratio, mean, values
+from gptj_ft.evaluation.metrics.statistic import Ratio, estimate_scores, mean, values
 
 Texts, Answers = list[str], list[list[str]]
 

@@ -22,7 +22,7 @@ from support.stopped_runs import make_runs
 
 from gptj_ft.checkpoints.metadata import read_metadata
 from gptj_ft.config.run_folder import Run
-from gptj_ft.evaluation.result_cache import ResultCache
+from gptj_ft.evaluation.row_job import ResultCache
 from gptj_ft.system.digests import read_sealed, sealed
 from gptj_ft.system.paths import newest_run
 

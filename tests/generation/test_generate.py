@@ -18,11 +18,11 @@ from gptj_ft.checkpoints.tiny import make_tiny
 from gptj_ft.config.options import Generation, Recipe
 from gptj_ft.config.presets import load_preset
 from gptj_ft.config.resolve import build
+from gptj_ft.evaluation.row_job import OutputFile
 from gptj_ft.generation import chat, decoding
-from gptj_ft.generation.answers_file import AnswersFile
 from gptj_ft.generation.chat import run_chat
+from gptj_ft.generation.decoding import AnswerStreamer
 from gptj_ft.generation.generator import GenerationSetup, Generator, open_generator
-from gptj_ft.generation.text_streamer import AnswerStreamer
 
 SHORT = {"max_length": 96, "device": "cpu", "precision": "fp32"}
 
@@ -118,8 +118,8 @@ def test_no_file_is_written_into_that_is_of_something_else(model: Path, rows: Pa
 
 
 def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
-    with AnswersFile(tmp_path / "out.jsonl", {}), pytest.raises(Exception, match="being written by another process"):
-        AnswersFile(tmp_path / "out.jsonl", {})
+    with OutputFile(tmp_path / "out.jsonl", {}), pytest.raises(Exception, match="being written by another process"):
+        OutputFile(tmp_path / "out.jsonl", {})
 
 
 def test_bad_rows_are_named_and_counted_and_stop_everything_beyond_what_is_allowed(model: Path, shell) -> None:

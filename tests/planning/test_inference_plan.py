@@ -15,7 +15,7 @@ from gptj_ft.checkpoints.tiny import make_tiny
 from gptj_ft.config.options import Generation
 from gptj_ft.config.presets import load_preset
 from gptj_ft.config.resolve import build
-from gptj_ft.evaluation.evaluate import plan_on_rows
+from gptj_ft.evaluation.text_evaluation import plan_on_rows
 from gptj_ft.planning.inference_plan import BATCH_TOKENS, InferenceWorkload, plan_inference, token_budget_within
 from gptj_ft.planning.plan import PROCESS_BYTES, Free
 

@@ -98,10 +98,10 @@ def evaluate(
             from gptj_ft.cli.terminal.evaluation import EvaluationOutput, evaluate_model
             from gptj_ft.cli.terminal.progress import TerminalReporter
             from gptj_ft.evaluation.comparison import parse_gates
+            from gptj_ft.evaluation.evaluate import EvaluateRequest, TasksRequest
             from gptj_ft.evaluation.lm_eval.tasks import TaskSelection, load_tasks
             from gptj_ft.evaluation.metrics import score_names
             from gptj_ft.evaluation.metrics.language_model import LOSS_SCORES
-            from gptj_ft.evaluation.run import EvaluateRequest, TasksRequest
 
         typed = shlex.join(["gptj-ft", *without_secrets(sys.argv[1:])])
         shown = EvaluationOutput(out, output, reports or [], show, typed)

@@ -20,8 +20,8 @@ from gptj_ft.cli.html.names import apart_names, model_name, place_name, portable
 from gptj_ft.config.run_folder import write_json
 from gptj_ft.evaluation.comparison import LOWER_IS_BETTER, ModelComparison
 from gptj_ft.evaluation.metrics import main_score
-from gptj_ft.evaluation.metrics.bootstrap import Estimate, PairedEstimates
 from gptj_ft.evaluation.metrics.label_scores import LabelScores
+from gptj_ft.evaluation.metrics.statistic import Estimate, PairedEstimates
 from gptj_ft.system.digests import read_json
 
 SAMPLE_CHARACTERS = 1000

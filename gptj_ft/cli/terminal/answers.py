@@ -19,7 +19,7 @@ from gptj_ft.cli.terminal.screen import next_steps, panel, whole, width_of, wrap
 from gptj_ft.cli.terminal.tables import show_reading, show_threads
 from gptj_ft.config.options import Recipe
 from gptj_ft.errors import UsageError
-from gptj_ft.generation.batch import BatchJob
+from gptj_ft.evaluation.generate import BatchJob
 from gptj_ft.generation.chat import HELP, check_is_chat, run_chat
 from gptj_ft.generation.generator import GenerationSetup, fill_fields
 from gptj_ft.models.supported import TINY_MODELS

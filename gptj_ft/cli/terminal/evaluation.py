@@ -29,8 +29,8 @@ from gptj_ft.cli.terminal.tables import ask, show_reading, show_threads
 from gptj_ft.config.run_folder import Run
 from gptj_ft.errors import GateError
 from gptj_ft.evaluation.comparison import Gate, ModelComparison, failed_gates
-from gptj_ft.evaluation.predictions import write_outputs
-from gptj_ft.evaluation.run import EvaluateRequest, PairedEvaluation, TasksRequest
+from gptj_ft.evaluation.evaluate import EvaluateRequest, PairedEvaluation, TasksRequest
+from gptj_ft.evaluation.predictions_file import write_outputs
 from gptj_ft.system.atomic import require_new
 from gptj_ft.system.plain_text import command_line
 

@@ -22,7 +22,7 @@ from gptj_ft.config.options import Generation
 from gptj_ft.data.tokenization import tokenize
 from gptj_ft.errors import DataError, NotFinite, UsageError
 from gptj_ft.evaluation.likelihood import Likelihood, documents_of, log_likelihoods, passes
-from gptj_ft.evaluation.result_cache import ResultCache
+from gptj_ft.evaluation.row_job import ResultCache
 from gptj_ft.generation.decoding import PromptBatch, generate_batches, in_rounds
 from gptj_ft.generation.hf_model import StreamedModel
 from gptj_ft.planning.inference_plan import TokenBudget, batches_by_length

@@ -22,12 +22,11 @@ from gptj_ft.checkpoints.formats.peft import tokenizer_folder
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.tokenization import load_tokenizer
 from gptj_ft.errors import DataError, NetworkError, UsageError, did_you_mean
-from gptj_ft.evaluation.comparison import ModelComparison, same_rows
-from gptj_ft.evaluation.evaluate import Evaluation, evaluation_settings
+from gptj_ft.evaluation.comparison import Evaluation, ModelComparison, same_rows
 from gptj_ft.evaluation.metrics import Statistic
-from gptj_ft.evaluation.metrics.bootstrap import Estimate, PairedEstimates, estimate_scores
-from gptj_ft.evaluation.metrics.statistic import Ratio, Vector
-from gptj_ft.evaluation.result_cache import ResultCache
+from gptj_ft.evaluation.metrics.statistic import Estimate, PairedEstimates, Ratio, Vector, estimate_scores
+from gptj_ft.evaluation.row_job import ResultCache
+from gptj_ft.evaluation.text_evaluation import evaluation_settings
 from gptj_ft.generation.generator import InferenceSetup, check_writes
 from gptj_ft.generation.hf_model import StreamedModel
 from gptj_ft.planning.inference_plan import InferencePlan

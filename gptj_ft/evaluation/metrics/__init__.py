@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from gptj_ft.errors import DataError
-from gptj_ft.evaluation.metrics import classification, relations, rouge, squad
+from gptj_ft.evaluation.metrics import accuracy, relations, rouge, squad
+from gptj_ft.evaluation.metrics.class_scores import MULTI_LABEL_SCORES, SINGLE_LABEL_SCORES
 from gptj_ft.evaluation.metrics.entities import ENTITY_SCORES
-from gptj_ft.evaluation.metrics.multi_label import MULTI_LABEL_SCORES
 from gptj_ft.evaluation.metrics.regression import REGRESSION_SCORES
-from gptj_ft.evaluation.metrics.single_label import SINGLE_LABEL_SCORES
 from gptj_ft.evaluation.metrics.statistic import Statistic, Vector
 
 __all__ = [
@@ -60,7 +59,7 @@ class Metric:
 METRICS: Mapping[str, Metric] = {
     "rouge": Metric(rouge.ROUGE_SCORES, "rougeL", rouge.rouge, needs_reference=True),
     "squad": Metric(squad.SQUAD_SCORES, "f1", squad.squad, needs_reference=False),
-    "accuracy": Metric(("accuracy", "macro_f1"), "accuracy", classification.accuracy, needs_reference=True),
+    "accuracy": Metric(("accuracy", "macro_f1"), "accuracy", accuracy.accuracy, needs_reference=True),
     "relations": Metric(relations.RELATION_SCORES, "relations_f1", relations.relations, needs_reference=False),
 }
 

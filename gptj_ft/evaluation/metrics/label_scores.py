@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from gptj_ft.evaluation.metrics.class_scores import CalibrationBin, CalibrationError
 from gptj_ft.evaluation.metrics.entities import entity_counts
-from gptj_ft.evaluation.metrics.single_label import CalibrationBin, CalibrationError
 
 MOST_IN_MATRIX = 20  # classes of a confusion matrix that can be looked at
 MOST_CONFUSED = 20  # pairs

@@ -5,9 +5,9 @@ Axis letters: N rows, B samples of the rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -99,46 +99,93 @@ def precision_recall_f1(name: str, both: Vector, given: Vector, expected: Vector
     }
 
 
-@dataclass(frozen=True)
-class MacroF1:
-    """Macro F1: F1 of each label, averaged over the labels that occur; times 100.
-
-    F1 of a label is 2 tp / (2 tp + fp + fn). An answer that is no row's label lowers the F1 of the row's label only
-    (scikit-learn's ``f1_score(average="macro", labels=those of y_true)``).
-
-    Attributes:
-        labels: true label of each row.
-        answers: predicted label of each row.
-    """
-
-    labels: Sequence[str]
-    answers: Sequence[str]
-    rows_N: Vector | None = None
-
-    def evaluate(self, weights_BN: Vector) -> Vector:
-        labels_N, answers_N = self._codes
-        num_labels = int(labels_N.max()) + 1
-
-        def counts(codes_N: NDArray[np.int64], chosen_N: NDArray[np.bool_]) -> Vector:
-            codes, weights = codes_N[chosen_N], weights_BN[:, chosen_N]
-            return np.stack([np.bincount(codes, each, num_labels) for each in weights]).astype(np.float64)
-
-        right_BL = counts(labels_N, labels_N == answers_N)
-        of_label_BL = counts(labels_N, np.ones_like(labels_N, dtype=np.bool_))
-        of_answer_BL = counts(answers_N, answers_N < num_labels)
-        there = of_label_BL > 0
-        # tp + fn are the rows of a label, tp + fp the rows that were given it.
-        f1_BL = np.divide(2 * right_BL, of_label_BL + of_answer_BL, out=np.zeros_like(right_BL), where=there)
-        return divided(100.0 * f1_BL.sum(-1), there.sum(-1))
-
-    @cached_property
-    def _codes(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        codes = {label: code for code, label in enumerate(dict.fromkeys(self.labels))}
-        labels = [codes[label] for label in self.labels]
-        return np.asarray(labels), np.asarray([codes.get(answer, len(codes)) for answer in self.answers])
-
-
 def values(figures: Mapping[str, Statistic], num_rows: int) -> dict[str, float]:
     """Evaluate statistics on all rows, by name."""
     all_rows = np.ones((1, num_rows))
     return {name: float(figure.evaluate(all_rows)[0]) for name, figure in figures.items()}
+
+
+_SAMPLES = 1000
+_TOGETHER = 50  # samples, so that their weights take little memory
+PERCENTILES = (2.5, 97.5)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A score or a difference of scores, with its 95 % interval; none for a single row."""
+
+    value: float
+    low: float | None
+    high: float | None
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether 0 is outside the interval: of a difference, whether there is one beyond the luck of the rows."""
+        return self.low is not None and self.high is not None and not self.low <= 0.0 <= self.high
+
+
+@dataclass(frozen=True)
+class PairedEstimates:
+    """Estimates by score name: of the system, of its baseline, and of their difference on the same rows."""
+
+    scores: Mapping[str, Estimate]
+    baseline: Mapping[str, Estimate]
+    differences: Mapping[str, Estimate]
+
+
+def estimate_scores(
+    figures: Mapping[str, Statistic],
+    baseline: Mapping[str, Statistic],
+    num_rows: int,
+    seed: int,
+    part: Vector | None = None,
+) -> PairedEstimates:
+    """Estimate the scores of one or two systems on the same rows, and their differences.
+
+    Args:
+        figures: statistics of the system.
+        baseline: statistics of the baseline; empty: none.
+        num_rows: rows of both.
+        seed: seed of the resampling.
+        part: weights of the rows, 1 for those that count and 0 for the others; default: all count.
+    """
+    part_N = np.ones(num_rows) if part is None else part
+    ours, theirs = _sampled(figures, part_N, seed), _sampled(baseline, part_N, seed)
+    with np.errstate(invalid="ignore"):  # both infinite
+        differences = {name: ours[name] - theirs[name] for name in ours.keys() & theirs.keys()}
+    num_counted = int(part_N.sum())
+    return PairedEstimates(
+        {name: _estimate(ours[name], num_counted) for name in ours},
+        {name: _estimate(theirs[name], num_counted) for name in theirs},
+        {name: _estimate(differences[name], num_counted) for name in ours if name in differences},
+    )
+
+
+def _sampled(figures: Mapping[str, Statistic], part_N: Vector, seed: int) -> dict[str, Vector]:
+    """Evaluate each score on all rows, then on each sample."""
+    found: dict[str, list[Vector]] = {name: [figure.evaluate(part_N[None])] for name, figure in figures.items()}
+    for weights_BN in _weights(part_N, seed) if figures else ():
+        for name, figure in figures.items():
+            found[name].append(figure.evaluate(weights_BN))
+    return {name: np.concatenate(values) for name, values in found.items()}
+
+
+def _weights(part_N: Vector, seed: int) -> Iterator[Vector]:
+    """Draw samples with replacement, as counts of each row."""
+    generator = np.random.Generator(np.random.PCG64(seed))
+    rows = np.flatnonzero(part_N)
+    for start in range(0, _SAMPLES, _TOGETHER):
+        count = min(_TOGETHER, _SAMPLES - start)
+        drawn = rows[generator.integers(0, len(rows), (count, len(rows)))] + len(part_N) * np.arange(count)[:, None]
+        counts = np.bincount(drawn.ravel(), minlength=count * len(part_N))
+        yield counts.reshape(count, len(part_N)).astype(np.float64)
+
+
+def _estimate(values: Vector, num_rows: int) -> Estimate:
+    """Build an estimate from the value of all rows, which comes first, and those of the samples."""
+    samples = values[1:][~np.isnan(values[1:])]
+    if num_rows < 2 or not len(samples):
+        return Estimate(float(values[0]), None, None)
+    low, high = np.percentile(samples, PERCENTILES) if np.isfinite(samples).all() else (np.nan, np.nan)
+    bounds = [None if math.isnan(bound) else float(bound) for bound in (low, high)]
+    return Estimate(float(values[0]), bounds[0], bounds[1])

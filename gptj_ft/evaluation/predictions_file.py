@@ -13,22 +13,61 @@ from typing import Any
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.columns import FieldReader
 from gptj_ft.data.dataset import load_dataset
+from gptj_ft.data.load import data_path
 from gptj_ft.data.prepare import find_columns
 from gptj_ft.data.readers.records import read_rows
 from gptj_ft.data.readers.rows import Findings
 from gptj_ft.data.readers.source import FileOptions, identify, is_prepared
-from gptj_ft.errors import DataError, RowSkipped
-from gptj_ft.evaluation.comparison import finite
-from gptj_ft.evaluation.evaluate import Evaluation, with_warnings
+from gptj_ft.errors import DataError, RowSkipped, UsageError
+from gptj_ft.evaluation.answerer import scores_of
+from gptj_ft.evaluation.comparison import Evaluation, ModelComparison, compare_models, finite, with_warnings
 from gptj_ft.evaluation.metrics import METRICS
 from gptj_ft.evaluation.metrics.squad import unanswered
-from gptj_ft.evaluation.predict import scores_of
 from gptj_ft.system.atomic import atomic_files
 
 TEXT_KEYS = ("prediction", "answer", "output", "text")
 REFERENCE_KEYS = ("references", "reference")
 ID_KEY = "id"
 _SHOWN = 5  # places in a message
+
+
+@dataclass(frozen=True)
+class PredictionsRequest:
+    """Outputs of any system to score.
+
+    Attributes:
+        predictions: file of outputs.
+        recipe: metrics, and the columns of the rows.
+        data: rows with references; ``None``: the outputs have them.
+        baseline: file of outputs of another system; ``auto`` and ``none``: nothing is compared.
+        limit: most rows, the first ones; ``None``: all.
+        allow_empty: whether empty outputs are scored as they are.
+    """
+
+    predictions: Path
+    recipe: Recipe
+    data: str | None = None
+    baseline: str = "none"
+    limit: int | None = None
+    allow_empty: bool = False
+
+
+def score_files(request: PredictionsRequest) -> ModelComparison:
+    """Score outputs in files, without a model.
+
+    Raises:
+        UsageError: no metrics are named, or the rows of both systems differ.
+        DataError: outputs that cannot be matched with rows.
+    """
+    recipe = request.recipe
+    if not recipe.metrics:
+        raise UsageError("which scores? name a recipe, e.g. --recipe summarization, or add --set metrics=[rouge]")
+    data = data_path(request.data) if request.data else None
+    before = None
+    if request.baseline not in ("auto", "none"):
+        before = score_predictions(Path(request.baseline), recipe, data, request.limit, request.allow_empty)
+    after = score_predictions(request.predictions, recipe, data, request.limit, request.allow_empty)
+    return compare_models(after, before, recipe.metrics, recipe.seed)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -10,14 +11,15 @@ from types import TracebackType
 from typing import Any
 
 from gptj_ft.errors import DataError, UsageError
-from gptj_ft.system.files import SHARED_FILE, disk_errors, open_file, read_text, write_file
+from gptj_ft.system.files import SHARED_FILE, disk_errors, keep_folder, open_file, read_text, write_file
 from gptj_ft.system.jsonl import JsonLines
 from gptj_ft.system.lock import take
+from gptj_ft.system.paths import make_home, part_of_home
 
 ROW = "row"  # of the input, from 0
 
 
-class AnswersFile:
+class OutputFile:
     """Lines, each with the row it belongs to; beside them, in ``NAME.settings.json``, what they were made of and how.
 
     Args:
@@ -54,7 +56,7 @@ class AnswersFile:
         except (OSError, ValueError, AttributeError):
             return None
 
-    def __enter__(self) -> AnswersFile:
+    def __enter__(self) -> OutputFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -113,3 +115,43 @@ def _difference(there: str, here: str) -> str:
     except (ValueError, AttributeError):
         changed = []
     return f"with other {' and '.join(changed)}" if changed else "otherwise"
+
+
+class ResultCache:
+    """Results by kind and row, in ``evaluations/`` in `home`, under a digest of all that they depend on.
+
+    They may hold texts that a model wrote, so the file is removed when the evaluation is done.
+
+    Args:
+        facts: everything that the results depend on, as JSON holds it; the same facts name the same file.
+    """
+
+    def __init__(self, facts: Mapping[str, Any]) -> None:
+        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        self.path = part_of_home("evaluations") / f"{digest[:32]}.jsonl"
+        self._found: dict[str, dict[int, Any]] = {}
+        for _, line in JsonLines(self.path, is_sealed=True).read():
+            if line is not None:  # what a damaged one held is found out again
+                found = {int(row): value for row, value in line["findings"].items()}
+                self._found.setdefault(line["kind"], {}).update(found)
+
+    def of(self, kind: str) -> dict[int, Any]:
+        """Return the results of a kind, by row."""
+        return self._found.setdefault(kind, {})
+
+    def add(self, kind: str, findings: Mapping[int, Any]) -> None:
+        """Add results, durably.
+
+        Raises:
+            ResourceError: they cannot be written.
+        """
+        self.of(kind).update(findings)
+        with disk_errors(self.path):
+            make_home()
+            keep_folder(self.path.parent)
+        by_row = {str(row): value for row, value in findings.items()}
+        JsonLines(self.path, is_sealed=True).append({"kind": kind, "findings": by_row})
+
+    def close(self) -> None:
+        """Remove the file: all is known."""
+        self.path.unlink(missing_ok=True)

@@ -12,8 +12,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from gptj_ft.evaluation.metrics.class_counts import ClassCounts
-from gptj_ft.evaluation.metrics.statistic import Ratio, Statistic, Vector, divided, mean, percent
+from gptj_ft.evaluation.metrics.statistic import Ratio, Statistic, Vector, divided, mean, percent, precision_recall_f1
 
 SINGLE_LABEL_SCORES = (
     "accuracy", "macro_f1", "micro_f1", "weighted_f1", "mcc", "positive_f1", "roc_auc", "top5_accuracy", "ece",
@@ -21,6 +20,9 @@ SINGLE_LABEL_SCORES = (
 NUM_BINS = 15
 _MANY_CLASSES = 10  # above which the five most likely ones are worth a score
 _Codes = NDArray[np.int64]
+MULTI_LABEL_SCORES = (
+    "micro_f1", "macro_f1", "weighted_f1", "micro_precision", "micro_recall", "subset_accuracy",
+)  # fmt: skip
 
 
 def single_label(labels: ArrayLike, probabilities: ArrayLike) -> dict[str, Statistic]:
@@ -180,3 +182,130 @@ class CalibrationError:
     @cached_property
     def _bins_N(self) -> _Codes:
         return np.digitize(self.confidence_N, np.linspace(0.0, 1.0, NUM_BINS + 1)[1:-1], right=True)
+
+
+def multi_label(labels: ArrayLike, probabilities: ArrayLike, threshold: float) -> dict[str, Statistic]:
+    """Compute F1 in its averages, and how often all labels of a row are right; times 100.
+
+    Args:
+        labels: 1 where the row has the label, else 0; [N, C].
+        probabilities: probability of each label; [N, C].
+        threshold: probability from which a label is given.
+    """
+    has_NC = np.asarray(labels, dtype=np.float64) > 0.5
+    given_NC = np.asarray(probabilities, dtype=np.float64) >= threshold
+    both_N, of_row_N, given_N = ((each.sum(-1)).astype(np.float64) for each in (has_NC & given_NC, has_NC, given_NC))
+    micro = precision_recall_f1("micro_", both_N, given_N, of_row_N)
+    return {
+        "micro_f1": micro["micro_f1"],
+        "macro_f1": CountedLabels(has_NC, given_NC, ClassCounts.macro_f1),
+        "weighted_f1": CountedLabels(has_NC, given_NC, ClassCounts.weighted_f1),
+        "micro_precision": micro["micro_precision"],
+        "micro_recall": micro["micro_recall"],
+        "subset_accuracy": mean(100.0 * (has_NC == given_NC).all(-1)),
+    }
+
+
+@dataclass(frozen=True)
+class CountedLabels:
+    """A score that follows from how many rows have each label, were given it, and both.
+
+    Attributes:
+        has_NC: whether the row has the label.
+        given_NC: whether it was given it.
+        formula: the score of counts.
+    """
+
+    has_NC: NDArray[np.bool_]
+    given_NC: NDArray[np.bool_]
+    formula: Callable[[ClassCounts], Vector]
+    rows_N: Vector | None = None
+
+    def evaluate(self, weights_BN: Vector) -> Vector:
+        return self.formula(self.count(weights_BN))
+
+    def count(self, weights_BN: Vector) -> ClassCounts:
+        """Count the rows of each label in each sample."""
+        return ClassCounts(*(weights_BN @ each for each in (self.has_NC & self.given_NC, self.has_NC, self.given_NC)))
+
+
+def best_threshold(labels: ArrayLike, probabilities: ArrayLike) -> float:
+    """Choose the threshold with the highest micro F1 on some rows, which should not be those that are scored.
+
+    Of thresholds that give the same labels it is the middle one; of equally good ones the nearest to 0.5.
+
+    Args:
+        labels: 1 where the row has the label, else 0; [N, C].
+        probabilities: probability of each label; [N, C].
+    """
+    has, given = np.asarray(labels, dtype=np.float64).ravel() > 0.5, np.asarray(probabilities, np.float64).ravel()
+    order = np.argsort(-given, kind="stable")
+    given, right = given[order], has[order].cumsum()
+    # The first so many are given their label; equal probabilities are given it all or none.
+    ends = np.flatnonzero(np.append(given[1:] < given[:-1], True)) if len(given) else np.array([], np.int64)
+    f1 = 2.0 * right[ends] / (ends + 1 + has.sum())
+    if not len(ends) or not f1.max():  # nothing was found, so nothing says where
+        return 0.5
+    thresholds = (given[ends] + np.append(given, 0.0)[ends + 1]) / 2
+    best = thresholds[f1 == f1.max()]
+    return float(best[np.abs(best - 0.5).argmin()])
+
+
+@dataclass(frozen=True)
+class ClassCounts:
+    """Rows of each class in B samples, by what they are and what they were taken for; [B, C].
+
+    Attributes:
+        right: rows of the class that were given it.
+        expected: rows of the class.
+        given: rows that were given the class.
+    """
+
+    right: Vector
+    expected: Vector
+    given: Vector
+
+    @property
+    def f1(self) -> Vector:
+        """F1 of each class; 0 where there are no rows."""
+        rows_BC = self.expected + self.given
+        return divided(2.0 * self.right, rows_BC, empty=0.0)
+
+    def macro_f1(self) -> Vector:
+        """Average F1 over the classes that are a row's own or given to one, times 100; [B].
+
+        As scikit-learn's ``f1_score(average="macro")`` for one label a row; for several, with ``zero_division=nan``.
+        """
+        there_BC = self.expected + self.given > 0
+        return 100.0 * divided(self.f1.sum(-1), there_BC.sum(-1))
+
+    def weighted_f1(self) -> Vector:
+        """Average F1 over the classes, each with the number of its rows as its weight, times 100; [B]."""
+        return 100.0 * divided((self.f1 * self.expected).sum(-1), self.expected.sum(-1))
+
+    def matthews(self) -> Vector:
+        """Compute Matthews' correlation coefficient, times 100; 0 where it is undefined; [B].
+
+        It is the covariance of labels and answers over the root of the product of their variances, of which one is 0
+        where all rows have, or were given, the same class. For several classes see Gorodkin (2004),
+        https://doi.org/10.1016/j.compbiolchem.2004.09.006.
+        """
+        rows_B = self.expected.sum(-1)
+        both_B = rows_B * self.right.sum(-1) - (self.expected * self.given).sum(-1)
+        expected_B, given_B = (rows_B**2 - (each**2).sum(-1) for each in (self.expected, self.given))
+        return 100.0 * divided(both_B, np.sqrt(expected_B * given_B), empty=0.0)
+
+
+def softmax(logits: ArrayLike) -> Vector:
+    """Compute probabilities that sum to 1 along the last axis."""
+    logits = np.asarray(logits, dtype=np.float64)
+    powers: Vector = np.exp(logits - logits.max(-1, keepdims=True))
+    powers /= powers.sum(-1, keepdims=True)
+    return powers
+
+
+def sigmoid(logits: ArrayLike) -> Vector:
+    """Compute the probability of each logit by itself."""
+    logits = np.asarray(logits, dtype=np.float64)
+    powers: Vector = np.exp(-np.abs(logits))  # never overflows
+    return np.where(logits >= 0, 1.0, powers) / (1.0 + powers)

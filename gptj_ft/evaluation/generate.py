@@ -23,7 +23,7 @@ from gptj_ft.data.readers.source import FileOptions, Source, identify
 from gptj_ft.data.readers.tables import check_headers
 from gptj_ft.data.template import fields_of
 from gptj_ft.errors import DataError, Interrupted, RowSkipped
-from gptj_ft.generation.answers_file import AnswersFile
+from gptj_ft.evaluation.row_job import OutputFile
 from gptj_ft.generation.decoding import PromptBatch, generate_batches, in_rounds, text_of
 from gptj_ft.generation.generator import GenerationSetup, Generator
 from gptj_ft.planning.inference_plan import InferencePlan, batches_by_length
@@ -98,7 +98,7 @@ def plan_batch(setup: GenerationSetup, source: Path, output: Path, num_return: i
     findings = Findings(recipe.max_bad_rows)
     questions = list(read_prompts(setup, source, findings))
     prompts = [len(question.ids) for question in questions if question.ids]
-    before = AnswersFile.setting_of(output, _TOGETHER)
+    before = OutputFile.setting_of(output, _TOGETHER)
     plan = setup.plan(output.absolute().parent, before, prompts=prompts, num_return=num_return)
     settings = {"model": str(setup.folder.resolve()), "num_return": num_return, "seed": recipe.seed,
                 _TOGETHER: plan.together.written, "rows": _digest(questions), **template_of(recipe)}  # fmt: skip
@@ -123,7 +123,7 @@ def run_batch(
     answered = [index for index, question in enumerate(questions) if question.ids]
     lengths = [len(questions[index].ids) for index in answered]
     batches = batches_by_length(lengths, recipe.generation, num_return, planned.plan.together.written)
-    with AnswersFile(planned.output, planned.settings) as file:
+    with OutputFile(planned.output, planned.settings) as file:
         found = len(file.done)
         bad = [(index, question) for index, question in enumerate(questions) if not question.ids]
         file.append((index, question.head | {"text": "", "error": question.problem}) for index, question in bad)
