@@ -27,9 +27,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from gptj_ft.distributed.pipeline import assign
+from gptj_ft.distributed.scale_out import LATENCY, Network, waiting_seconds
 from gptj_ft.models.layout import NO_PARAMETERS
-from gptj_ft.planning.scale_out import LATENCY, Network, waiting_seconds
-from gptj_ft.streaming.relay import assign
 
 BLOCKS, WIDTH, BLOCK_PARAMETERS, HEAD_PARAMETERS = 28, 4096, 201_379_840, 206_488_800  # of GPT-J 6B
 MICRO_BATCH = 2048  # tokens

@@ -28,8 +28,8 @@ from gptj_ft.checkpoints.base_model import default_model, find_model
 from gptj_ft.config.resolve import Resolved, resolve
 from gptj_ft.data.hub_dataset import fetch, is_reference
 from gptj_ft.errors import UsageError
+from gptj_ft.system.group import ALONE, Group
 from gptj_ft.system.machine import bound_kernel_caches
-from gptj_ft.system.processes.group import ALONE, Group
 from gptj_ft.system.signals import stop_says
 from gptj_ft.training.prepare_data import Preparation, Targets, prepare_rows
 from gptj_ft.training.reporter import Reporter
@@ -102,7 +102,7 @@ def prepare_run(
 ) -> PreparedRun:
     """Read model and rows of a run, and plan it; nothing is written. Arguments and errors: as `finetune`.
 
-    Several processes share it if it is given their ``group``, see `gptj_ft.system.processes.launch.joined`.
+    Several processes share it if it is given their ``group``, see `gptj_ft.distributed.launch.joined`.
 
     >>> run = gptj_ft.prepare_run("summarization", data="my.jsonl", model="tiny")
     >>> run.setup.plan.costs.seconds_per_step
@@ -178,7 +178,7 @@ def plan(
         measure_again: whether device and disk are measured though they are known.
         nodes: machines like this one that share the run; default 1, or the processes of the group.
         network: rate of the network between them, such as ``100Mbit``; default ``10Gbit``; ``auto``: measured between
-            the processes of the group, in all of which `gptj_ft.planning.link.measure_network` is called.
+            the processes of the group, in all of which `gptj_ft.distributed.network.measure_network` is called.
         offline: whether a data set on the Hub is taken as it was fetched before.
         reporter: receiver of activities.
         group: processes whose network is measured.
@@ -187,10 +187,10 @@ def plan(
     Raises:
         UsageError, DataError: wrong options, no such model, or rows that cannot be used.
     """
-    from gptj_ft.planning.link import AUTO_RATE, measure_network
-    from gptj_ft.planning.scale_out import Network
+    from gptj_ft.distributed.forecast import SharedForecast
+    from gptj_ft.distributed.network import AUTO_RATE, measure_network
+    from gptj_ft.distributed.scale_out import Network
     from gptj_ft.training.finetune import forecast_run
-    from gptj_ft.training.shared.forecast import SharedForecast
 
     reporter = reporter or Reporter()
     if network == AUTO_RATE:

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from gptj_ft.distributed.control import PeerFailed
+from gptj_ft.distributed.launch import joined
 from gptj_ft.errors import GptjFtError, UsageError
-from gptj_ft.system.processes.control import PeerFailed
-from gptj_ft.system.processes.launch import joined
 from gptj_ft.system.signals import StopRequest, stop_says
 
 if TYPE_CHECKING:
-    from gptj_ft.system.processes.group import Group
+    from gptj_ft.system.group import Group
 
 
 @contextmanager
@@ -58,11 +58,11 @@ def leading(num_processes: int | None) -> Iterator[Group]:
                     error.add_note("what is done is kept; the same command goes on")
                 raise
             if group.size > 1:
-                from gptj_ft.generation.replica import announce_end
+                from gptj_ft.distributed.served_model import announce_end
 
                 announce_end(group)
             return
-        from gptj_ft.evaluation.replica import serve_models
+        from gptj_ft.distributed.replica import serve_models
 
         # What a terminal or a launcher sends to all of them is for process 0 to tell of.
         with stop_says(lambda: "stopped"), StopRequest():

@@ -22,8 +22,8 @@ from gptj_ft.evaluation.label_evaluation import LabelledEvaluation, plan_labelle
 from gptj_ft.evaluation.lm_eval.tasks import LoadedTasks, compare_on_tasks, plan_on_tasks
 from gptj_ft.evaluation.text_evaluation import EvaluationPlan, plan_on_rows
 from gptj_ft.planning.inference_plan import InferencePlan
+from gptj_ft.system.group import ALONE, Group
 from gptj_ft.system.paths import is_adapter, is_model, models
-from gptj_ft.system.processes.group import ALONE, Group
 from gptj_ft.system.signals import stop_says
 
 _STOPPED = "stopped; what was measured so far is kept, and the same command goes on from there"

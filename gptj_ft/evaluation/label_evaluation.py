@@ -33,7 +33,6 @@ from gptj_ft.streaming.objective import Objective, StepLoss, objective_of
 from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.scoring import head_outputs
 from gptj_ft.system.paths import home
-from gptj_ft.system.processes.group import ALONE, Group
 
 NO_TOKEN_LIMIT = 2**62  # tokens: no limit
 

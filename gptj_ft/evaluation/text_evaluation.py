@@ -30,8 +30,8 @@ from gptj_ft.models.registry import Architecture
 from gptj_ft.planning.inference_plan import InferencePlan
 from gptj_ft.planning.resources import check_lengths
 from gptj_ft.streaming.offloaded_model import OffloadedModel
+from gptj_ft.system.group import ALONE, Group
 from gptj_ft.system.paths import home, is_adapter
-from gptj_ft.system.processes.group import ALONE, Group
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

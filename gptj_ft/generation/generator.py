@@ -16,21 +16,21 @@ from gptj_ft.data.chat import MESSAGES, asked
 from gptj_ft.data.encode import Prompt, encode_prompt
 from gptj_ft.data.template import fields_of, stripped
 from gptj_ft.data.tokenization import load_tokenizer
+from gptj_ft.distributed.exchange import lent
+from gptj_ft.distributed.served_model import announce_model
 from gptj_ft.errors import UsageError, did_you_mean
 from gptj_ft.generation.decoding import generate_tokens, text_of
 from gptj_ft.generation.hf_model import StreamedModel
-from gptj_ft.generation.replica import announce_model
 from gptj_ft.models.registry import Architecture
 from gptj_ft.planning.inference_plan import InferencePlan, InferenceWorkload, plan_inference
 from gptj_ft.planning.plan import device_cap
 from gptj_ft.planning.resources import free_resources, inference_dtype
 from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.open import open_for_inference
-from gptj_ft.streaming.shared_exchange import lent
 from gptj_ft.system import machine
 from gptj_ft.system.dtypes import PRECISION_NAMES
+from gptj_ft.system.group import ALONE, Group
 from gptj_ft.system.plain_text import command_line
-from gptj_ft.system.processes.group import ALONE, Group
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -55,7 +55,7 @@ class InferenceSetup:
         architecture: family and configuration of the model.
         device: device that computes.
         dtype: data type of the computation.
-        group: processes that what is computed is dealt out to; all but the first are in `evaluation.replica`.
+        group: processes that what is computed is dealt out to; all but the first are in `distributed.replica`.
     """
 
     folder: Path

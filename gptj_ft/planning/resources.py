@@ -20,7 +20,7 @@ from gptj_ft.system import machine
 from gptj_ft.system.accelerator import shares_memory
 from gptj_ft.system.dtypes import PRECISION_NAMES, PRECISIONS
 from gptj_ft.system.files import disk_bytes, files_in
-from gptj_ft.system.processes.group import ALONE, Group
+from gptj_ft.system.group import ALONE, Group
 
 READ_TOKENS = 256  # of a document that a model reads, on which its blocks are compared in two types
 

@@ -50,8 +50,8 @@ from gptj_ft.system.files import (
     remove_folder,
     sync_path,
 )
+from gptj_ft.system.group import Group
 from gptj_ft.system.memory import allocate
-from gptj_ft.system.processes.group import Group
 from gptj_ft.training.run_state import RunState
 
 

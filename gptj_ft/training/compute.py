@@ -8,21 +8,21 @@ from functools import partial
 from itertools import accumulate
 
 from gptj_ft.data.batches import rows_of_step
+from gptj_ft.distributed.exchange import SharedExchange
+from gptj_ft.distributed.row_shards import LaneSums, lanes_of, lanes_of_rank
+from gptj_ft.distributed.straggler import Pace, pace_of
 from gptj_ft.errors import GptjFtError, NotFinite
 from gptj_ft.models.batch import PackedBatch
 from gptj_ft.models.dropout import seed_of
 from gptj_ft.planning.flops import count_flops
 from gptj_ft.streaming.adamw import AdamW
-from gptj_ft.streaming.lanes import LaneSums, lanes_of, lanes_of_rank
 from gptj_ft.streaming.objective import StepLoss
 from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.scoring import evaluate_losses
-from gptj_ft.streaming.shared_exchange import SharedExchange
 from gptj_ft.streaming.step import train_step
 from gptj_ft.training.nonfinite import explain_gradient, explain_loss
 from gptj_ft.training.reporter import StepReport
 from gptj_ft.training.setup import TrainSetup
-from gptj_ft.training.shared.pace import Pace, pace_of
 from gptj_ft.training.throughput import Stopwatch, Throughput
 
 

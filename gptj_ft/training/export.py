@@ -15,12 +15,12 @@ from gptj_ft.checkpoints.metadata import TunedModel, metadata_files
 from gptj_ft.checkpoints.model_folder import layer_tensors, open_checkpoint, write_model
 from gptj_ft.config.run_folder import MERGED, Run
 from gptj_ft.data.dataset import load_dataset
+from gptj_ft.distributed.pipeline import Relay
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.lora import is_transposed, name_of, targets_in
 from gptj_ft.models.trainable import Selection, select
 from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.open import trained_parameters, whole_layers
-from gptj_ft.streaming.relay import Relay
 from gptj_ft.system.files import discard, hidden_name
 from gptj_ft.system.paths import is_model
 from gptj_ft.training.checkpoint import parameters

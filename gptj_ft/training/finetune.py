@@ -34,26 +34,28 @@ from gptj_ft.data.readers.rows import PLACES_SHOWN, Occurrences, format_places
 from gptj_ft.data.readers.source import FileOptions, identify
 from gptj_ft.data.split import split
 from gptj_ft.data.tokenization import load_row_tokenizer
+from gptj_ft.distributed.environment import threads_note
+from gptj_ft.distributed.migrate import share_folder
+from gptj_ft.distributed.network import measure_network
+from gptj_ft.distributed.scale_out import Network
+from gptj_ft.distributed.worker import announce, hear_plan, own_run
 from gptj_ft.errors import DataError, Interrupted, NotFinite, UsageError
 from gptj_ft.models.published import Published, find_published
 from gptj_ft.models.registry import Architecture
 from gptj_ft.models.supported import DEFAULT_REPOSITORY, TINY_MODELS
 from gptj_ft.models.trainable import select
 from gptj_ft.planning.devices import is_published_name
-from gptj_ft.planning.link import measure_network
 from gptj_ft.planning.machine_profile import are_known, is_known, rates
 from gptj_ft.planning.plan import DoesNotFit, Plan, choose
 from gptj_ft.planning.resources import Target
-from gptj_ft.planning.scale_out import Network
 from gptj_ft.planning.workload import Workload
 from gptj_ft.system.accelerator import is_accelerator
 from gptj_ft.system.digests import read_sealed, write_sealed
 from gptj_ft.system.files import hidden_name, keep_folder, remove, replace_text, sync_path, sync_tree, write_file
+from gptj_ft.system.group import ALONE, Group
 from gptj_ft.system.lock import LOCK, locked
 from gptj_ft.system.machine import choose_device
 from gptj_ft.system.paths import is_model, is_tuned
-from gptj_ft.system.processes.alike import threads_note
-from gptj_ft.system.processes.group import ALONE, Group
 from gptj_ft.system.signals import StopRequest, stop_says
 from gptj_ft.system.units import clock
 from gptj_ft.training.loop import Session, TrainResult, train, warn
@@ -61,8 +63,6 @@ from gptj_ft.training.reporter import Reporter
 from gptj_ft.training.retention import check_keep, find_checkpoint, go_back
 from gptj_ft.training.runs import tidy
 from gptj_ft.training.setup import TrainSetup, make_setup
-from gptj_ft.training.shared.follow import announce, hear_plan, own_run
-from gptj_ft.training.shared.moving import share_folder
 from gptj_ft.training.trackers import check_tracker
 from gptj_ft.training.verify import Checker
 

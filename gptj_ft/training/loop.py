@@ -13,17 +13,19 @@ from typing import Any
 import torch
 
 from gptj_ft.config.run_folder import Run, note_layers, record_environment, resume_command, what_is_saved
+from gptj_ft.distributed.exchange import lent
+from gptj_ft.distributed.scatter import serve
+from gptj_ft.distributed.straggler import Pace, PaceWatch
+from gptj_ft.distributed.worker import open_replica, send_state
 from gptj_ft.errors import DataError, Interrupted, NotFinite, OutOfTime
 from gptj_ft.planning.working_memory import allocator_limit
 from gptj_ft.streaming.adamw import AdamW
 from gptj_ft.streaming.offloaded_model import OffloadedModel
-from gptj_ft.streaming.shared_exchange import lent
 from gptj_ft.system.accelerator import limit_memory
 from gptj_ft.system.files import discard
+from gptj_ft.system.group import ALONE, agreed, from_first
 from gptj_ft.system.memory import return_freed_memory
 from gptj_ft.system.paths import remember_run
-from gptj_ft.system.processes.dealing import serve
-from gptj_ft.system.processes.group import ALONE, agreed, from_first
 from gptj_ft.system.signals import StopRequest
 from gptj_ft.system.units import clock
 from gptj_ft.training import checkpoint
@@ -37,8 +39,6 @@ from gptj_ft.training.retention import CheckpointRetention
 from gptj_ft.training.run_state import LOSS, BestState, RunState
 from gptj_ft.training.schedule import is_multiple
 from gptj_ft.training.setup import TrainSetup
-from gptj_ft.training.shared.follow import open_replica, send_state
-from gptj_ft.training.shared.pace import Pace, PaceWatch
 from gptj_ft.training.throughput import StepCounts, Throughput, summarize
 from gptj_ft.training.trackers import tracking
 from gptj_ft.training.validation import (
@@ -260,7 +260,7 @@ class Training:
             before_pass = self.stop_if_asked if setup.peers.size == 1 else lambda: None
             shares = setup.peers.size == setup.group.size  # whole models
             if setup.is_replica and shares:
-                from gptj_ft.evaluation.replica import Replica  # it loads all that generates
+                from gptj_ft.distributed.replica import Replica  # it loads all that generates
 
                 serve(setup.peers, Replica(setup.recipe, setup.model, setup.architecture, self.offloaded).works)
             elif not setup.is_replica:

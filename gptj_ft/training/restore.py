@@ -10,6 +10,8 @@ from gptj_ft.checkpoints.model_folder import open_checkpoint
 from gptj_ft.checkpoints.optimizer_state import open_moments
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.run_folder import COMMIT, Run, recipe_digest
+from gptj_ft.distributed.exchange import SharedExchange
+from gptj_ft.distributed.migrate import agree
 from gptj_ft.errors import DataError
 from gptj_ft.models.batch import most_filled
 from gptj_ft.planning.plan import keeps_gradients
@@ -18,7 +20,6 @@ from gptj_ft.streaming.adamw import AdamW, AdamWConfig, Update
 from gptj_ft.streaming.exchange import LOCAL
 from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.open import load_weights, open_for_training, open_frozen
-from gptj_ft.streaming.shared_exchange import SharedExchange
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
 from gptj_ft.system.direct_io import takes_direct
 from gptj_ft.system.dtypes import PRECISIONS
@@ -27,7 +28,6 @@ from gptj_ft.system.units import gigabytes
 from gptj_ft.training import checkpoint
 from gptj_ft.training.run_state import RunState
 from gptj_ft.training.setup import TrainSetup
-from gptj_ft.training.shared.moving import agree
 
 
 def open_state(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.run_folder import COMMIT, MANIFEST, STEP_FOLDER, Run
+from gptj_ft.distributed.mirror import disks_of, mirror
 from gptj_ft.errors import UsageError, did_you_mean
 from gptj_ft.evaluation.metrics import score_names
 from gptj_ft.streaming.adamw import AdamW
@@ -19,7 +20,6 @@ from gptj_ft.training import checkpoint
 from gptj_ft.training.run_state import LOSS, BestState, RunState
 from gptj_ft.training.schedule import is_multiple
 from gptj_ft.training.setup import TrainSetup
-from gptj_ft.training.shared.mirror import disks_of, mirror
 
 
 class CheckpointRetention:

@@ -16,6 +16,8 @@ from gptj_ft.checkpoints.optimizer_state import has_moments, open_moments
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.run_folder import Run, steps_done
 from gptj_ft.data.batches import Rows, first_fit, rows_of_step, steps_per_epoch
+from gptj_ft.distributed.pipeline import ONE_PROCESS, Relay, assign, restricted
+from gptj_ft.distributed.scale_out import part_of, wire_bytes, with_mirrors
 from gptj_ft.errors import UsageError
 from gptj_ft.models.batch import padded_length, rounded_up
 from gptj_ft.models.layout import Layout
@@ -23,12 +25,10 @@ from gptj_ft.models.registry import Architecture
 from gptj_ft.models.trainable import Selection, select
 from gptj_ft.planning.plan import Plan, choose
 from gptj_ft.planning.resources import Target, check_lengths
-from gptj_ft.planning.scale_out import part_of, wire_bytes, with_mirrors
 from gptj_ft.planning.workload import Workload
 from gptj_ft.streaming.objective import Objective, objective_of
-from gptj_ft.streaming.relay import ONE_PROCESS, Relay, assign, restricted
 from gptj_ft.system.digests import check_weights
-from gptj_ft.system.processes.group import ALONE, Group, subgroup
+from gptj_ft.system.group import ALONE, Group, subgroup
 from gptj_ft.training.schedule import Schedule
 
 COUNTED_STEPS = 100  # whose micro-batches are counted
@@ -61,7 +61,7 @@ class TrainSetup:
         relay: owner process of each layer, among the processes of this replica.
         peers: processes that have the same layers as this one, one of each replica, by its number; each has rows of
             some of the lanes.
-        lanes: shares that the rows of a step are dealt out to, see `streaming.lanes`.
+        lanes: shares that the rows of a step are dealt out to, see `distributed.row_shards`.
         whole: trained and frozen parameters of the model.
         on_the_wire: most bytes that a process sends in a step, and most that one receives.
     """

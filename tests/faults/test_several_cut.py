@@ -27,8 +27,8 @@ from support.small_run import (
 from support.thread_group import Member, together
 
 from gptj_ft.config.run_folder import Run, steps_done
+from gptj_ft.distributed.worker import own_run
 from gptj_ft.training.loop import train as train_run
-from gptj_ft.training.shared.follow import own_run
 
 SHARES: dict[str, dict[str, Any]] = {
     "layers on disk": {"share": "layers"},

@@ -14,6 +14,8 @@ from support.rates import layers_by
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.batches import Rows
+from gptj_ft.distributed.pipeline import assign
+from gptj_ft.distributed.scale_out import part_of, replica_of
 from gptj_ft.errors import ResourceError
 from gptj_ft.models import bert, gpt2, gptj
 from gptj_ft.models.layout import Layout
@@ -23,10 +25,8 @@ from gptj_ft.planning import layer_times, machine_profile
 from gptj_ft.planning.costs import Costs, cost
 from gptj_ft.planning.layer_times import LayerKind, Seconds, Timing
 from gptj_ft.planning.machine_profile import rates, with_times
-from gptj_ft.planning.scale_out import part_of, replica_of
 from gptj_ft.planning.workload import LayerTimes, SecondsByTokens, Workload
 from gptj_ft.streaming.buffers import BufferBudget
-from gptj_ft.streaming.relay import assign
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
 from gptj_ft.system.paths import home
 from gptj_ft.training.setup import workload_of

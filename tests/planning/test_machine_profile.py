@@ -29,8 +29,8 @@ from gptj_ft.planning.resources import Target
 from gptj_ft.planning.workload import Workload
 from gptj_ft.system.direct_io import write_bytes
 from gptj_ft.system.dtypes import PRECISIONS
+from gptj_ft.system.group import ALONE
 from gptj_ft.system.paths import home
-from gptj_ft.system.processes.group import ALONE
 
 CPU = torch.device("cpu")
 MB = 2**20

@@ -153,8 +153,8 @@ class SharedRun:
         from support.small_run import new_run, small_session
 
         from gptj_ft.config.run_folder import Run
+        from gptj_ft.distributed.worker import own_run
         from gptj_ft.training.loop import train
-        from gptj_ft.training.shared.follow import own_run
 
         with tempfile.TemporaryDirectory(dir=memory()) as tmp:
             options = {
@@ -230,9 +230,9 @@ def main(arguments: Sequence[str]) -> None:
     simulated.prepare()
     for case in every_case() if chosen.all else [case_of(*each) for each in EVERY_RUN]:
         found = simulated.run_case(case)
-        through_host = sum(count for (_, _, where), count in now().waits.items() if "relay.py" in where)
+        through_host = sum(count for (_, _, where), count in now().waits.items() if "pipeline.py" in where)
         print(json.dumps({**found, "through_host": through_host}), flush=True)
-    from gptj_ft.streaming.relay import Route
+    from gptj_ft.distributed.pipeline import Route
 
     for fault, (changed, case) in () if chosen.all else FAULTS.items():
         with patch.object(Route, "send", changed(Route.send)):

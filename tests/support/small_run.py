@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from gptj_ft.config.resolve import build
 from gptj_ft.config.run_folder import Run
 from gptj_ft.data.batches import Rows
-from gptj_ft.system.processes.group import ALONE, Group
+from gptj_ft.system.group import ALONE, Group
 from gptj_ft.training.loop import Session, TrainResult
 from gptj_ft.training.loop import train as train_run
 from gptj_ft.training.setup import TrainSetup, make_setup

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from gptj_ft.system.processes.control import PeerFailed
-from gptj_ft.system.processes.group import Link, Waited
+from gptj_ft.distributed.control import PeerFailed
+from gptj_ft.system.group import Link, Waited
 
 T = TypeVar("T")
 

@@ -75,9 +75,9 @@ def finetune(
             from gptj_ft.cli.terminal.data_tables import show_rows
             from gptj_ft.cli.terminal.progress import TerminalReporter
             from gptj_ft.cli.terminal.tables import show_plan, show_prepared_run, show_training
+            from gptj_ft.distributed.worker import dismiss
             from gptj_ft.training.finetune import AlreadyFinished, options_on_resume
             from gptj_ft.training.loop import Session
-            from gptj_ft.training.shared.follow import dismiss
         notes = out.notes
         reporter = TerminalReporter(notes, verbose)
 

@@ -46,7 +46,7 @@ def plan(
         raise UsageError("--nproc is for what measures the network: add --network auto, or name machines by --nodes")
     with sharing(nproc) as group:
         if group.rank > 0:
-            from gptj_ft.planning.link import AUTO_RATE, measure_network
+            from gptj_ft.distributed.network import AUTO_RATE, measure_network
 
             if network == AUTO_RATE:
                 measure_network(group)
@@ -57,7 +57,7 @@ def plan(
             from gptj_ft.cli.terminal.machines import show_machines
             from gptj_ft.cli.terminal.progress import TerminalReporter
             from gptj_ft.cli.terminal.tables import show_outlook, show_plan
-            from gptj_ft.training.shared.forecast import SharedForecast
+            from gptj_ft.distributed.forecast import SharedForecast
 
         resolved = resolve(options, config, assignments)
         with TerminalReporter(out.notes) as reporter:

@@ -10,14 +10,14 @@ from rich.console import Console
 
 from gptj_ft.cli.terminal.screen import next_steps, panel, say, time_after, whole
 from gptj_ft.config.options import Recipe
+from gptj_ft.distributed.environment import threads_note
 from gptj_ft.planning.costs import WARRANTED_BYTES, Costs
 from gptj_ft.planning.inference_plan import InferencePlan
 from gptj_ft.planning.plan import Plan
 from gptj_ft.planning.scaling_law import CONFIRMED_FLOPS, FITTED_FLOPS, TOKENS_PER_PARAMETER, ScalingForecast
 from gptj_ft.system.dtypes import PRECISIONS
+from gptj_ft.system.group import Group
 from gptj_ft.system.plain_text import command_line
-from gptj_ft.system.processes.alike import threads_note
-from gptj_ft.system.processes.group import Group
 from gptj_ft.system.units import clock, gigabytes
 from gptj_ft.training.run_state import LOSS, BestState
 from gptj_ft.training.throughput import describe_throughput

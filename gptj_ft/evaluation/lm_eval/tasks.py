@@ -30,9 +30,9 @@ from gptj_ft.evaluation.text_evaluation import evaluation_settings
 from gptj_ft.generation.generator import InferenceSetup, check_writes
 from gptj_ft.generation.hf_model import StreamedModel
 from gptj_ft.planning.inference_plan import InferencePlan
+from gptj_ft.system.group import ALONE, Group
 from gptj_ft.system.hub import open_network
 from gptj_ft.system.paths import home
-from gptj_ft.system.processes.group import ALONE, Group
 
 MISSING = "--tasks needs EleutherAI's lm-eval: pip install 'gptj-ft[harness]'"
 SEED = 1234  # lm-eval's own, of the examples before questions

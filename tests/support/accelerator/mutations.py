@@ -31,7 +31,10 @@ from typing import Any
 from support import accelerator, simulated, simulated_several
 
 ROOT = Path(__file__).resolve().parents[3]
-SOURCES = ("streaming/**/*.py", "system/accelerator.py", "system/block_reader.py")
+SHARED = ("pipeline.py", "row_shards.py", "exchange.py", "batches.py")
+SOURCES = (
+    "streaming/**/*.py", "system/accelerator.py", "system/block_reader.py", *(f"distributed/{name}" for name in SHARED),
+)  # fmt: skip
 WAITS = {"wait_for", "_wait", "wait", "wait_event", "synchronize", "result", "record", "ended"}
 MARKS = {"transfers", "reads", "earlier", "_last_update", "_after", "zeroed"}  # lists of what memory is waited for
 AFTER = re.compile(
@@ -227,7 +230,7 @@ def cases_for(path: str) -> Iterator[simulated.Case]:
     """Yield cases for a mutation of a file, best coverage first."""
     seen = set()
     shared = [simulated_several.case_of(way, "device", "late") for way in ("direct", "rows")]
-    telling = shared if Path(path).name in ("relay.py", "lanes.py", "shared_exchange.py") else list(_telling())
+    telling = shared if Path(path).name in SHARED and Path(path).parent.name == "distributed" else list(_telling())
     words = {
         "host.py": "host", "disk.py": "disk", "folder.py": "strided", "block_reader.py": "frozen on disk",
         "device.py": "frozen on device", "open.py": "frozen on", "activations.py": "device/device/host",

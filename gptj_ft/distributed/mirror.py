@@ -2,7 +2,7 @@
 
 A layer's file lies in the checkpoint's folder of the process that trains it, and its mirror under the same name in the
 same checkpoint's folder on the next disk. So a checkpoint is there as long as each of its layers is on some disk, and
-what goes on from it (`moving.agree`) need not know which files are mirrors. The older checkpoint and its mirrors stay
+what goes on from it (`migrate.agree`) need not know which files are mirrors. The older checkpoint and its mirrors stay
 until those of the newer are whole.
 """
 
@@ -18,12 +18,12 @@ import torch
 import xxhash
 
 from gptj_ft.config.run_folder import Run
+from gptj_ft.distributed.pipeline import Relay
 from gptj_ft.errors import DataError
-from gptj_ft.streaming.relay import Relay
 from gptj_ft.streaming.stores.state_file import layer_path, stamp_of
 from gptj_ft.system.direct_io import RESUME
 from gptj_ft.system.files import create_file, disk_errors, new_name, remove, sync_path, write_file
-from gptj_ft.system.processes.group import Group, Handover
+from gptj_ft.system.group import Group, Handover
 
 
 def disks_of(group: Group, folder: Path) -> list[int]:

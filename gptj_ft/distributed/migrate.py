@@ -18,15 +18,15 @@ from typing import Any
 import torch
 
 from gptj_ft.config.run_folder import COMMIT, MANIFEST, Run, owner_of
+from gptj_ft.distributed.mirror import PART_BYTES
 from gptj_ft.errors import DataError
 from gptj_ft.streaming.stores.state_file import layer_path, stamp_of
 from gptj_ft.system.digests import digest_of, write_sealed
 from gptj_ft.system.files import inside, keep_folder, new_name, remove, sync_path, write_file
-from gptj_ft.system.processes.group import Group
+from gptj_ft.system.group import Group
 from gptj_ft.training.retention import go_back
 from gptj_ft.training.run_state import RunState
 from gptj_ft.training.setup import TrainSetup
-from gptj_ft.training.shared.mirror import PART_BYTES
 from gptj_ft.training.verify import stored_form
 
 

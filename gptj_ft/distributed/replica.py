@@ -12,18 +12,18 @@ from gptj_ft.checkpoints.formats.peft import tokenizer_folder
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.resolve import build
 from gptj_ft.data.tokenization import load_tokenizer
+from gptj_ft.distributed.batches import on_units
+from gptj_ft.distributed.scatter import Compute, serve
+from gptj_ft.distributed.served_model import hear_model
 from gptj_ft.evaluation.answerer import Answerer
 from gptj_ft.generation.decoding import continuations
 from gptj_ft.generation.generator import InferenceSetup
 from gptj_ft.generation.hf_model import StreamedModel
-from gptj_ft.generation.replica import hear_model
 from gptj_ft.models.registry import Architecture
 from gptj_ft.streaming.objective import objective_of
 from gptj_ft.streaming.offloaded_model import OffloadedModel
-from gptj_ft.streaming.replicas import on_units
 from gptj_ft.streaming.scoring import compute_outputs, compute_scores
-from gptj_ft.system.processes.dealing import Compute, serve
-from gptj_ft.system.processes.group import Group
+from gptj_ft.system.group import Group
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gptj_ft.distributed.batches import deal_batches
+from gptj_ft.distributed.pipeline import Relay, Route
+from gptj_ft.distributed.row_shards import LaneSums, Summing
+from gptj_ft.distributed.scatter import deal, end_serving
 from gptj_ft.models.batch import PackedBatch
 from gptj_ft.streaming.exchange import Channel, ComputeBatches, Exchange, GradientReducer, Query, Result
-from gptj_ft.streaming.lanes import LaneSums, Summing
 from gptj_ft.streaming.loaded_layer import LoadedLayer
 from gptj_ft.streaming.objective import Objective, StepLoss
 from gptj_ft.streaming.offloaded_model import OffloadedModel
-from gptj_ft.streaming.relay import Relay, Route
-from gptj_ft.streaming.replicas import deal_batches
-from gptj_ft.system.processes.dealing import deal, end_serving
-from gptj_ft.system.processes.group import ALONE, Group
+from gptj_ft.system.group import ALONE, Group
 
 
 class SharedExchange(Exchange):
@@ -76,7 +76,7 @@ class SharedExchange(Exchange):
 
 @contextmanager
 def lent(model: OffloadedModel, replicas: Group) -> Iterator[None]:
-    """Share read-only work inside the block with processes that have the same model and are in `dealing.serve`."""
+    """Share read-only work inside the block with processes that have the same model and are in `scatter.serve`."""
     before = model.exchange
     if replicas.size > 1:
         model.exchange = SharedExchange(Relay.alone(len(model.layers)), replicas)

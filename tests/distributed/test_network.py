@@ -10,10 +10,10 @@ import pytest
 from support.thread_group import Coming, Member, together
 
 from gptj_ft.cli.terminal.tables import _on_the_wire
+from gptj_ft.distributed.network import measure_network
+from gptj_ft.distributed.scale_out import Network
 from gptj_ft.errors import UsageError
-from gptj_ft.planning.link import measure_network
-from gptj_ft.planning.scale_out import Network
-from gptj_ft.system.processes.group import ALONE
+from gptj_ft.system.group import ALONE
 
 RATE, LATENCY = 2e8, 0.004  # bytes/s and seconds, of the one slow link
 

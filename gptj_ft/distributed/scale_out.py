@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 
 from gptj_ft.config.options import Recipe
+from gptj_ft.distributed.pipeline import assign
 from gptj_ft.errors import UsageError
 from gptj_ft.models.layout import NO_PARAMETERS, Kind, Layout
 from gptj_ft.planning.costs import exported_elements
@@ -27,7 +28,6 @@ from gptj_ft.planning.plan import DoesNotFit, Free, Plan, Requirements, choose, 
 from gptj_ft.planning.probe import Rates
 from gptj_ft.planning.traffic import state_kinds
 from gptj_ft.planning.workload import Workload
-from gptj_ft.streaming.relay import assign
 from gptj_ft.streaming.stores.state_file import StateFile
 
 LATENCY = 2e-4  # seconds of a message beside its bytes: a LAN's, and two threads that wake up; assumed

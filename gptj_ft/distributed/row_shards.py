@@ -16,7 +16,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from gptj_ft.system.processes.group import Group
+from gptj_ft.system.group import Group
 
 Node = tuple[int, int]  # of the tree: its first lane, and how many there are below it
 

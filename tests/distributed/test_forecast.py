@@ -14,11 +14,11 @@ from support.thread_group import Hub, Member, together
 from gptj_ft.config.resolve import build
 from gptj_ft.config.run_folder import Run
 from gptj_ft.data.batches import Rows
-from gptj_ft.planning.scale_out import Job, Network, forecast_share
-from gptj_ft.system.processes.group import ALONE, Group
+from gptj_ft.distributed.scale_out import Job, Network, forecast_share
+from gptj_ft.distributed.worker import own_run
+from gptj_ft.system.group import ALONE, Group
 from gptj_ft.training import compute, loop
 from gptj_ft.training.setup import TrainSetup, make_setup
-from gptj_ft.training.shared.follow import own_run
 
 STEPS = 2  # of four rows each: both epochs' halves
 METHODS: dict[str, dict[str, Any]] = {

@@ -14,10 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gptj_ft.distributed.scatter import Compute, deal
 from gptj_ft.models.batch import PackedBatch
 from gptj_ft.streaming.exchange import ComputeBatches, Query
-from gptj_ft.system.processes.dealing import Compute, deal
-from gptj_ft.system.processes.group import Group
+from gptj_ft.system.group import Group
 
 Unit = Mapping[str, Any]
 _TENSORS = ("tokens_T", "positions_T", "targets_T", "types_T", "values_SC")
@@ -29,7 +29,7 @@ def deal_batches(
     """Compute micro-batches on all replicas; return the results in order, on the CPU.
 
     Args:
-        replicas: processes that have the same model; all others are in `dealing.serve`.
+        replicas: processes that have the same model; all others are in `scatter.serve`.
         kind: name of the computation.
         batches: the micro-batches.
         queries: further tensors of each.

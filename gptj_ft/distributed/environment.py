@@ -10,8 +10,8 @@ import torch
 
 from gptj_ft import __version__
 from gptj_ft.errors import UsageError
+from gptj_ft.system.group import Group
 from gptj_ft.system.machine import cpu_kernels
-from gptj_ft.system.processes.group import Group
 
 
 def facts_here() -> dict[str, Any]:

@@ -15,15 +15,8 @@ from support.rates import round_rates
 from gptj_ft.cli.terminal.machines import show_machines
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.resolve import resolve
-from gptj_ft.errors import UsageError
-from gptj_ft.models.gptj import GPTJConfig, build_layers
-from gptj_ft.models.layout import Layout
-from gptj_ft.models.published import find_published
-from gptj_ft.models.trainable import select
-from gptj_ft.planning.devices import find_device
-from gptj_ft.planning.plan import Free, choose
-from gptj_ft.planning.probe import DiskRates, Rates
-from gptj_ft.planning.scale_out import (
+from gptj_ft.distributed.pipeline import assign
+from gptj_ft.distributed.scale_out import (
     PAYLOAD,
     Job,
     Network,
@@ -34,8 +27,15 @@ from gptj_ft.planning.scale_out import (
     scale_out,
     waiting_seconds,
 )
+from gptj_ft.errors import UsageError
+from gptj_ft.models.gptj import GPTJConfig, build_layers
+from gptj_ft.models.layout import Layout
+from gptj_ft.models.published import find_published
+from gptj_ft.models.trainable import select
+from gptj_ft.planning.devices import find_device
+from gptj_ft.planning.plan import Free, choose
+from gptj_ft.planning.probe import DiskRates, Rates
 from gptj_ft.planning.workload import Workload
-from gptj_ft.streaming.relay import assign
 from gptj_ft.training.setup import shared_recipe
 
 GB = 10**9

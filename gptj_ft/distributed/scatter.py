@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from gptj_ft.system.processes.control import LINE_BYTES
-from gptj_ft.system.processes.group import Group
+from gptj_ft.distributed.control import LINE_BYTES
+from gptj_ft.system.group import Group
 
 Compute = Callable[[Sequence[Any]], Iterable[Any]]
 """Computes some units. They and their results are JSON's values and NumPy's arrays."""

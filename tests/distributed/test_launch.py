@@ -25,14 +25,15 @@ import torch.distributed as dist
 from support.thread_group import Hub, Member
 
 from gptj_ft.config.resolve import build
+from gptj_ft.distributed import control, launch
+from gptj_ft.distributed.control import Control, PeerFailed, host_control, join_control
+from gptj_ft.distributed.environment import check_alike
+from gptj_ft.distributed.launch import Membership, interface_to, joined
+from gptj_ft.distributed.pipeline import Relay
+from gptj_ft.distributed.process_group import Processes
 from gptj_ft.errors import DataError, Interrupted, UsageError
-from gptj_ft.streaming.relay import Relay
 from gptj_ft.system import accelerator
-from gptj_ft.system.processes import control, launch
-from gptj_ft.system.processes.alike import check_alike
-from gptj_ft.system.processes.control import Control, PeerFailed, host_control, join_control
-from gptj_ft.system.processes.group import ALONE, Processes
-from gptj_ft.system.processes.launch import Membership, interface_to, joined
+from gptj_ft.system.group import ALONE
 from gptj_ft.training.finetune import use_threads
 from gptj_ft.training.reporter import Reporter
 
@@ -317,7 +318,7 @@ def test_who_has_not_come_is_named() -> None:
 def test_a_process_that_fails_to_start_ends_the_wait_for_it(tmp_path: Path) -> None:
     """`--nproc` sees its children; it does not wait five minutes for one that is dead."""
     code = (
-        "import sys\nfrom gptj_ft.system.processes import launch\n"
+        "import sys\nfrom gptj_ft.distributed import launch\n"
         "import subprocess\n"
         "dead = [sys.executable, '-c', 'raise SystemExit(9)']\n"
         "launch.start_others = lambda *_: [subprocess.Popen(dead)]\n"
@@ -331,7 +332,7 @@ def test_a_process_that_fails_to_start_ends_the_wait_for_it(tmp_path: Path) -> N
 def test_nothing_of_it_is_loaded_by_a_command_of_one_process() -> None:
     code = "import sys, gptj_ft.cli.app; print(json.dumps([m for m in sys.modules if 'launch' in m or 'control' in m]))"
     done = subprocess.run([sys.executable, "-c", f"import json; {code}"], capture_output=True, text=True, check=True)
-    assert "gptj_ft.system.processes.launch" not in json.loads(done.stdout)
+    assert "gptj_ft.distributed.launch" not in json.loads(done.stdout)
 
 
 def test_a_machine_with_other_threads_is_refused_unless_the_run_says_how_many() -> None:

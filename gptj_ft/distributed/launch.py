@@ -26,9 +26,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from gptj_ft.distributed.control import ENDING_SECONDS, PeerFailed, host_control, join_control
+from gptj_ft.distributed.process_group import NCCL, SLOW, Processes
 from gptj_ft.errors import UsageError
-from gptj_ft.system.processes.control import ENDING_SECONDS, PeerFailed, host_control, join_control
-from gptj_ft.system.processes.group import ALONE, NCCL, SLOW, Group, Processes
+from gptj_ft.system.group import ALONE, Group
 
 START_SECONDS = float(os.environ.get("GPTJ_FT_START_SECONDS", "300"))  # for all to come: libraries load, jobs start
 STORE, TOKEN = "GPTJ_FT_STORE", "GPTJ_FT_TOKEN"  # of the processes that `start_others` makes

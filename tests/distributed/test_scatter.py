@@ -24,19 +24,18 @@ from gptj_ft.checkpoints.tiny import make_tiny
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.presets import load_preset
 from gptj_ft.config.resolve import build
+from gptj_ft.distributed import exchange, scatter, served_model
+from gptj_ft.distributed.replica import serve_models
+from gptj_ft.distributed.scatter import deal, end_serving, owners_of, serve
+from gptj_ft.distributed.served_model import announce_end
 from gptj_ft.errors import NotFinite, ResourceError, UsageError
 from gptj_ft.evaluation import text_evaluation
 from gptj_ft.evaluation.comparison import Evaluation
 from gptj_ft.evaluation.evaluate import EvaluateRequest, PairedEvaluation
-from gptj_ft.evaluation.replica import serve_models
 from gptj_ft.evaluation.row_job import OutputFile
-from gptj_ft.generation import decoding, replica
+from gptj_ft.generation import decoding
 from gptj_ft.generation.generator import GenerationSetup, InferenceSetup
-from gptj_ft.generation.replica import announce_end
-from gptj_ft.streaming import shared_exchange
-from gptj_ft.system.processes import dealing
-from gptj_ft.system.processes.dealing import deal, end_serving, owners_of, serve
-from gptj_ft.system.processes.group import ALONE, Group
+from gptj_ft.system.group import ALONE, Group
 from gptj_ft.training.reporter import Reporter
 
 T = TypeVar("T")
@@ -113,7 +112,7 @@ def test_units_go_to_the_process_that_has_least() -> None:
 
 
 def test_results_come_back_in_order_however_long_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dealing, "LINE_BYTES", 240)
+    monkeypatch.setattr(scatter, "LINE_BYTES", 240)
     units = [{"at": n, "values": np.arange(5 * n, dtype=np.float32) / 3} for n in range(7)]
 
     def compute(share: Any) -> Iterator[Any]:
@@ -207,18 +206,18 @@ def test_another_model_or_another_command_is_refused(tmp_path, rows, monkeypatch
     folder = writer(tmp_path / "tuned", "summarization")
     prints = iter([{"config.json": 1}, {"config.json": 2}])
     with monkeypatch.context() as patch:
-        patch.setattr(replica, "tuned_fingerprint", lambda _: next(prints))
+        patch.setattr(served_model, "tuned_fingerprint", lambda _: next(prints))
         with pytest.raises(UsageError, match="is not the one of process 1"):
             led(2, lambda group: evaluated(folder, rows, group))
     threads = iter([1, 2])
-    monkeypatch.setattr(replica, "facts_here", lambda: {"threads": next(threads)})
+    monkeypatch.setattr(served_model, "facts_here", lambda: {"threads": next(threads)})
     with pytest.raises(UsageError, match="process 2 has threads"):
         led(2, lambda group: evaluated(folder, rows, group))
 
 
 def test_one_process_asks_nobody_and_converts_nothing(tmp_path, rows, monkeypatch) -> None:
     folder = writer(tmp_path / "tuned", "summarization")
-    for module, name in ((shared_exchange, "deal_batches"), (shared_exchange, "deal"), (dealing, "gather_texts")):
+    for module, name in ((exchange, "deal_batches"), (exchange, "deal"), (scatter, "gather_texts")):
         monkeypatch.setattr(module, name, None)
     assert evaluated(folder, rows, ALONE).rows == 18
 

@@ -7,10 +7,10 @@ from statistics import median
 
 import torch
 
+from gptj_ft.distributed.scale_out import PAYLOAD, Network
 from gptj_ft.errors import UsageError
 from gptj_ft.planning.probe import LONGEST_TRANSFER
-from gptj_ft.planning.scale_out import PAYLOAD, Network
-from gptj_ft.system.processes.group import Group
+from gptj_ft.system.group import Group
 
 MOST_BYTES, FIRST_BYTES = 64 * 2**20, 2**20  # sent to one neighbour while as much comes from the other
 SMALL_MESSAGES = 20

@@ -8,10 +8,10 @@ from typing import Any
 
 from gptj_ft.checkpoints.fingerprint import tuned_fingerprint
 from gptj_ft.config.options import Recipe
+from gptj_ft.distributed.environment import check_alike, facts_here
 from gptj_ft.errors import UsageError
+from gptj_ft.system.group import Group
 from gptj_ft.system.paths import is_tuned
-from gptj_ft.system.processes.alike import check_alike, facts_here
-from gptj_ft.system.processes.group import Group
 
 
 def announce_model(group: Group, folder: Path, recipe: Recipe, **opening: Any) -> None:

@@ -21,18 +21,18 @@ from support.thread_group import Member, together
 from gptj_ft.config.resolve import build
 from gptj_ft.config.run_folder import Run
 from gptj_ft.data.batches import Rows
+from gptj_ft.distributed import migrate, mirror
+from gptj_ft.distributed.control import PeerFailed
+from gptj_ft.distributed.pipeline import assign
+from gptj_ft.distributed.row_shards import LaneSums, add_up, lanes_of, lanes_of_rank, nodes_of
+from gptj_ft.distributed.scale_out import moved_bytes
+from gptj_ft.distributed.straggler import PaceWatch
+from gptj_ft.distributed.worker import own_run
 from gptj_ft.errors import DataError, GptjFtError, Interrupted, NotFinite, UsageError
-from gptj_ft.planning.scale_out import moved_bytes
-from gptj_ft.streaming.lanes import LaneSums, add_up, lanes_of, lanes_of_rank, nodes_of
-from gptj_ft.streaming.relay import assign
-from gptj_ft.system.processes.control import PeerFailed
-from gptj_ft.system.processes.group import ALONE, Group
+from gptj_ft.system.group import ALONE, Group
 from gptj_ft.training import checkpoint, compute, loop, restore
 from gptj_ft.training.loop import Session, TrainResult, train
 from gptj_ft.training.setup import TrainSetup, make_setup, shared_recipe
-from gptj_ft.training.shared import mirror, moving
-from gptj_ft.training.shared.follow import own_run
-from gptj_ft.training.shared.pace import PaceWatch
 
 ON_DEVICE = {"weights": "device", "optimizer_state": "device"}
 ON_DISK = {"weights": "disk", "optimizer_state": "disk", "boundaries": "disk"}
@@ -362,7 +362,7 @@ def moved_while(sizes: Sequence[int], go_on: Callable[[int], object]) -> list[di
     """Train a step with each number of processes, kill them; return the bytes that each has got before its step."""
     agree, moved = restore.agree, list[dict[int, int]]()
 
-    def counted(setup: TrainSetup, run: Run) -> moving.ResumePoint:
+    def counted(setup: TrainSetup, run: Run) -> migrate.ResumePoint:
         saved = agree(setup, run)
         moved[-1][setup.group.rank] = saved.bytes_moved
         return saved
@@ -384,16 +384,16 @@ def test_a_layer_stays_where_it_was_until_it_is_on_its_new_disk(models, tmp_path
         with pytest.raises(Killed):
             train_apart(2, models["gptj"], tmp_path, **options)
     layers = {path.name for name in "01" for path in (tmp_path / name / "state").glob("*-0*")}
-    receive = moving.receive_file
+    receive = migrate.receive_file
 
     def break_off(*arguments: Any) -> int:
         raise GptjFtError("the cable is out")
 
-    monkeypatch.setattr(moving, "receive_file", break_off)
+    monkeypatch.setattr(migrate, "receive_file", break_off)
     with pytest.raises(GptjFtError, match="the cable is out"):
         train_apart(3, models["gptj"], tmp_path, **options)
     assert {path.name for name in "01" for path in (tmp_path / name / "state").glob("*-0*")} == layers
-    monkeypatch.setattr(moving, "receive_file", receive)
+    monkeypatch.setattr(migrate, "receive_file", receive)
     train_apart(3, models["gptj"], tmp_path, **options)
     train_alone(models["gptj"], tmp_path / "alone", **options)
     assert_same_run(tmp_path / "0", tmp_path / "alone")

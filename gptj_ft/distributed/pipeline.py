@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gptj_ft.models.layout import NO_PARAMETERS, Layout
 from gptj_ft.streaming.exchange import Channel
-from gptj_ft.system.processes.group import ALONE, Group, Handover, Link
+from gptj_ft.system.group import ALONE, Group, Handover, Link
 
 
 class Relay:

@@ -18,14 +18,14 @@ from gptj_ft.checkpoints.fingerprint import check_unchanged, fingerprint
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.resolve import build
 from gptj_ft.config.run_folder import Run
+from gptj_ft.distributed.environment import check_alike, facts_here
 from gptj_ft.errors import UsageError
 from gptj_ft.models.layout import MOMENTS
 from gptj_ft.streaming.adamw import AdamW
 from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.system.files import discard
+from gptj_ft.system.group import Group, from_first
 from gptj_ft.system.paths import is_model
-from gptj_ft.system.processes.alike import check_alike, facts_here
-from gptj_ft.system.processes.group import Group, from_first
 from gptj_ft.training.restore import load_start, make_optimizer, open_offloaded
 from gptj_ft.training.run_state import RunState
 from gptj_ft.training.setup import TrainSetup

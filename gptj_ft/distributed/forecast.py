@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gptj_ft.config.options import Recipe
-from gptj_ft.planning.scale_out import Job, Network, ScaleOut, scale_out
+from gptj_ft.distributed.scale_out import Job, Network, ScaleOut, scale_out
 from gptj_ft.training.finetune import Forecast
 
 
