@@ -32,6 +32,7 @@ from gptj_ft.planning.resources import check_lengths
 from gptj_ft.streaming.objective import Objective, StepLoss, objective_of
 from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.scoring import head_outputs
+from gptj_ft.system.group import ALONE, Group
 from gptj_ft.system.paths import home
 
 NO_TOKEN_LIMIT = 2**62  # tokens: no limit
