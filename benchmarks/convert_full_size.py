@@ -30,8 +30,8 @@ import torch
 from side_by_side import memory
 from torch import Tensor
 
-from gptj_ft.checkpoints.formats.mesh_reader import NUM_FILES, leaves_of
-from gptj_ft.checkpoints.formats.shapes import GPTJ_6B
+from gptj_ft.checkpoints.foreign.mesh import NUM_FILES, leaves_of
+from gptj_ft.checkpoints.published_configs import GPTJ_6B
 from gptj_ft.models.registry import Architecture, architecture_of
 from gptj_ft.system.direct_io import PAGE, open_direct, read_direct, write_bytes
 from gptj_ft.system.memory import allocate

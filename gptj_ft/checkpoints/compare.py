@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gptj_ft.checkpoints.formats.tensor_info import dtype_name
 from gptj_ft.checkpoints.model_folder import Checkpoint, check_tensors, is_dropped
-from gptj_ft.checkpoints.open import CheckpointSource
+from gptj_ft.checkpoints.source import CheckpointSource
+from gptj_ft.checkpoints.weight_file import dtype_name
 from gptj_ft.errors import DataError
 from gptj_ft.models.registry import Architecture
 from gptj_ft.system.memory import cast

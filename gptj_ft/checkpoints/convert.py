@@ -14,10 +14,7 @@ import torch
 
 import gptj_ft
 from gptj_ft.checkpoints import optimizer_state as moments_of_model
-from gptj_ft.checkpoints.formats import mesh_writer
-from gptj_ft.checkpoints.formats.mesh_writer import MeshWriter
-from gptj_ft.checkpoints.formats.peft import MergedCheckpoint, open_adapter, with_head_of
-from gptj_ft.checkpoints.formats.tensor_info import dtype_name
+from gptj_ft.checkpoints.adapter import MergedCheckpoint, open_adapter, with_head_of
 from gptj_ft.checkpoints.metadata import check_base
 from gptj_ft.checkpoints.model_folder import (
     DESCRIPTION,
@@ -30,9 +27,11 @@ from gptj_ft.checkpoints.model_folder import (
     write_companions,
     write_json_file,
 )
-from gptj_ft.checkpoints.open import CheckpointFormat, CheckpointSource, files_of, open_source
+from gptj_ft.checkpoints.open import FORMATS, files_of, open_source
 from gptj_ft.checkpoints.optimizer_state import Moments
+from gptj_ft.checkpoints.source import CheckpointSource, FormatName
 from gptj_ft.checkpoints.transfer import TensorTransfer
+from gptj_ft.checkpoints.weight_file import dtype_name
 from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.models.layout import Kind
 from gptj_ft.system.atomic import atomic_folder
@@ -52,7 +51,7 @@ class Conversion:
     """Request of a conversion.
 
     Attributes:
-        form: format of the source; default ``None``: detected.
+        format: format of the source; default ``None``: detected.
         config: file with the model's shape, where the source does not say it; default: none.
         to: format of the result: model folder (one shard per layer; default), Hugging Face's usual files, or
             mesh-transformer-jax's slim checkpoint.
@@ -65,7 +64,7 @@ class Conversion:
         with_optimizer: whether the source's optimizer moments are converted, too, for a run that begins with them.
     """
 
-    form: CheckpointFormat | None = None
+    format: FormatName | None = None
     config: Path | None = None
     to: OutputForm = "folder"
     dtype: DtypeChoice = "keep"
@@ -138,7 +137,7 @@ def convert(
     start = time.monotonic()
     with (
         atomic_folder(target, resume=_plan(source, conversion)) as draft,
-        open_source(source, conversion.form, conversion.config, draft / UNPACKED) as opened,
+        open_source(source, conversion.format, conversion.config, draft / UNPACKED) as opened,
     ):
         moments = _moments_of(opened, conversion)
         dropped = check_tensors(opened.architecture, opened.checkpoint)
@@ -210,14 +209,9 @@ class _Work:
         """Write all files."""
         source, kept, weights = self.source, self.conversion, self.weights
         if kept.to == "mesh":
-            if not weights.types <= mesh_writer.STORED:
-                raise UsageError("mesh-transformer-jax stores fp32 or bf16: add --dtype fp32 or --dtype bf16")
-            folder = draft / f"step_{source.step}"
-            MeshWriter(folder, source.architecture, kept.mesh_shards, weights).write(source.step)
-            write_json_file(
-                draft / "meta.json",
-                {"step": source.step, "checkpoints": [source.step], "aux": {str(source.step): {}}},
-            )
+            write = FORMATS["mesh"].write
+            assert write is not None
+            write(draft, source, weights, kept.mesh_shards)
         else:
             weights.write(draft, kept.shard_bytes if kept.to == "huggingface" else None)
         for kind, copy in self.moments.items():
@@ -233,8 +227,8 @@ class _Work:
 
     def verify(self, draft: Path) -> None:
         """Compare each tensor that was written with its source."""
-        form: CheckpointFormat = "mesh" if self.conversion.to == "mesh" else "huggingface"
-        with open_source(draft, form, None, draft) as written:
+        name: FormatName = "mesh" if self.conversion.to == "mesh" else "huggingface"
+        with open_source(draft, name, None, draft) as written:
             check_tensors(written.architecture, written.checkpoint)
             self._compare(self.weights, written.checkpoint)
         if self.moments:

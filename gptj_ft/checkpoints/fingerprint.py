@@ -7,7 +7,7 @@ from typing import Any
 
 import xxhash
 
-from gptj_ft.checkpoints.formats.peft import ADAPTER_WEIGHTS, base_folder
+from gptj_ft.checkpoints.adapter import ADAPTER_WEIGHTS, base_folder
 from gptj_ft.checkpoints.model_folder import Checkpoint, weights_of
 from gptj_ft.errors import DataError
 from gptj_ft.models.registry import Architecture

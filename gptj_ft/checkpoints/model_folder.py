@@ -17,9 +17,7 @@ import torch
 from torch import Tensor
 
 from gptj_ft.checkpoints.download import SOURCE, read_origin
-from gptj_ft.checkpoints.formats.safetensors import write_safetensors
-from gptj_ft.checkpoints.formats.tensor_info import Shard, TensorInfo
-from gptj_ft.checkpoints.formats.weight_file import open_shard
+from gptj_ft.checkpoints.weight_file import Shard, TensorInfo, open_shard, write_safetensors
 from gptj_ft.data.wordpiece import is_cased, read_vocabulary
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.registry import Architecture, Family, families, full_name

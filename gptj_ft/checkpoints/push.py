@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gptj_ft.checkpoints.adapter import ADAPTER_WEIGHTS, base_folder, open_adapter, tuned_architecture
 from gptj_ft.checkpoints.architecture import read_architecture
 from gptj_ft.checkpoints.download import SOURCE, read_origin
-from gptj_ft.checkpoints.formats.peft import ADAPTER_WEIGHTS, base_folder, open_adapter, tuned_architecture
 from gptj_ft.checkpoints.model_folder import DESCRIPTION, INDEX, METADATA_FILE, check_tensors, open_checkpoint
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.system.digests import read_json

@@ -15,8 +15,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from torch import Tensor
 
-from gptj_ft.checkpoints.formats.shapes import GPT2, GPTJ_6B
 from gptj_ft.checkpoints.model_folder import write_model
+from gptj_ft.checkpoints.published_configs import GPT2, GPTJ_6B
 from gptj_ft.models.registry import Architecture, families
 
 VOCAB_TARGET = 1536  # tokens the tokenizer learns at most; a small corpus gives fewer

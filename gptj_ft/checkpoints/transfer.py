@@ -12,9 +12,8 @@ import xxhash
 from torch import Tensor
 
 from gptj_ft.checkpoints.compare import difference
-from gptj_ft.checkpoints.formats.safetensors import header_of
-from gptj_ft.checkpoints.formats.tensor_info import TensorInfo
 from gptj_ft.checkpoints.model_folder import Checkpoint, RowRange, write_index
+from gptj_ft.checkpoints.weight_file import TensorInfo, header_of
 from gptj_ft.errors import DataError
 from gptj_ft.models.registry import Architecture
 from gptj_ft.system.memory import bytes_of

@@ -8,7 +8,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gptj_ft.checkpoints.formats.peft import tokenizer_folder
+from gptj_ft.checkpoints.adapter import tokenizer_folder
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.resolve import build
 from gptj_ft.data.tokenization import load_tokenizer

@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from gptj_ft.checkpoints.adapter import base_folder
 from gptj_ft.checkpoints.architecture import read_architecture
 from gptj_ft.checkpoints.base_model import find_model
-from gptj_ft.checkpoints.formats.peft import base_folder
 from gptj_ft.checkpoints.metadata import read_metadata
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.run_folder import Run

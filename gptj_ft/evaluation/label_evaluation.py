@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from gptj_ft.checkpoints.formats.peft import tokenizer_folder
+from gptj_ft.checkpoints.adapter import tokenizer_folder
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.batches import Rows, first_fit
 from gptj_ft.data.dataset import Prepared

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gptj_ft.checkpoints.adapter import base_folder, tokenizer_folder
 from gptj_ft.checkpoints.architecture import vocab_size_of
-from gptj_ft.checkpoints.formats.peft import base_folder, tokenizer_folder
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.batches import Document, Rows
 from gptj_ft.data.dataset import Prepared

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from gptj_ft.checkpoints.formats.peft import tokenizer_folder, tuned_architecture, weight_bytes
+from gptj_ft.checkpoints.adapter import tokenizer_folder, tuned_architecture, weight_bytes
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.chat import MESSAGES, asked
 from gptj_ft.data.encode import Prompt, encode_prompt

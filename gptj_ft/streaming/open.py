@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from gptj_ft.checkpoints.formats.peft import Adapter, base_folder, open_adapter, tuned_architecture
+from gptj_ft.checkpoints.adapter import Adapter, base_folder, open_adapter, tuned_architecture
 from gptj_ft.checkpoints.metadata import check_base
 from gptj_ft.checkpoints.model_folder import Checkpoint, check_tensors, layer_tensor, open_checkpoint, tensor_source
 from gptj_ft.models.heads import initialise_head

@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gptj_ft.checkpoints.formats.weight_file import open_shard
+from gptj_ft.checkpoints.weight_file import open_shard
 from gptj_ft.config.run_folder import COMMIT, MANIFEST, Run
 from gptj_ft.errors import DataError, ResourceError
 from gptj_ft.models.layout import Kind, Layout

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gptj_ft.checkpoints.formats.peft import TASK_TYPES, MergedCheckpoint, open_adapter, write_adapter
+from gptj_ft.checkpoints.adapter import TASK_TYPES, MergedCheckpoint, open_adapter, write_adapter
 from gptj_ft.checkpoints.metadata import TunedModel, metadata_files
 from gptj_ft.checkpoints.model_folder import layer_tensors, open_checkpoint, write_model
 from gptj_ft.config.run_folder import MERGED, Run

@@ -10,9 +10,9 @@ from typing import Any
 
 from gptj_ft.checkpoints.architecture import read_architecture
 from gptj_ft.checkpoints.download import SOURCE, Origin, read_origin
-from gptj_ft.checkpoints.formats.tensor_info import dtype_name
 from gptj_ft.checkpoints.metadata import read_metadata
 from gptj_ft.checkpoints.model_folder import check_tensors, open_checkpoint
+from gptj_ft.checkpoints.weight_file import dtype_name
 from gptj_ft.config.run_folder import Run
 from gptj_ft.errors import GptjFtError, UsageError, did_you_mean, listed
 from gptj_ft.system.files import disk_bytes, files_in, remove_folder

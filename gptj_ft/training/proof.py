@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 import torch
 
-from gptj_ft.checkpoints.formats.shapes import GPT2
+from gptj_ft.checkpoints.published_configs import GPT2
 from gptj_ft.checkpoints.tiny import make_tiny
 from gptj_ft.config.resolve import resolve
 from gptj_ft.config.run_folder import Run, steps_done

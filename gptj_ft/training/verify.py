@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gptj_ft.checkpoints.adapter import open_adapter, tuned_architecture
 from gptj_ft.checkpoints.architecture import read_architecture
 from gptj_ft.checkpoints.fingerprint import check_unchanged
-from gptj_ft.checkpoints.formats.peft import open_adapter, tuned_architecture
-from gptj_ft.checkpoints.formats.weight_file import open_shard
 from gptj_ft.checkpoints.metadata import read_metadata
 from gptj_ft.checkpoints.model_folder import check_tensors, open_checkpoint
+from gptj_ft.checkpoints.weight_file import open_shard
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.run_folder import COMMIT, MANIFEST, MERGED, Run, steps_done
 from gptj_ft.data.dataset import load_dataset

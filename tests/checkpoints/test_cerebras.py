@@ -85,7 +85,7 @@ def test_a_gpt2_of_theirs_gives_every_bit_of_the_model(tmp_path: Path, is_tied: 
     params.write_text(GPT2.replace("TIED", str(is_tied).lower()))
     with h5py.File(tmp_path / "c.mdl", "r+") as file:
         del file["model.transformer_decoder.layers.1.self_attn.proj_k_dense_layer.bias"]
-    with pytest.raises(DataError, match=r"h\.1\.attn\.c_attn\.bias is made of 3 tensors, and 2 of them"):
+    with pytest.raises(DataError, match=r"h\.1\.attn\.c_attn\.bias consists of 3 tensors, but the file has 2"):
         convert(tmp_path / "c.mdl", tmp_path / "other", Conversion(config=params))
 
 
@@ -94,7 +94,7 @@ def test_a_bin_with_their_names_is_read_too(tmp_path: Path, state: State, params
     folder = write_source(tmp_path / "source", theirs(state, prefix), "bin in shards")
     convert(folder, tmp_path / "a")  # its config.json is Hugging Face's
     torch.save(theirs(state, prefix), tmp_path / "weights.bin")
-    convert(tmp_path / "weights.bin", tmp_path / "b", Conversion(form="cerebras", config=params))
+    convert(tmp_path / "weights.bin", tmp_path / "b", Conversion(format="cerebras", config=params))
     assert same(tmp_path / "a", state)
     assert same(tmp_path / "b", state)
 
@@ -113,7 +113,7 @@ def test_the_pickle_in_it_is_never_read_and_the_step_is(tmp_path: Path, state: S
         ("share_embedding_weights: false -> share_embedding_weights: true", "tie_word_embeddings"),
         ("vocab_size: 64 -> vocab_size: 50", r"\[64, 16\], config\.json says \[50, 16\]"),
         ("position_embedding_type: rotary -> position_embedding_type: learned", "position_embedding_type is 'learned'"),
-        ("  rotary_dim: 4 -> ", "does not say rotary_dim"),
+        ("  rotary_dim: 4 -> ", "rotary_dim is missing"),
         ("num_hidden_layers: 2 -> num_hidden_layers: 3", "missing"),
     ],
 )
@@ -160,9 +160,9 @@ def test_damage_is_said_with_file_and_tensor(tmp_path: Path, state: State, param
     reasons = {
         "truncated": "truncated or corrupt",
         "a link": r"layers\.1\.norm1\.bias is a link",
-        "another copy": r"transformer_decoder\.norm\.bias and model\.ln_f\.bias should be the same",
+        "another copy": r"transformer_decoder\.norm\.bias and model\.ln_f\.bias are copies of one tensor",
         "another tensor": r"layers\.1\.norm3\.bias in c\.mdl is no tensor",
-        "a wrong type": r"norm1\.bias is of type \|S4",
+        "a wrong type": r"norm1\.bias has type \|S4",
         "a bomb": r"layers\.1\.norm1\.bias unpacks to more than 1 GiB at once",
         "no weights": "holds no weights",
     }

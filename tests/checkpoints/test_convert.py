@@ -137,7 +137,7 @@ def test_hugging_face_to_folder_and_back_gives_every_bit_back(
 
 def test_pieces_of_any_size_make_the_same_bytes(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     convert(source, tmp_path / "one", Conversion(dtype="bf16"))
-    monkeypatch.setattr("gptj_ft.checkpoints.formats.tensor_info.PIECE_BYTES", 200)
+    monkeypatch.setattr("gptj_ft.checkpoints.weight_file.PIECE_BYTES", 200)
     convert(source, tmp_path / "two", Conversion(dtype="bf16"))
     for file in (tmp_path / "one").iterdir():
         assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes()

@@ -16,9 +16,9 @@ from support.small_stack import CPU
 from support.tiny_wordpiece import write_vocabulary
 from torch import Tensor
 
+from gptj_ft.checkpoints.adapter import open_adapter, tuned_architecture
 from gptj_ft.checkpoints.architecture import read_architecture
 from gptj_ft.checkpoints.convert import Conversion, convert
-from gptj_ft.checkpoints.formats.peft import open_adapter, tuned_architecture
 from gptj_ft.checkpoints.metadata import TunedModel, read_metadata
 from gptj_ft.checkpoints.model_folder import open_checkpoint
 from gptj_ft.checkpoints.push import files_to_push

@@ -15,10 +15,9 @@ from support import mesh_reference as reference
 from support.checkpoint_files import make_state, write_source
 from support.mesh_reference import Leaves
 
-from gptj_ft.checkpoints import open
 from gptj_ft.checkpoints.convert import Conversion, convert
-from gptj_ft.checkpoints.formats import shapes
-from gptj_ft.checkpoints.formats.mesh_reader import leaves_of
+from gptj_ft.checkpoints.foreign import config as foreign_config
+from gptj_ft.checkpoints.foreign.mesh import leaves_of
 from gptj_ft.checkpoints.model_folder import open_checkpoint
 from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.models.registry import families
@@ -165,9 +164,9 @@ def test_without_a_config_only_the_shape_of_gptj_6b_is_assumed(
     tmp_path: Path, shards: list[Leaves], config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = reference.write(tmp_path / "mesh", shards)
-    with pytest.raises(UsageError, match=r"it is not GPT-J 6B's; name the JSON of its shape with --config \(trans"):
+    with pytest.raises(UsageError, match=r"the shape is not GPT-J 6B's; name the JSON of its"):
         convert(source, tmp_path / "model")
-    monkeypatch.setattr(open, "GPTJ_6B", shapes.read_foreign_config(config))
+    monkeypatch.setattr(foreign_config, "GPTJ_6B", foreign_config.read_foreign_config(config))
     convert(source, tmp_path / "model")
 
 
@@ -232,7 +231,7 @@ def damage(step: Path, what: str) -> str:
         return r"shard_2/7\.npz: transformer\.h\S+ is torch\.float16, in shard_0 torch\.float32"
     if what == "another shape":
         np.savez(npz, *(array[:-1] for array in arrays))
-        return r"transformer\.h\S+ has other shapes in other shards|has shape"
+        return r"transformer\.h\S+ has different shapes in different shards|has shape"
     if what == "one array more":
         np.savez(npz, *arrays, arrays[0])
         return r"shard_2 has \d+ arrays, shard_0 \d+"

@@ -165,7 +165,7 @@ def test_moments_that_fit_no_parameter_are_refused(tmp_path: Path) -> None:
         assert not list(tmp_path.glob("*model*"))
 
     bias = "transformer.h.0.mlp.fc_in.bias"
-    refused("in two groups", "whose they are is not known", UsageError, exp_avg={bias: torch.zeros(3)})
+    refused("in two groups", "so they cannot be assigned", UsageError, exp_avg={bias: torch.zeros(3)})
     refused("named", rf"{bias} in c\.mdl has shape \[3\]", DataError, exp_avg={bias: torch.zeros(3)})
     refused("named", rf"second moment of {bias} holds -1", DataError, exp_avg_sq={bias: -torch.ones_like(state[bias])})
     source = write_source(tmp_path / "source", state)

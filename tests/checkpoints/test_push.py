@@ -12,9 +12,9 @@ from conftest import NOTES
 from huggingface_hub import constants
 from support.hub_server import COMMIT, Hub, Pushed, reachable
 
+from gptj_ft.checkpoints.adapter import write_adapter
 from gptj_ft.checkpoints.architecture import read_architecture
 from gptj_ft.checkpoints.download import Origin
-from gptj_ft.checkpoints.formats.peft import write_adapter
 from gptj_ft.checkpoints.metadata import ModelMetadata, TunedModel, metadata_files
 from gptj_ft.checkpoints.push import files_to_push, push
 from gptj_ft.checkpoints.tiny import make_tiny

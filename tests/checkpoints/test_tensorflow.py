@@ -13,7 +13,7 @@ from support.tensorflow_reference import googles, message, number, write_bundle
 from torch import Tensor
 
 from gptj_ft.checkpoints.convert import Conversion, convert
-from gptj_ft.checkpoints.formats.tensorflow import find_bundle, open_bundle
+from gptj_ft.checkpoints.foreign.tensorflow import find_bundle, open_bundle
 from gptj_ft.errors import DataError, UsageError
 
 CONFIG = {
@@ -73,17 +73,17 @@ def test_every_way_of_naming_a_checkpoint_finds_it(tmp_path: Path) -> None:
     convert(source / "bert_model.ckpt", tmp_path / "model")
     write_bundle(source / "other", {"global_step": torch.tensor(7)})
     assert find_bundle(source) is None
-    with pytest.raises(UsageError, match="no checkpoint that is known"):
+    with pytest.raises(UsageError, match="no checkpoint of a known format"):
         convert(source, tmp_path / "again")
     with pytest.raises(UsageError, match="or several: name one"):
-        convert(source, tmp_path / "again", Conversion(form="tensorflow"))
+        convert(source, tmp_path / "again", Conversion(format="tensorflow"))
 
 
 def test_a_checkpoint_of_another_program_is_refused(tmp_path: Path) -> None:
     source = write(tmp_path / "source", model_of("labels").state_dict())
     name = "layer_with_weights-0/kernel/.ATTRIBUTES/VARIABLE_VALUE"
     write_bundle(source / "bert_model.ckpt", {name: torch.ones(2, 2)})
-    with pytest.raises(UsageError, match=r"layer_with_weights-0.*which google-research/bert has not"):
+    with pytest.raises(UsageError, match=r"layer_with_weights-0.*is no tensor of google-research/bert"):
         convert(source, tmp_path / "model")
     (source / "bert_config.json").unlink()
     with pytest.raises(UsageError, match=r"has no bert_config.json: name the JSON of the model's shape with --config"):
@@ -94,8 +94,8 @@ def test_what_is_not_read_is_refused_with_the_reason(tmp_path: Path) -> None:
     tensors = {"bert/x": torch.arange(6.0)}
     for options, reason in (
         ({"compression": 1}, "a block of it is compressed"),
-        ({"header": number(2, 1)}, "highest byte of a number first"),
-        ({"more": message(7, b"")}, "bert/x is in slices"),
+        ({"header": number(2, 1)}, "big-endian checkpoint"),
+        ({"more": message(7, b"")}, "bert/x is partitioned into slices"),
     ):
         index = write_bundle(tmp_path / "x", tensors, **options).with_name("x.index")  # type: ignore[arg-type]
         with pytest.raises((UsageError, DataError), match=reason):

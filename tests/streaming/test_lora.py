@@ -32,8 +32,8 @@ from support.small_stack import (
 from support.steps import interrupting
 from transformers import AutoModelForCausalLM
 
+from gptj_ft.checkpoints.adapter import MergedCheckpoint, open_adapter
 from gptj_ft.checkpoints.architecture import read_architecture
-from gptj_ft.checkpoints.formats.peft import MergedCheckpoint, open_adapter
 from gptj_ft.checkpoints.model_folder import open_checkpoint
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.resolve import resolve

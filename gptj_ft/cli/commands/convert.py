@@ -14,7 +14,7 @@ from gptj_ft.cli.terminal.output import Output
 from gptj_ft.errors import UsageError
 
 if TYPE_CHECKING:
-    from gptj_ft.checkpoints.open import CheckpointFormat
+    from gptj_ft.checkpoints.source import FormatName
 
 
 def convert(
@@ -53,8 +53,8 @@ def convert(
 
     A model folder has one shard per layer, and every other tool opens it, too. Each tensor is compared with its source.
     """
+    from gptj_ft.checkpoints.adapter import base_folder
     from gptj_ft.checkpoints.convert import Conversion
-    from gptj_ft.checkpoints.formats.peft import base_folder
     from gptj_ft.cli.terminal.checkpoints import compare_checkpoints, run_conversion, send_model, show_conversion
     from gptj_ft.system import paths
 
@@ -65,7 +65,7 @@ def convert(
     if push is None and (public or dry_run):
         raise UsageError("--public and --dry-run go with --push REPO")
     conversion = Conversion(
-        form=_form_of(source_form),
+        format=_form_of(source_form),
         config=config,
         to=_one_of("--to", to, ("folder", "huggingface", "mesh")),  # type: ignore[arg-type]
         dtype=_one_of("--dtype", dtype, ("keep", "fp32", "bf16", "fp16")),  # type: ignore[arg-type]
@@ -109,7 +109,7 @@ def _downloaded() -> Path:
     return source
 
 
-def _form_of(name: str) -> CheckpointFormat | None:
+def _form_of(name: str) -> FormatName | None:
     named = _one_of("--from", name, ("auto", "huggingface", "mesh", "cerebras", "tensorflow"))
     return None if named == "auto" else named  # type: ignore[return-value]
 

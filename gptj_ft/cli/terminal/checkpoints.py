@@ -14,8 +14,9 @@ from gptj_ft.checkpoints.base_model import downloaded_model
 from gptj_ft.checkpoints.compare import diff_checkpoints
 from gptj_ft.checkpoints.convert import Conversion, ConvertReport
 from gptj_ft.checkpoints.convert import convert as convert_model
-from gptj_ft.checkpoints.open import CheckpointFormat, open_source
+from gptj_ft.checkpoints.open import open_source
 from gptj_ft.checkpoints.push import files_left_out, files_to_push, push
+from gptj_ft.checkpoints.source import FormatName
 from gptj_ft.cli.terminal.output import Output, print_note
 from gptj_ft.cli.terminal.screen import console_for, next_steps, panel, say, whole
 from gptj_ft.cli.terminal.tables import ask
@@ -84,7 +85,7 @@ def _uses(folder: Path, has_all: bool) -> tuple[str, ...]:
 
 
 def compare_checkpoints(
-    first: Path | None, second: Path | None, form: CheckpointFormat | None, config: Path | None, out: Output
+    first: Path | None, second: Path | None, format: FormatName | None, config: Path | None, out: Output
 ) -> None:
     """Compare two checkpoints."""
 
@@ -92,7 +93,7 @@ def compare_checkpoints(
         raise UsageError("--check needs two checkpoints: gptj-ft convert --check A B")
     with (
         TemporaryDirectory(dir=paths.make_home(), prefix="unpacked-") as scratch,
-        open_source(first, form, config, Path(scratch) / "a") as a,
+        open_source(first, format, config, Path(scratch) / "a") as a,
         open_source(second, None, config, Path(scratch) / "b") as b,
         out.bar("comparing") as advance,
     ):

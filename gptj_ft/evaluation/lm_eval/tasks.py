@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gptj_ft.checkpoints.formats.peft import tokenizer_folder
+from gptj_ft.checkpoints.adapter import tokenizer_folder
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.tokenization import load_tokenizer
 from gptj_ft.errors import DataError, NetworkError, UsageError, did_you_mean

@@ -1,4 +1,4 @@
-"""Write slim checkpoints of mesh-transformer-jax, version 1: every shard's part of a few tensors at a time."""
+"""Write slim checkpoints of mesh-transformer-jax, version 1: all shards together, a few tensors at a time."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import torch
 import xxhash
 from torch import Tensor
 
-from gptj_ft.checkpoints.formats.mesh_reader import NUM_FILES, PARTS_BYTES, leaves_of
-from gptj_ft.checkpoints.formats.npz import NpzWriter
-from gptj_ft.checkpoints.model_folder import RowRange
+from gptj_ft.checkpoints.foreign.mesh import NUM_FILES, PARTS_BYTES, leaves_of
+from gptj_ft.checkpoints.foreign.npz import NpzWriter
+from gptj_ft.checkpoints.model_folder import RowRange, write_json_file
+from gptj_ft.checkpoints.source import CheckpointSource
 from gptj_ft.checkpoints.transfer import TensorTransfer, checksum_of
 from gptj_ft.errors import UsageError
 from gptj_ft.models.registry import Architecture, Leaf
@@ -22,50 +23,48 @@ from gptj_ft.system.memory import borrow_tensor, bytes_of, cast, contiguous
 from gptj_ft.system.prefetch import SizedTask, prefetch
 from gptj_ft.system.write_behind import WriteBehind
 
-STORED = {torch.float32, torch.bfloat16}
+STORABLE = {torch.float32, torch.bfloat16}
+
+
+def write_mesh(folder: Path, source: CheckpointSource, weights: TensorTransfer, num_shards: int) -> None:
+    """Write a checkpoint's weights into a folder: ``step_N/shard_*/*.npz`` and ``meta.json``.
+
+    Raises:
+        UsageError: mesh-transformer-jax has no such type or model, or it cannot be split into so many shards.
+    """
+    if not weights.types <= STORABLE:
+        raise UsageError("mesh-transformer-jax stores fp32 or bf16: add --dtype fp32 or --dtype bf16")
+    MeshWriter(folder / f"step_{source.step}", source.architecture, num_shards, weights).write(source.step)
+    write_json_file(
+        folder / "meta.json", {"step": source.step, "checkpoints": [source.step], "aux": {str(source.step): {}}}
+    )
 
 
 @dataclass(frozen=True)
 class ShardParts:
-    """Rows of a tensor, split among the shards.
+    """Rows of a tensor, split among the shards."""
 
-    Attributes:
-        parts: part of one shard, or of each.
-        rows: the rows; ``None``: not of a tensor.
-        digest: checksum of the rows' bytes, in the order of the tensor.
-    """
-
-    parts: Sequence[Tensor]
-    rows: RowRange | None = None
-    digest: str = ""
+    parts: Sequence[Tensor]  # of one shard, or of each
+    rows: RowRange | None = None  # None: the step counter
+    digest: str = ""  # checksum of the rows' bytes in the tensor's order
 
 
 class MeshWriter:
-    """Writer of the shards of a slim checkpoint.
-
-    Attributes:
-        folder: the checkpoint's, ``step_N``.
-        num_shards: number of shards.
-    """
+    """Writer of the shards of a slim checkpoint."""
 
     def __init__(self, folder: Path, architecture: Architecture, num_shards: int, transfer: TensorTransfer) -> None:
-        """Check that the model can be cut into so many shards.
+        """Check that the model can be split into the shards.
 
         Args:
-            folder: the target; files that are there already, whole, are kept.
-            architecture: the model's.
-            num_shards: number of shards.
-            transfer: the tensors, and how they are stored.
-
-        Raises:
-            UsageError: mesh-transformer-jax has no such model, or it cannot be cut like that.
+            folder: ``step_N``; complete files in it are kept.
+            transfer: tensors and their stored types.
         """
         self.folder, self.num_shards = folder, num_shards
         self._transfer, self._checkpoint, self._entries = transfer, transfer.checkpoint, transfer.entries
         if not architecture.family.mesh:
             raise UsageError(f"mesh-transformer-jax has no {architecture.family.model_type}: use --to huggingface")
         self._leaves = leaves_of(architecture.family, len(architecture.skeleton) - 2)
-        # A bias that every shard adds is divided by their number, which is exact for powers of two.
+        # A bias that is summed over shards is divided by their number, which is exact for powers of two only.
         num_heads = architecture.config.n_head
         if num_shards < 1 or num_shards & (num_shards - 1) or num_heads % num_shards:
             raise UsageError(f"--mesh-shards {num_shards}: must be a power of two that divides the {num_heads} heads")
@@ -78,16 +77,12 @@ class MeshWriter:
                     )
 
     def write(self, step: int) -> None:
-        """Write the files, those of one number in all shards together.
-
-        Args:
-            step: optimizer step of the checkpoint.
+        """Write the files: file 0 of all shards together, then file 1, and so on.
 
         Raises:
-            OSError: the disk's own.
-            DataError: as `TensorTransfer.write`.
+            DataError: the source is damaged, or holds values that cannot be stored.
         """
-        leaves: list[Leaf | None] = [*self._leaves, None]  # the last is the step
+        leaves: list[Leaf | None] = [*self._leaves, None]  # the last one is the step
         size, more = divmod(len(leaves), NUM_FILES)
         unfinished = []
         for number in range(NUM_FILES):
@@ -103,6 +98,7 @@ class MeshWriter:
     def _write_files(
         self, behind: WriteBehind, files: Sequence[Path], leaves: Sequence[Leaf | None], cuts: Iterator[ShardParts]
     ) -> None:
+        """Write one file per shard under a temporary name, and rename each when the disk has it."""
         pages = []
         with ExitStack() as stack:
             writers = []
@@ -123,7 +119,7 @@ class MeshWriter:
             page.finish(partial(file.with_suffix(".part").replace, file))
 
     def _tasks(self, leaf: Leaf | None, step: int) -> Iterator[SizedTask[ShardParts]]:
-        """Yield the tasks that make a leaf's parts, shard by shard or all at once."""
+        """Yield the tasks that make the parts of a leaf: one task per shard if rows are split, else one for all."""
         if leaf is None:
             yield 0, lambda: ShardParts([torch.tensor(step, dtype=torch.int32)] * self.num_shards)
             return
@@ -159,7 +155,7 @@ class MeshWriter:
                 digest.update(bytes_of(piece))
                 stop = start + len(piece)
                 for part, columns in zip(parts, piece.chunk(self.num_shards, dim=1), strict=True):
-                    if leaf.is_transposed:  # in blocks, which PyTorch does from and to what lies in one piece
+                    if leaf.is_transposed:  # contiguous first: then PyTorch transposes in cache-sized blocks
                         part[:, start:stop] = contiguous(contiguous(columns).t())
                     else:
                         part[start:stop] = columns

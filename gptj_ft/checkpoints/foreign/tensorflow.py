@@ -1,37 +1,40 @@
-"""Read TensorFlow's checkpoints of google-research/bert, without TensorFlow.
+"""Read TensorFlow checkpoints of google-research/bert without TensorFlow.
 
-``X.index`` is a table of LevelDB (https://github.com/google/leveldb/blob/main/doc/table_format.md) with a message for
-each tensor (``tensor_bundle.proto``): its type, its shape, and its place in ``X.data-0000S-of-0000N``.
+``X.index`` is a LevelDB table (https://github.com/google/leveldb/blob/main/doc/table_format.md). It has one protobuf
+message per tensor (``tensor_bundle.proto``): type, shape, and place in ``X.data-0000S-of-0000N``.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gptj_ft.checkpoints.formats.cerebras import JoinedShard
-from gptj_ft.checkpoints.formats.tensor_info import Shard, TensorInfo, read_tensor_rows
+from gptj_ft.checkpoints.foreign.config import GOOGLE_CONFIG, find_config, read_foreign_config
+from gptj_ft.checkpoints.foreign.joined import JoinedShard
 from gptj_ft.checkpoints.model_folder import Checkpoint
+from gptj_ft.checkpoints.source import CheckpointSource, OpenRequest
+from gptj_ft.checkpoints.weight_file import Shard, TensorInfo, read_tensor_rows
 from gptj_ft.errors import DataError, UsageError
-from gptj_ft.models.registry import Family, Leaf
+from gptj_ft.models.registry import Family, Leaf, architecture_of
 from gptj_ft.system.compression import has_checksum
 from gptj_ft.system.files import inside
 from gptj_ft.system.memory import bytes_of
 
 MAGIC = (0xDB4775248B80FB57).to_bytes(8, "little")
-FOOTER_BYTES, TRAILER_BYTES = 48, 5  # behind a block: its compression, and a checksum
+FOOTER_BYTES, TRAILER_BYTES = 48, 5  # the trailer after a block: compression type and checksum
 MOST_INDEX_BYTES = 64 << 20  # BERT's is 30 kB
-# By TensorFlow's numbers of them.
+# By the numbers of TensorFlow's DataType.
 DTYPES = {1: torch.float32, 2: torch.float64, 14: torch.bfloat16, 19: torch.float16, 3: torch.int32, 9: torch.int64}
 SUFFIX = ".index"
 GLOBAL_STEP = "global_step"
 UNUSED = re.compile(r".*/adam_[mv]|global_step|.*/Adam(_1)?|beta[12]_power|_CHECKPOINTABLE_OBJECT_GRAPH")
-# Whole names of the heads, and those before the last part, in google-research's files.
+# Names of the heads in google-research's files.
 HEADS = {
     "output_weights": "classifier.weight",
     "output_bias": "classifier.bias",
@@ -44,65 +47,102 @@ HEADS = {
 
 
 class BundleTensor(NamedTuple):
-    """Tensor in a checkpoint: its file, type, shape and offset there, and the checksum of its bytes."""
+    """Tensor in a data file of a checkpoint."""
 
     path: Path
     info: TensorInfo
-    checksum: bytes
+    checksum: bytes  # of the tensor's bytes
 
 
 class BundleShard(Shard):
-    """Tensors of a TensorFlow checkpoint, by their names in there."""
+    """Tensors of a TensorFlow checkpoint under TensorFlow's names."""
 
     def __init__(self, path: Path, tensors: Mapping[str, BundleTensor]) -> None:
         self.path, self._tensors = path, tensors
         self.entries = {name: tensor.info for name, tensor in tensors.items()}
 
     def rows_at_once(self, name: str) -> int:
-        return self.entries[name].rows  # the checksum is of all of it
+        return self.entries[name].rows  # the checksum covers the whole tensor
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        found = self._tensors[name]
-        tensor = read_tensor_rows(found.path, found.info)
-        if not has_checksum(bytes(bytes_of(tensor)), found.checksum):
-            raise DataError(f"{found.path}: {name} is damaged: its checksum differs; get the file again")
+        stored = self._tensors[name]
+        tensor = read_tensor_rows(stored.path, stored.info)
+        if not has_checksum(bytes(bytes_of(tensor)), stored.checksum):
+            raise DataError(f"{stored.path}: {name} is damaged: its checksum differs; get the file again")
         return tensor[start:stop] if tensor.ndim else tensor
 
 
 def find_bundle(path: Path) -> Path | None:
-    """Return the ``.index`` of the checkpoint that a path means: a file of it, its name without suffix, its folder."""
+    """Return the ``.index`` of a checkpoint.
+
+    Args:
+        path: any file of the checkpoint, their common name without suffix, or a folder with one checkpoint.
+    """
     if path.is_dir():
-        found = sorted(path.glob(f"*{SUFFIX}"))
-        return found[0] if len(found) == 1 else None
+        indices = sorted(path.glob(f"*{SUFFIX}"))
+        return indices[0] if len(indices) == 1 else None
     stem = re.sub(rf"({re.escape(SUFFIX)}|\.data-\d+-of-\d+|\.meta)$", "", path.name)
     index = path.with_name(stem + SUFFIX)
     return index if index.is_file() else None
 
 
-def open_tensorflow(path: Path, family: Family) -> tuple[Checkpoint, int]:
-    """Open a checkpoint, its tensors under Hugging Face's names; return it and its step.
+def detect_tensorflow(path: Path) -> bool:
+    """Recognize a path that belongs to one checkpoint."""
+    return find_bundle(path) is not None
+
+
+def files_of_bundle(path: Path) -> list[Path]:
+    """Return the files of the checkpoint that a path belongs to."""
+    index = find_bundle(path)
+    return sorted(each for each in index.parent.iterdir() if each.stem == index.stem) if index else []
+
+
+@contextmanager
+def open_tensorflow_source(request: OpenRequest) -> Iterator[CheckpointSource]:
+    """Open a checkpoint with its architecture; the tensors decide the head.
 
     Raises:
-        UsageError: it is of another program.
-        DataError: it is damaged.
+        UsageError: no checkpoint or several, no config, or a checkpoint of another program.
+        DataError: the checkpoint is damaged.
     """
+    path, index = request.path, find_bundle(request.path)
+    if index is None:
+        raise UsageError(f"{path} holds no TensorFlow checkpoint, or several: name one as X.index")
+    folder = index.parent
+    config = request.config or find_config([folder], GOOGLE_CONFIG) or find_config([folder])
+    if config is None:
+        raise UsageError(f"{folder} has no {GOOGLE_CONFIG}: name the JSON of the model's shape with --config")
+    raw = read_foreign_config(config)
+    checkpoint, step = _open_tensors(index, architecture_of(raw, config).family)
+    if "classifier.weight" in checkpoint.names:
+        count = checkpoint.entry("classifier.weight").rows
+        raw |= {"architectures": ["BertForSequenceClassification"], "num_labels": count}
+    elif "qa_outputs.weight" in checkpoint.names:
+        raw |= {"architectures": ["BertForQuestionAnswering"]}
+    yield CheckpointSource(path, "tensorflow", architecture_of(raw, config), checkpoint, folder, step)
+
+
+def _open_tensors(path: Path, family: Family) -> tuple[Checkpoint, int]:
+    """Return the tensors under Hugging Face's names, and the step."""
     shard = open_bundle(path)
     shards: dict[str, Shard] = {}
     for own in shard.entries:
         if UNUSED.fullmatch(own):
             continue
-        name = our_name(own)
+        name = hugging_face_name(own)
         if name is None:
-            raise UsageError(f"{path}: holds {own}, which google-research/bert has not: only its checkpoints are read")
+            raise UsageError(
+                f"{path}: {own} is no tensor of google-research/bert; checkpoints of other programs are not supported"
+            )
         shards[name] = JoinedShard(Leaf(name, "rows", own.endswith("/kernel")), [(shard, own)])
     step = int(shard.read(GLOBAL_STEP)) if GLOBAL_STEP in shard.entries and not shard.entries[GLOBAL_STEP].shape else 0
     return Checkpoint(path, shards, family.full_name), step
 
 
-def our_name(own: str) -> str | None:
-    """Return Hugging Face's name of a tensor of google-research/bert; ``None``: there is no such one.
+def hugging_face_name(own: str) -> str | None:
+    """Return Hugging Face's name of a tensor of google-research/bert; ``None`` if BERT has no such tensor.
 
-    >>> our_name("bert/encoder/layer_11/attention/self/query/kernel")
+    >>> hugging_face_name("bert/encoder/layer_11/attention/self/query/kernel")
     'bert.encoder.layer.11.attention.self.query.weight'
     """
     if own in HEADS:
@@ -118,26 +158,26 @@ def open_bundle(index: Path) -> BundleShard:
     """Open a checkpoint by its ``.index``.
 
     Raises:
-        DataError: it is damaged, or a file of it is missing.
-        UsageError: it holds what is not read here: tensors in slices, or numbers with the highest byte first.
+        DataError: the index is damaged, or a data file is missing or too short.
+        UsageError: big-endian numbers or partitioned tensors, which are not supported.
     """
     if index.stat().st_size > MOST_INDEX_BYTES:
-        raise DataError(f"{index}: {index.stat().st_size:,} bytes are more than the index of a checkpoint has")
+        raise DataError(f"{index}: {index.stat().st_size:,} bytes are too many for the index of a checkpoint")
     tensors: dict[str, BundleTensor] = {}
     num_files = 0
     try:
         for key, value in _entries(inside(index).read_bytes()):
             entry = _Message(value)
             if not key:
-                num_files = entry.number(1)
+                num_files = entry.number(1)  # the first entry is the BundleHeaderProto
                 if entry.number(2):
-                    raise UsageError(f"{index}: written on a machine with the highest byte of a number first")
+                    raise UsageError(f"{index}: big-endian checkpoint; only little-endian is supported")
                 continue
             name, dtype, number = key.decode(), DTYPES.get(entry.number(1)), entry.number(3)
-            if dtype is None:  # texts: the graph of Keras
+            if dtype is None:  # strings: the graph of Keras
                 continue
             if 7 in entry.parts:
-                raise UsageError(f"{index}: {name} is in slices; save the model in one piece")
+                raise UsageError(f"{index}: {name} is partitioned into slices; save the model without partitions")
             shape = tuple(_Message(dim).number(1) for dim in _Message(entry.part(2)).parts.get(2, []))
             info, size = TensorInfo(dtype, shape, entry.number(4)), entry.number(5)
             if info.num_bytes != size or number >= num_files or max(shape, default=0) >= 2**63:
@@ -147,7 +187,7 @@ def open_bundle(index: Path) -> BundleShard:
     except UsageError:
         raise
     except (ValueError, IndexError) as error:
-        raise DataError(f"{index}: damaged, or no checkpoint of TensorFlow ({error}); get the file again") from error
+        raise DataError(f"{index}: damaged, or no TensorFlow checkpoint ({error}); get the file again") from error
     paths = {tensor.path for tensor in tensors.values()}
     sizes = {path: inside(path).stat().st_size if path.is_file() else -1 for path in paths}
     for name, tensor in tensors.items():
@@ -158,23 +198,27 @@ def open_bundle(index: Path) -> BundleShard:
 
 
 def _entries(data: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Yield the entries of a table."""
+    """Yield the keys and values of a LevelDB table."""
     footer = data[-FOOTER_BYTES:]
     if len(footer) < FOOTER_BYTES or footer[-8:] != MAGIC:
-        raise ValueError("its last bytes are not those of a table")
-    for _ in _block(data, footer):  # the index of meta data, of which there are none
+        raise ValueError("the footer of a table is missing")
+    for _ in _block(data, footer):  # the metaindex, which TensorFlow leaves empty
         pass
     _, at = _varint(footer, _varint(footer, 0)[1])
-    left = len(data)  # no block is read twice
+    # A damaged or hostile index could name a block many times: bound the sum of block sizes by the file size.
+    left = len(data)
     for _, handle in _block(data, footer[at:]):
         left -= _varint(handle, _varint(handle, 0)[1])[0] + TRAILER_BYTES
         if left < 0:
-            raise ValueError("its blocks are more than there is")
+            raise ValueError("its blocks are larger than the file")
         yield from _block(data, handle)
 
 
 def _block(data: bytes, handle: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Yield the entries of a block; a key begins with so many bytes of the one before."""
+    """Yield the keys and values of a block.
+
+    Keys are delta-coded: each gives the number of leading bytes that it shares with the previous key.
+    """
     offset, at = _varint(handle, 0)
     size, _ = _varint(handle, at)
     block, trailer = data[offset : offset + size + 1], data[offset + size + 1 : offset + size + TRAILER_BYTES]
@@ -196,7 +240,7 @@ def _block(data: bytes, handle: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 class _Message:
-    """Message in Protocol Buffers' coding: its numbers, and its parts of bytes, by the numbers of the fields."""
+    """Protobuf message: its varint fields (``numbers``) and byte fields (``parts``), by field number."""
 
     def __init__(self, message: bytes) -> None:
         self.numbers: dict[int, int] = {}
@@ -216,16 +260,16 @@ class _Message:
             at += size
 
     def number(self, field: int) -> int:
-        """Return the number of a field; 0, which is not written, where it is not there."""
+        """Return a varint field; 0, protobuf's default, if it is missing."""
         return self.numbers.get(field, 0)
 
     def part(self, field: int) -> bytes:
-        """Return the bytes of a field; none where it is not there."""
+        """Return the bytes of a field; empty if it is missing."""
         return b"".join(self.parts.get(field, []))
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return the number that begins at a byte, seven bits in each, and where it ends."""
+    """Decode a base-128 varint; return its value and the position after it."""
     value = 0
     for place in range(10):
         byte = data[at + place]

@@ -1,4 +1,4 @@
-"""Read and write NumPy's ``.npz`` as `numpy.savez` does: a zip of stored arrays, read by their offsets."""
+"""Read and write NumPy's ``.npz`` as `numpy.savez` does: a zip of uncompressed arrays, read at their offsets."""
 
 from __future__ import annotations
 
@@ -14,34 +14,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptj_ft.checkpoints.formats.tensor_info import TensorInfo, read_tensor_rows, stored_members
+from gptj_ft.checkpoints.weight_file import TensorInfo, read_tensor_rows, stored_members
 from gptj_ft.errors import DataError
 from gptj_ft.system.dtypes import FROM_NUMPY, NUMPY_CODES
 from gptj_ft.system.write_behind import PageWriter
 
-LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip's member: the lengths of its name and of its extra field
-_HEADER_BYTES = 1024  # of an array, at most
+LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip member: the lengths of its name and extra field
+_HEADER_BYTES = 1024  # of an array; more is rejected
 
 
 @dataclass(frozen=True)
 class NpzArray:
-    """Array in a file.
-
-    Attributes:
-        path: the file.
-        name: name in the file.
-        entry: type, stored shape and offset.
-        is_reversed: whether it is stored in Fortran order, so that `read` transposes it.
-        head: header bytes before the data in the zip's member.
-        crc: CRC-32 of head and data.
-    """
+    """Array in a file."""
 
     path: Path
     name: str
-    entry: TensorInfo
-    is_reversed: bool
-    head: bytes
-    crc: int
+    entry: TensorInfo  # stored shape
+    is_reversed: bool  # stored in Fortran order: `read` transposes it
+    head: bytes  # before the data, in the zip's member
+    crc: int  # CRC-32 of head and data
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -61,10 +52,10 @@ class NpzArray:
 
 
 def arrays_of(path: Path) -> list[NpzArray]:
-    """Return the arrays of a file in the order in which they were saved, ``arr_0``, ``arr_1``, ...
+    """Return the arrays of a file in their saved order: ``arr_0``, ``arr_1``, ...
 
     Raises:
-        DataError: no such file, damaged, compressed, or holding Python objects, which are never unpickled.
+        DataError: the file is missing, damaged or compressed, or holds Python objects, which are never unpickled.
     """
     try:
         members = {member.filename: member for member in stored_members(path)}
@@ -93,7 +84,7 @@ def _array(path: Path, file: BinaryIO, members: dict[str, zipfile.ZipInfo], numb
     if dtype.hasobject:
         raise DataError(f"{path}: {name} holds Python objects, and loading them could run code; it was not loaded")
     if dtype.str not in FROM_NUMPY:
-        raise DataError(f"{path}: {name} is of type {dtype.str}, which no checkpoint has")
+        raise DataError(f"{path}: {name} is of type {dtype.str}, which no checkpoint uses")
     entry = TensorInfo(FROM_NUMPY[dtype.str], tuple(shape)[::-1] if is_reversed else tuple(shape), start)
     if start - begin + entry.num_bytes != member.file_size:
         raise DataError(
@@ -107,13 +98,13 @@ class NpzWriter(AbstractContextManager["NpzWriter"]):
     """Writer of arrays, named as by `numpy.savez`; use it in a ``with`` block."""
 
     def __init__(self, file: PageWriter) -> None:
-        # As it cannot seek, the checksums come behind the arrays; readers take them from the zip's directory.
+        # The file cannot seek, so zipfile writes checksums after the arrays; readers use those in the zip's directory.
         self._archive = zipfile.ZipFile(file, "w", zipfile.ZIP_STORED)  # type: ignore[call-overload]  # no close()
         self._count = 0
 
     def write(self, tensor: Tensor) -> None:
         """Add an array."""
-        member = zipfile.ZipInfo(f"arr_{self._count}.npy")  # of 1980, whatever the day: the same model, the same bytes
+        member = zipfile.ZipInfo(f"arr_{self._count}.npy")  # dated 1980: the same model gives the same bytes
         self._count += 1
         with self._archive.open(member, "w", force_zip64=True) as out:
             header = {"descr": NUMPY_CODES[tensor.dtype], "fortran_order": False, "shape": tuple(tensor.shape)}

@@ -1,4 +1,4 @@
-"""Unpack a mesh-transformer-jax checkpoint from a tar archive (also packed as zst, xz, gz) to files of known names."""
+"""Unpack a mesh-transformer-jax checkpoint from a tar archive, plain or compressed (zst, xz, gz)."""
 
 from __future__ import annotations
 
@@ -20,20 +20,18 @@ _COPY_BYTES = 1 << 20
 
 
 def is_archive(path: Path) -> bool:
-    """Tell whether a file is an archive by its name."""
+    """Tell by its name whether a file is a tar archive."""
     return path.is_file() and path.name.lower().endswith(_SUFFIXES)
 
 
 def unpack(path: Path, folder: Path) -> None:
-    """Unpack the ``shard_I/J.npz`` of an archive into a folder; whole files that are there already are kept.
-
-    No name of the archive is used: a member is known by the end of its name, and links are refused.
+    """Unpack the ``shard_I/J.npz`` of an archive into a folder; complete files from an earlier call are kept.
 
     Raises:
-        DataError: damaged, several checkpoints in one archive, or none.
+        DataError: the archive is damaged, or holds no checkpoint or several.
         ResourceError: the disk is full.
     """
-    # Packed or not, weights take about the archive's size: what a packed one takes more is noticed member by member.
+    # Weights hardly compress, so the archive's size is a first estimate; `_save` checks the space for each member.
     _check_space(folder, path.stat().st_size - sum(file.stat().st_size for file in folder.rglob("*.npz")), str(path))
     steps, count = set(), 0
     try:
@@ -42,20 +40,21 @@ def unpack(path: Path, folder: Path) -> None:
             raw.seek(0)
             with tarfile.open(fileobj=decompressed(raw, compression), mode="r|") as archive:
                 for member in archive:
-                    archive.members = []  # type: ignore[attr-defined]  # it would remember all
-                    found = MEMBER.fullmatch(member.name)
-                    if found is None:
+                    archive.members = []  # type: ignore[attr-defined]  # else it keeps every header in memory
+                    # Only the matched end of a name becomes a path, so no member can be written outside of the folder.
+                    match = MEMBER.fullmatch(member.name)
+                    if match is None:
                         continue
                     if not member.isfile():
-                        raise DataError(f"{path}: {member.name} in it is no file but a link; it was not followed")
-                    steps.add(found[1])
+                        raise DataError(f"{path}: {member.name} in it is a link, not a file; it was not followed")
+                    steps.add(match[1])
                     count += 1
                     if len(steps) > 1:
                         raise DataError(f"{path} holds several checkpoints; unpack it and name one of its folders")
-                    _save(archive, member, folder / found[2], path)
+                    _save(archive, member, folder / match[2], path)
     except (tarfile.TarError, EOFError, zlib.error, LZMAError) as error:
         raise DataError(f"{path}: truncated or corrupt; get the file again") from error
-    except OSError as error:  # pyarrow's, of damaged zstandard, has no number
+    except OSError as error:  # pyarrow's error for damaged zstandard has no errno
         raise DataError(f"{path}: cannot be read: {error.strerror or error}; get the file again") from error
     if not count:
         raise DataError(f"{path} holds no checkpoint of mesh-transformer-jax: no shard_0/0.npz in it")
@@ -72,7 +71,7 @@ def _save(archive: tarfile.TarFile, member: tarfile.TarInfo, target: Path, path:
         target.parent.mkdir(parents=True, exist_ok=True)
         descriptor = create_file(part)
     with os.fdopen(descriptor, "wb") as file:
-        while data := content.read(_COPY_BYTES):  # an error here is one of the archive
+        while data := content.read(_COPY_BYTES):  # an error here comes from the archive
             with disk_errors(folder, other=UsageError):
                 file.write(data)
     if part.stat().st_size != member.size:
@@ -84,5 +83,5 @@ def _check_space(folder: Path, num_bytes: int, what: str) -> None:
     if (free := free_disk(folder)) < num_bytes:
         raise ResourceError(
             f"{what} unpacks to {num_bytes / 1e9:.1f} GB, but {folder} has {free / 1e9:.1f} GB free, and the result "
-            "needs room, too; make room, or name a target on another disk"
+            "needs space, too; free some, or name a target on another disk"
         )

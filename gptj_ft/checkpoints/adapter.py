@@ -14,10 +14,8 @@ from torch import Tensor
 
 from gptj_ft.checkpoints.architecture import read_architecture
 from gptj_ft.checkpoints.base_model import find_model
-from gptj_ft.checkpoints.formats.safetensors import write_safetensors
-from gptj_ft.checkpoints.formats.tensor_info import Shard, TensorInfo
-from gptj_ft.checkpoints.formats.weight_file import open_shard
 from gptj_ft.checkpoints.model_folder import METADATA_FILE, Checkpoint, copy_files, write_json_file
+from gptj_ft.checkpoints.weight_file import Shard, TensorInfo, open_shard, write_safetensors
 from gptj_ft.config.options import Task
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.lora import A, B, Rank, is_transposed, linear_layers, widths

@@ -1,15 +1,15 @@
 """Read checkpoints of mesh-transformer-jax, version 1 (https://github.com/kingoflolz/mesh-transformer-jax).
 
-``step_N/shard_{0..}/{0..15}.npz``: each shard's tree {opt_state, params, step}, flattened in alphabetical order and cut
-into as many runs of leaves as there are files. A slim checkpoint has no opt_state, a full one has.
-Names are nowhere in the files: a leaf is known by its place, so that their number gives the number of blocks.
+``step_N/shard_{0..}/{0..15}.npz``: each shard is a tree {opt_state, params, step}, flattened in alphabetical order and
+split into 16 files. A slim checkpoint has no opt_state, a full one has. The files hold no names: a leaf is identified
+by its position, and the number of leaves gives the number of blocks.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,22 +17,63 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gptj_ft.checkpoints.formats.npz import NpzArray, arrays_of
-from gptj_ft.checkpoints.formats.tensor_info import TensorInfo
+from gptj_ft.checkpoints.foreign.config import architecture_from, find_config
+from gptj_ft.checkpoints.foreign.mesh_archive import is_archive, unpack
+from gptj_ft.checkpoints.foreign.npz import NpzArray, arrays_of
+from gptj_ft.checkpoints.model_folder import Checkpoint
+from gptj_ft.checkpoints.optimizer_state import Moments
+from gptj_ft.checkpoints.source import CheckpointSource, OpenRequest
+from gptj_ft.checkpoints.weight_file import TensorInfo
 from gptj_ft.errors import DataError, UsageError
-from gptj_ft.models.registry import Family, Leaf
+from gptj_ft.models.layout import MOMENTS
+from gptj_ft.models.registry import Family, Leaf, families
 from gptj_ft.system.files import inside
 from gptj_ft.system.memory import borrow_tensor, contiguous
 from gptj_ft.system.prefetch import prefetch
 
-NUM_FILES = 16  # in a shard's folder
-PARTS_BYTES = 64 << 20  # of what is read ahead of a tensor's parts
+NUM_FILES = 16  # per shard
+PARTS_BYTES = 64 << 20  # read ahead of a tensor's parts
+
+
+def detect_mesh(path: Path) -> bool:
+    """Recognize a tar archive by its name, or a folder of shards.
+
+    Raises:
+        UsageError: the folder holds several checkpoints.
+    """
+    return is_archive(path) or (path.is_dir() and find_step(path) is not None)
+
+
+@contextmanager
+def open_mesh_source(request: OpenRequest) -> Iterator[CheckpointSource]:
+    """Open a checkpoint with its architecture and optimizer state; unpack an archive first."""
+    path, has_archive = request.path, is_archive(request.path)
+    if has_archive:
+        unpack(path, request.scratch)
+    folder = request.scratch if has_archive else find_step(path)
+    if folder is None:
+        raise UsageError(f"{path} holds no checkpoint of mesh-transformer-jax: no shard_0 in it")
+    mesh = open_mesh(folder, families()["gptj"])
+    with _as_checkpoint(path, mesh.parameters) as checkpoint:
+        config = None if has_archive else find_config([folder, folder.parent])
+        architecture = architecture_from(request.config or config, checkpoint)
+        moments = None
+        if mesh.moments:
+            opened = (_as_checkpoint(path, part) for part in mesh.moments)
+            moments = Moments(mesh.updates, dict(zip(MOMENTS, opened, strict=True)))
+        opener = (lambda: moments) if moments else None
+        home = config.parent if config else folder
+        yield CheckpointSource(path, "mesh", architecture, checkpoint, home, mesh.step, opener)
+
+
+def _as_checkpoint(path: Path, shards: MeshShards) -> Checkpoint:
+    return Checkpoint(path, dict.fromkeys(shards.entries, shards))
 
 
 def leaves_of(family: Family, num_blocks: int) -> list[Leaf]:
-    """Return the leaves of the parameters in the checkpoint's order, each with the name of its tensor.
+    """Return the leaves of the parameters in the checkpoint's order, each with its tensor's name.
 
-    Modules go by their names as strings: block 10 comes before block 2.
+    JAX sorts modules by their names as strings: block 10 comes before block 2.
     """
     named = []
     for (module, parameter), leaf in family.mesh.items():
@@ -43,10 +84,10 @@ def leaves_of(family: Family, num_blocks: int) -> list[Leaf]:
 
 
 def find_step(path: Path) -> Path | None:
-    """Return the folder of a checkpoint's shards: the one that is named, or the only ``step_N`` in it.
+    """Return the folder of a checkpoint's shards: the given one, or the only ``step_N`` in it.
 
     Raises:
-        UsageError: several are in it.
+        UsageError: there are several.
     """
     if (path / "shard_0").is_dir():
         return path
@@ -64,21 +105,25 @@ class JoinedTensor:
     parts: Sequence[NpzArray]
 
     @property
-    def is_side_by_side(self) -> bool:
+    def is_concatenated(self) -> bool:
         return self.leaf.join in ("rows", "columns")
 
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of the whole, as Hugging Face has it."""
+        """Return the shape of the joined tensor in Hugging Face's layout.
+
+        Raises:
+            DataError: shapes differ between shards.
+        """
         shapes = [part.shape[::-1] if self.leaf.is_transposed else part.shape for part in self.parts]
         axis = 1 if self.leaf.join == "columns" else 0
-        # Of what is kept in every shard, that of shard 0 counts; the others are compared with it all the same.
+        # Every shard must agree even on replicated tensors, of which only shard 0's copy is read.
         others = {(len(shape), *(length for at, length in enumerate(shape) if at != axis)) for shape in shapes}
-        if len(others) > 1 or len(shapes[0]) <= axis or (not self.is_side_by_side and len(set(shapes)) > 1):
+        if len(others) > 1 or len(shapes[0]) <= axis or (not self.is_concatenated and len(set(shapes)) > 1):
             raise DataError(
-                f"{self.parts[0].path.parent.parent}: {self.leaf.name} has other shapes in other shards: "
+                f"{self.parts[0].path.parent.parent}: {self.leaf.name} has different shapes in different shards: "
                 f"{', '.join(str(list(part.shape)) for part in self.parts)}"
             )
-        if not self.is_side_by_side:
+        if not self.is_concatenated:
             return shapes[0]
         whole = list(shapes[0])
         whole[axis] = sum(shape[axis] for shape in shapes)
@@ -87,26 +132,19 @@ class JoinedTensor:
 
 @dataclass(frozen=True)
 class MeshCheckpoint:
-    """Opened checkpoint.
-
-    Attributes:
-        parameters: tensors under Hugging Face's names.
-        step: optimizer step of the checkpoint.
-        moments: the optimizer's two under the names of their parameters; empty for a slim checkpoint.
-        updates: number of updates that the moments have seen.
-    """
+    """Open checkpoint; tensors and moments have the Hugging Face names of their parameters."""
 
     parameters: MeshShards
-    step: int
-    moments: tuple[MeshShards, ...] = ()
-    updates: int = 0
+    step: int  # optimizer step
+    moments: tuple[MeshShards, ...] = ()  # Adam's two; empty for a slim checkpoint
+    updates: int = 0  # number of updates that the moments have seen
 
 
 def open_mesh(path: Path, family: Family) -> MeshCheckpoint:
     """Open the shards in a folder, slim or full.
 
     Raises:
-        DataError: one is missing, damaged, or of another shape than the others.
+        DataError: a shard is missing, damaged, or of another shape than the others.
     """
     shards = [_arrays_of_shard(folder) for folder in _shard_folders(path)]
     for number, arrays in enumerate(shards):
@@ -116,17 +154,17 @@ def open_mesh(path: Path, family: Family) -> MeshCheckpoint:
     leaves = leaves_of(family, num_blocks)
 
     def tree(begin: int, leaves: Sequence[Leaf]) -> MeshShards:
-        found = enumerate(leaves, start=begin)
-        return MeshShards(path, [JoinedTensor(leaf, [arrays[index] for arrays in shards]) for index, leaf in found])
+        numbered = enumerate(leaves, start=begin)
+        return MeshShards(path, [JoinedTensor(leaf, [arrays[index] for arrays in shards]) for index, leaf in numbered])
 
     parameters, step = tree(first, leaves), _count(shards[0][-1])
     if not first:
         return MeshCheckpoint(parameters, step)
-    # Every shard saw the gradient of the whole bias that the shards' biases add up to, so that its moments are those of
-    # any. The embedding's bias, the first leaf, is no parameter of its own any more.
+    # Each shard stores its own share of a summed bias, but sees the gradient of the whole bias. So moments are equal
+    # in all shards: take the first. The first leaf, the embedding's bias, is added to the embedding: drop its moments.
     assert leaves[0].join == "added"
-    kept = [replace(leaf, join="first") if leaf.join == "sum" else leaf for leaf in leaves[1:]]
-    moments = tree(2, kept), tree(2 + len(leaves), kept)
+    moment_leaves = [replace(leaf, join="first") if leaf.join == "sum" else leaf for leaf in leaves[1:]]
+    moments = tree(2, moment_leaves), tree(2 + len(leaves), moment_leaves)
     return MeshCheckpoint(parameters, step, moments, _count(shards[0][0]))
 
 
@@ -135,12 +173,7 @@ def _count(array: NpzArray) -> int:
 
 
 class MeshShards:
-    """Tree of a checkpoint as tensors under Hugging Face's names, each joined when it is read.
-
-    Attributes:
-        path: folder of the shards.
-        num_shards: number of shards.
-    """
+    """Tree of a checkpoint as tensors under Hugging Face's names; each is joined when it is read."""
 
     def __init__(self, path: Path, leaves: Sequence[JoinedTensor]) -> None:
         self.path, self.num_shards = path, len(leaves[0].parts)
@@ -153,17 +186,18 @@ class MeshShards:
             if leaf.join == "added":
                 self._added[leaf.name] = _sum(joined.parts)
             else:
-                entries[leaf.name] = self._opened(joined)
+                entries[leaf.name] = self._open(joined)
         self.entries: Mapping[str, TensorInfo] = entries
 
-    def _opened(self, joined: JoinedTensor) -> TensorInfo:
-        """Note where a tensor is; return its shape, and the type that holds what becomes of it."""
+    def _open(self, joined: JoinedTensor) -> TensorInfo:
+        """Register a tensor; return its joined shape, and a type that holds the joined values exactly."""
         name, parts = joined.leaf.name, joined.parts
         self._joined[name] = joined
         shape, dtype = joined.shape(), parts[0].entry.dtype
         for part in parts:
             if part.entry.dtype != dtype:
                 raise DataError(f"{part.path}: {name} is {part.entry.dtype}, in shard_0 {dtype}")
+        # A sum of bf16 shares may need more bits than bf16 has.
         if joined.leaf.join == "sum":
             self._sums[name] = total = _sum(parts)
             if not torch.equal(total.to(dtype).double(), total):
@@ -180,21 +214,21 @@ class MeshShards:
         if joined.leaf.join == "first":
             return joined.parts[0].read()[start:stop].clone()
         if joined.leaf.join == "columns":
-            return self._side_by_side(joined, entry, start, stop)
-        found, begin = [], 0
+            return self._read_columns(joined, entry, start, stop)
+        pieces, begin = [], 0
         for part in joined.parts:
             length = part.shape[-1] if joined.leaf.is_transposed else part.shape[0]
             low, high = max(start, begin), min(stop, begin + length)
             if low < high:
                 rows = _read_part(joined, part)[low - begin : high - begin]
-                found.append(self._with_added(name, rows, entry.dtype))
+                pieces.append(self._with_added(name, rows, entry.dtype))
             begin += length
-        return found[0] if len(found) == 1 else torch.cat(found)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def rows_at_once(self, name: str) -> int:
         return self.entries[name].rows // (self.num_shards if self._joined[name].leaf.join == "rows" else 1)
 
-    def _side_by_side(self, joined: JoinedTensor, entry: TensorInfo, start: int, stop: int) -> Tensor:
+    def _read_columns(self, joined: JoinedTensor, entry: TensorInfo, start: int, stop: int) -> Tensor:
         shape = (stop - start, *entry.shape[1:])
         whole = borrow_tensor(shape, entry.dtype)
         begin = 0
@@ -207,15 +241,15 @@ class MeshShards:
         return whole
 
     def _with_added(self, name: str, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return rows with what is added to each, if anything is."""
+        """Add the embedding's bias to rows, if the tensor has one that is not zero."""
         added = self._added.get(name)
         return (rows.double() + added).to(dtype) if added is not None and added.any() else rows
 
 
 def _read_part(joined: JoinedTensor, part: NpzArray) -> Tensor:
-    """Read a shard's part, its axes as Hugging Face has them."""
+    """Read a shard's part in Hugging Face's axis order."""
     tensor = part.read()
-    # Turned round whole: PyTorch does that in blocks, but not if the result goes between other columns.
+    # Transpose into a contiguous tensor: PyTorch does this in cache-sized blocks, but not into a slice of columns.
     return contiguous(tensor.t()) if joined.leaf.is_transposed else tensor
 
 
@@ -225,7 +259,7 @@ def _sum(parts: Sequence[NpzArray]) -> Tensor:
 
 def _shard_folders(path: Path) -> list[Path]:
     numbers = sorted(
-        int(found[1]) for folder in path.iterdir() if (found := re.fullmatch(r"shard_(\d+)", folder.name)) is not None
+        int(match[1]) for folder in path.iterdir() if (match := re.fullmatch(r"shard_(\d+)", folder.name)) is not None
     )
     for expected, number in enumerate(numbers):
         if number != expected:
@@ -243,13 +277,14 @@ def _arrays_of_shard(folder: Path) -> list[NpzArray]:
 
 
 def _layout(path: Path, family: Family, num_leaves: int) -> tuple[int, int]:
-    """Return the number of blocks, and the index of the first parameter leaf: after opt_state, if there is any."""
+    """Return the number of blocks, and the index of the first parameter leaf; opt_state precedes it."""
     in_block = sum("{}" in module for module, _ in family.mesh)
-    apart = len(family.mesh) - in_block
-    for copies, others in ((1, 1), (3, 3)):  # slim: step; full: two moments, two counts and step
-        blocks, rest = divmod(num_leaves - others - copies * apart, copies * in_block)
+    outside = len(family.mesh) - in_block
+    # Slim: the parameters and step. Full: also two moments for each parameter, and two counts.
+    for copies, others in ((1, 1), (3, 3)):
+        blocks, rest = divmod(num_leaves - others - copies * outside, copies * in_block)
         if blocks > 0 and not rest:
-            return blocks, num_leaves - 1 - apart - blocks * in_block
+            return blocks, num_leaves - 1 - outside - blocks * in_block
     raise DataError(
-        f"{path}: {num_leaves} arrays a shard are no {family.model_type} of mesh-transformer-jax, version 1"
+        f"{path}: {num_leaves} arrays per shard fit no {family.model_type} of mesh-transformer-jax, version 1"
     )

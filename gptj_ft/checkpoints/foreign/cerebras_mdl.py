@@ -1,6 +1,6 @@
-"""Read Cerebras' ``.mdl``: an HDF5 file whose data sets, all in the root, are named by the tensors' paths.
+"""Read Cerebras' ``.mdl``: an HDF5 file whose root holds one data set per tensor, named by the tensor's path.
 
-The root's ``__spec__`` is a pickle, which nothing here reads.
+The root's ``__spec__`` is a pickle; it is never read.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gptj_ft.checkpoints.formats.tensor_info import Shard, TensorInfo
+from gptj_ft.checkpoints.weight_file import Shard, TensorInfo
 from gptj_ft.data.readers.hdf5 import open_hdf5
 from gptj_ft.data.readers.source import FORMAT_MAGIC
 from gptj_ft.errors import DataError
@@ -22,8 +22,8 @@ from gptj_ft.system.dtypes import FROM_NUMPY
 if TYPE_CHECKING:
     import h5py
 
-MODEL_PREFIX = "model."  # before the names of weights
-_MOST_CHUNK_BYTES = 2**30  # of what HDF5 unpacks at once
+MODEL_PREFIX = "model."  # of the names of weights
+_MAX_CHUNK_BYTES = 2**30  # HDF5 unpacks a chunk at once
 
 
 def is_hdf5(path: Path) -> bool:
@@ -35,19 +35,13 @@ def is_hdf5(path: Path) -> bool:
 
 
 class MdlShard(Shard):
-    """Data sets of a ``.mdl`` file, as tensors.
-
-    Attributes:
-        path: the file.
-        entries: type and shape of each, by the names given to the constructor.
-    """
+    """Data sets of a ``.mdl`` file, as tensors."""
 
     def __init__(self, path: Path, data_sets: Mapping[str, str]) -> None:
         """Open data sets.
 
         Args:
-            path: the file.
-            data_sets: names in the file, by the names to use here.
+            data_sets: the name in the file for each name that `read` takes.
         """
         self.path, self._data_sets = path, data_sets
         with open_hdf5(path) as file:
@@ -63,29 +57,23 @@ class MdlShard(Shard):
 
     def _entry(self, file: h5py.File, name: str) -> TensorInfo:
         data = data_set(self.path, file, name)
+        # HDF5 has no bf16: the bits are stored as 2-byte integers, marked by an attribute.
         is_bfloat16 = bool(data.attrs.get("is_bfloat16", False))
         dtype = torch.bfloat16 if is_bfloat16 else FROM_NUMPY.get(data.dtype.str)
         if dtype is None or (is_bfloat16 and data.dtype.itemsize != 2):
-            raise DataError(f"{self.path}: {name} is of type {data.dtype}, which no weights have")
+            raise DataError(f"{self.path}: {name} has type {data.dtype}, which no weights have")
         return TensorInfo(dtype, tuple(data.shape))
 
 
 class MdlFile:
-    """A ``.mdl`` file.
-
-    Attributes:
-        path: the file.
-        names: names of all data sets.
-        parameters: the model's tensors.
-        step: optimizer step; ``None`` if the file does not say it.
-    """
+    """Open ``.mdl`` file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         with open_hdf5(path) as file:
-            self.names = tuple(file)
+            self.names = tuple(file)  # of all data sets
         self.parameters = MdlShard(path, {name: name for name in self.names if name.startswith(MODEL_PREFIX)})
-        self.step = None if "global_step" not in self.names else int(self.value("global_step"))
+        self.step = None if "global_step" not in self.names else int(self.value("global_step"))  # optimizer step
         if not self.parameters.entries:
             raise DataError(f"{path} holds no weights: no data set in it is named {MODEL_PREFIX}...")
 
@@ -96,18 +84,19 @@ class MdlFile:
 
 
 def data_set(path: Path, file: h5py.File, name: str) -> Any:
-    """Return a data set of a file: one that is in it, and takes no more memory than it says.
+    """Return a data set that is stored in the file itself, in chunks of limited size.
 
     Raises:
-        DataError: it is something else.
+        DataError: a link, an external or virtual data set, or huge chunks.
     """
     import h5py
 
+    # A link or an external data set could name any file of this machine.
     if not isinstance(file.get(name, getlink=True), h5py.HardLink):
         raise DataError(f"{path}: {name} is a link; it was not followed")
     data = file[name]
     if not isinstance(data, h5py.Dataset) or data.is_virtual or data.external:
         raise DataError(f"{path}: {name} is no data set of this file")
-    if data.chunks and math.prod(data.chunks) * data.dtype.itemsize > _MOST_CHUNK_BYTES:
-        raise DataError(f"{path}: {name} unpacks to more than {_MOST_CHUNK_BYTES >> 30} GiB at once")
+    if data.chunks and math.prod(data.chunks) * data.dtype.itemsize > _MAX_CHUNK_BYTES:
+        raise DataError(f"{path}: {name} unpacks to more than {_MAX_CHUNK_BYTES >> 30} GiB at once")
     return data

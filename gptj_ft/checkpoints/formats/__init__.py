@@ -1,1 +1,0 @@
-"""Read and write checkpoint formats, tensor by tensor, one module each."""
