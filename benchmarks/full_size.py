@@ -44,7 +44,7 @@ from gptj_ft.planning.flops import count_flops
 from gptj_ft.planning.machine_profile import disk_rates, rates
 from gptj_ft.planning.plan import Free, Plan, forecast, with_replay
 from gptj_ft.planning.resources import Target
-from gptj_ft.planning.workload import Workload
+from gptj_ft.planning.workload import RowLengths, StepTokens, Workload
 from gptj_ft.streaming.adamw import AdamW, Update
 from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.open import fill_layer, open_for_training
@@ -88,8 +88,9 @@ class Work:
 
     def _plan(self, target: Target) -> Plan:
         load = Workload(
-            self.layouts, self.architecture.config.n_embd, self.dtype, self.recipe.micro_batch_tokens, self.tokens,
-            self.tokens, self.num_targets, num_steps=self.steps, longest_row=ROW, layers=self.layers,
+            self.layouts, self.architecture.config.n_embd, self.dtype,
+            StepTokens(self.recipe.micro_batch_tokens, self.tokens, self.tokens, self.num_targets), self.steps,
+            RowLengths(ROW), layers=self.layers,
         )  # fmt: skip
         load = target.settled(load, self.recipe)
         return with_replay(forecast(ON_DISK, load, self.recipe, target.rates, target.free), load, self.recipe)

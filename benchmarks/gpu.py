@@ -34,7 +34,7 @@ from gptj_ft.models.registry import Architecture, families
 from gptj_ft.planning.flops import count_flops
 from gptj_ft.planning.plan import Free, Plan, choose
 from gptj_ft.planning.probe import ASSUMED_DISK, Rates, measure_compute
-from gptj_ft.planning.workload import Workload
+from gptj_ft.planning.workload import StepTokens, Workload
 from gptj_ft.streaming.activations import boundary_layout
 from gptj_ft.streaming.adamw import AdamW
 from gptj_ft.streaming.buffers import BufferBudget
@@ -130,9 +130,8 @@ def run_variant(cap: float | None, arguments: argparse.Namespace, rates: Rates, 
     layouts = [Layout.of(layer) for layer in model.layers()]
     tokens_of_steps = [int(word) for word in arguments.tokens.split(",")]
     load = Workload(
-        layouts, SHAPE["n_embd"], torch.bfloat16, arguments.micro_batch, max(tokens_of_steps), max(tokens_of_steps),
-        max(tokens_of_steps), num_steps=None,
-    )  # fmt: skip
+        layouts, SHAPE["n_embd"], torch.bfloat16, StepTokens(arguments.micro_batch, *[max(tokens_of_steps)] * 3), None
+    )
     plan = plan_for(cap, load, rates, device, arguments.micro_batch)
     begin = time.perf_counter()
     stack = open_for_training(

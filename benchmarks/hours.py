@@ -19,7 +19,7 @@ from gptj_ft.models.trainable import select
 from gptj_ft.planning.machine_profile import BF16_GAIN
 from gptj_ft.planning.plan import Free, Plan, choose
 from gptj_ft.planning.probe import ComputeRates, DiskRates, Rates
-from gptj_ft.planning.workload import Workload
+from gptj_ft.planning.workload import RowLengths, StepTokens, Workload
 from gptj_ft.system.dtypes import PRECISIONS
 
 ROWS, ROW_TOKENS, ROW_TARGETS, BATCH = 10_000, 260, 36, 32
@@ -110,12 +110,14 @@ def plan_for(machine: Machine, method: str) -> Plan:
         layers=selection.build(),
         width=4096,
         dtype=PRECISIONS[machine.precision],
-        micro_batch_tokens=recipe.micro_batch_tokens,
-        step_tokens=BATCH * ROW_TOKENS,
-        mean_step_tokens=ROWS * ROW_TOKENS / num_steps,
-        mean_step_targets=ROWS * ROW_TARGETS / num_steps,
+        step=StepTokens(
+            recipe.micro_batch_tokens,
+            BATCH * ROW_TOKENS,
+            mean=ROWS * ROW_TOKENS / num_steps,
+            targets=ROWS * ROW_TARGETS / num_steps,
+        ),
         num_steps=num_steps,
-        longest_row=ROW_TOKENS,
+        rows=RowLengths(ROW_TOKENS),
     )
     return choose(recipe, load, machine.free, machine.rates)
 

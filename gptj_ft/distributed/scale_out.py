@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -373,15 +374,7 @@ def replica_of(load: Workload, replicas: int) -> Workload:
     """Return the workload of a share of the rows; those of validations are not shared."""
     if replicas == 1:
         return load
-    return replace(
-        load,
-        step_tokens=max(load.longest_row, math.ceil(load.step_tokens / replicas)),
-        mean_step_tokens=load.mean_step_tokens / replicas,
-        mean_step_targets=load.mean_step_targets / replicas,
-        step_pairs=math.ceil(load.step_pairs / replicas),
-        mean_micro_batches=load.mean_micro_batches / replicas,
-        mean_step_fillers=load.mean_step_fillers / replicas,
-    )
+    return replace(load, step=load.step.scaled(Fraction(1, replicas), load.rows.longest))
 
 
 def with_mirrors(recipe: Recipe, stages: int) -> Recipe:
@@ -406,9 +399,9 @@ def part_of(load: Workload, layers: Sequence[int]) -> Workload:
         layouts=pick(load.layouts),
         frozen=pick(load.frozen),
         layers=tuple(load.layers[index] for index in kept) if load.layers else (),
-        times=tuple(load.times[index] for index in kept) if load.times else (),
-        mean_step_targets=load.mean_step_targets if top in own else 0.0,
-        validation_targets=load.validation_targets if top in own else 0,
+        times=load.times._replace(layers=tuple(load.times.layers[index] for index in kept if load.times.layers)),
+        step=load.step if top in own else replace(load.step, targets=0.0),
+        validation=load.validation if top in own else load.validation._replace(targets=0),
     )
 
 
@@ -476,7 +469,7 @@ class _Chain:
 
     @property
     def micro_batches(self) -> int:
-        return max(1, math.ceil(self.load.micro_batches))
+        return max(1, math.ceil(self.load.step.num_micro_batches))
 
     def node(self, part: Workload, ranks: Sequence[int]) -> NodeRequirements:
         """Plan the layers of a machine, and forecast its passes."""
@@ -484,7 +477,7 @@ class _Chain:
         largest = max(layout.numel for layout in part.layouts)
         # Hidden states that come and that leave while others are computed with; gradients of a layer: those
         # that are sent, that come and that are summed up, and those of the next layer.
-        beside = 2 * load.width * load.dtype.itemsize * load.step_tokens if self.stages > 1 else 0
+        beside = 2 * load.width * load.dtype.itemsize * load.step.most if self.stages > 1 else 0
         beside += 4 * FP32 * largest if self.replicas > 1 else 0
         recipe, have = with_mirrors(job.recipe, self.stages), job.have
         exported = exported_elements(recipe, load) if 0 in ranks else 0  # the first machine writes the tuned model
@@ -504,7 +497,7 @@ class _Chain:
     def _passes(self, plan: Plan, ranks: Sequence[int]) -> tuple[NodePass, NodePass]:
         own, load, network = plan.load, self.load, self.job.network
         blocks = len(own.layouts) - 2
-        hop_bytes = load.width * load.dtype.itemsize * load.computed_tokens
+        hop_bytes = load.width * load.dtype.itemsize * load.step.computed
         hop = hop_bytes / self.micro_batches / network.rate + network.latency
         lowest = next((layout.numel for layout in own.layouts if layout.numel), 0)
         waits = keeps_gradients(self.job.recipe, plan.placement, own.dtype)
@@ -542,7 +535,7 @@ def _wire_bytes(
     load: Workload, own: Workload, owners: Sequence[int], rank: int, replicas: int
 ) -> list[tuple[float, float]]:
     """Return the bytes that a process of a replica sends and receives in forward, and those in backward."""
-    hop_bytes = load.width * load.dtype.itemsize * load.computed_tokens
+    hop_bytes = load.width * load.dtype.itemsize * load.step.computed
     found = []
     for descends in (False, True):
         pairs = list(pairwise(owners))[load.lowest_trained if descends else 0 :]
@@ -602,10 +595,10 @@ def advise(job: Job, chosen: Share, alone: Share) -> Iterator[str]:
         yield f"a network of {bits_text(enough)} would not be waited for" if enough else "no network is as fast as this"
     if waiting and chosen.replicas > 1 and (factor := _rows_that_hide(job, chosen)):
         yield f"nor would this one with --batch-size {factor * job.recipe.batch_size}"
-    few, tokens = chosen.stages + 1, chosen.nodes[0].plan.load.mean_step_tokens
+    few, tokens = chosen.stages + 1, chosen.nodes[0].plan.load.step.mean
     if chosen.backward.waiting > WAITS * chosen.backward.compute and chosen.micro_batches < few:
         smaller = int(tokens / few)
-        if smaller >= job.load.longest_row:
+        if smaller >= job.load.rows.longest:
             yield f"machines wait for each other: --set micro_batch_tokens={smaller} gives them {few} micro-batches"
         else:
             yield "machines wait for each other: more rows a step, --batch-size, would give them more micro-batches"
@@ -616,15 +609,7 @@ def _rows_that_hide(job: Job, chosen: Share) -> int | None:
     factor = 2
     while factor <= MOST_MORE:
         load = job.load
-        more = replace(
-            load,
-            mean_micro_batches=factor * load.mean_micro_batches,
-            mean_step_fillers=factor * load.mean_step_fillers,
-            step_tokens=factor * load.step_tokens,
-            mean_step_tokens=factor * load.mean_step_tokens,
-            mean_step_targets=factor * load.mean_step_targets,
-            step_pairs=factor * load.step_pairs,
-        )
+        more = replace(load, step=load.step.scaled(Fraction(factor), load.rows.longest))
         share = forecast_share(replace(job, load=more), chosen.stages, chosen.replicas)
         if not share.fits:
             return None

@@ -178,7 +178,7 @@ def exported_elements(recipe: Recipe, workload: Workload) -> int:
 
 def num_validations(recipe: Recipe, workload: Workload) -> int:
     """Count the validations of a run: before, after, and in between if asked to."""
-    if not workload.validation_tokens:
+    if not workload.validation.tokens:
         return 0
     between = ((workload.num_steps or 1) - 1) // recipe.validate_every if recipe.validate_every else 0
     return 2 + between
@@ -188,19 +188,19 @@ def seconds_per_validation(
     placement: Placement, workload: Workload, flush: Pass, rates: Rates, pass_tokens: int
 ) -> float:
     """Compute the seconds of one validation: the pending update of every layer, then passes over the weights."""
-    passes = -(-workload.validation_tokens // pass_tokens)
+    passes = -(-workload.validation.tokens // pass_tokens)
     flops = (
-        2.0 * workload.block_parameters * workload.validation_tokens
-        + 2.0 * workload.head_parameters * workload.validation_targets
+        2.0 * workload.block_parameters * workload.validation.tokens
+        + 2.0 * workload.head_parameters * workload.validation.targets
     )
     weights = bytes_moved(
         placement, {"weight": workload.dtype}, passes * (workload.stored_elements + workload.lent_elements)
     )
     frozen = bytes_moved(placement, {"frozen": workload.dtype}, passes * sum(workload.frozen_per_pass))
     layers = 0.0
-    if workload.times:
-        layers = workload.validation_tokens / workload.mean_step_tokens * workload.forward_seconds
-        layers += workload.head_seconds(workload.validation_targets, trains=False)
+    if workload.times.layers:
+        layers = workload.validation.tokens / workload.step.mean * workload.forward_seconds
+        layers += workload.head_seconds(workload.validation.targets, trains=False)
     computed = Pass(flops, layers=layers, read=weights).plus(read=frozen)
     return flush.seconds(workload, rates) + computed.seconds(workload, rates)
 

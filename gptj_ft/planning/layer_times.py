@@ -24,7 +24,7 @@ from gptj_ft.models.dropout import Dropout
 from gptj_ft.models.functional import FunctionalLayer
 from gptj_ft.models.layout import Layout
 from gptj_ft.planning.layer_cost import LayerInput, first_alike, parameters_of
-from gptj_ft.planning.workload import LayerTimes, SecondsByTokens, Workload
+from gptj_ft.planning.workload import LayerTimes, ModelTimes, SecondsByTokens, Workload
 from gptj_ft.system.accelerator import CPU
 
 FEWEST_TOKENS, ALWAYS_TOKENS = 16, 512  # of a micro-batch that is timed; so many are, however long they take
@@ -171,7 +171,7 @@ class Timing:
         kinds = [self._block(index, tokens) for index in firsts for tokens in self._sizes(index)]
         return kinds + [self._head(targets) for targets in self._head_sizes]
 
-    def times(self, found: Mapping[str, Seconds]) -> tuple[LayerTimes, ...]:
+    def times(self, found: Mapping[str, Seconds]) -> ModelTimes:
         """Return the times of all layers, given those of the kinds by their names."""
         workload = self.load
         nothing = LayerTimes(SecondsByTokens(0.0, 0.0), SecondsByTokens(0.0, 0.0))
@@ -182,14 +182,14 @@ class Timing:
         }
         sizes = self._head_sizes
         head = _through(sizes, [found[self._head(n).name] for n in sizes]) if sizes else nothing
-        return nothing, *(by_first[index] for index in firsts), head
+        return ModelTimes((nothing, *(by_first[index] for index in firsts), head))
 
     def _sizes(self, index: int) -> tuple[int, int]:
         """Return the numbers of tokens with which a block is timed."""
         workload = self.load
         flops = sum(layout.num_parameters for layout in workload.whole_layers[index]) * (4.0 + 4.0)
         least = max(ALWAYS_TOKENS, LONGEST * self.product / max(1.0, flops))
-        return _around(min(workload.micro_batch_mean, least))
+        return _around(min(workload.step.micro_batch_mean, least))
 
     @property
     def _head_sizes(self) -> tuple[int, ...]:
@@ -198,9 +198,9 @@ class Timing:
         tables = [
             shape[0] for layout in workload.whole_layers[0] for shape in layout.shapes.values() if len(shape) == 2
         ]
-        if not workload.mean_step_targets or workload.vocabulary not in tables:
+        if not workload.step.targets or workload.vocabulary not in tables:
             return ()
-        return _around(min(workload.head_chunk, workload.mean_step_targets / workload.micro_batches))
+        return _around(min(workload.head_chunk, workload.step.targets / workload.step.num_micro_batches))
 
     def _block(self, index: int, tokens: int) -> LayerKind:
         workload = self.load

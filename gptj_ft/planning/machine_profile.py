@@ -130,7 +130,8 @@ def with_times(workload: Workload, precision: str, device: torch.device, free_by
     if precision != "auto":
         return loads[precision]
     gain = loads["fp32"].layer_seconds / loads["bf16"].layer_seconds
-    return replace(loads["bf16" if gain >= BF16_GAIN else "fp32"], speed_in_half=gain)
+    chosen = loads["bf16" if gain >= BF16_GAIN else "fp32"]
+    return replace(chosen, times=chosen.times._replace(gain=gain))
 
 
 def layer_seconds(kinds: Sequence[LayerKind], device: torch.device) -> Mapping[str, Seconds]:
@@ -166,8 +167,8 @@ def _was_busy(load: float) -> bool:
 
 def reason_for(precision: str, workload: Workload, measured: ComputeRates) -> str:
     """Explain the choice of `with_times`."""
-    if precision == "auto" and workload.speed_in_half:
-        return f"its layers are {workload.speed_in_half:.2g} times as fast in bf16 here"
+    if precision == "auto" and workload.times.gain:
+        return f"its layers are {workload.times.gain:.2g} times as fast in bf16 here"
     if precision == "auto" and workload.dtype == torch.float16:
         return f"fp16 products are {measured.gain:.2g} times as fast here, and this device has no bf16"
     return f"bf16 products are {measured.gain:.2g} times as fast here" if precision == "auto" else "as asked for"

@@ -251,7 +251,7 @@ def _compares_replays(have: Free, workload: Workload) -> bool:
 
 def _is_replayed(plan: Plan, workload: Workload) -> bool:
     """Tell whether a plan's step is replayed in virtual time: there, and on CPUs that move what is on disk."""
-    timed_on_cpu = plan.rates.on_cpu and bool(workload.layers and workload.times)
+    timed_on_cpu = plan.rates.on_cpu and bool(workload.layers and workload.times.layers)
     return _compares_replays(plan.have, workload) or (timed_on_cpu and bool(kinds_on_disk(plan.placement)))
 
 
@@ -376,16 +376,16 @@ def _on_accelerator(demand: _Demand, resident: int, have: int) -> tuple[int, Buf
     of_token = 2 * demand.hidden_bytes + TOKEN_BYTES
     validating = working.forward_bytes
     spare = max(needed, free) - resident - buffers - validating
-    pass_tokens = min(PASS_TOKENS, max(spare // of_token, workload.micro_batch_tokens))
-    needed = max(needed, resident + buffers + validating + of_token * min(pass_tokens, workload.validation_tokens))
+    pass_tokens = min(PASS_TOKENS, max(spare // of_token, workload.step.micro_batch))
+    needed = max(needed, resident + buffers + validating + of_token * min(pass_tokens, workload.validation.tokens))
     return needed + reserve(needed), replace(budget, num_kept_layers=kept, pass_tokens=pass_tokens)
 
 
 def _on_cpu(demand: _Demand, by_place: Mapping[Place, int], have: Free) -> tuple[int, BufferBudget]:
     """Return the same where it is the host's memory: by measured graphs of causal blocks, else by rules of thumb."""
     placement, workload, recipe, hidden = demand.placement, demand.load, demand.recipe, demand.hidden_bytes
-    rows, working = workload.most_step_rows, WorkingMemory(workload)
-    graph = SAVED_PER_TOKEN * hidden * min(rounded_up(workload.micro_batch_tokens), rows)
+    rows, working = workload.step.most_rows, WorkingMemory(workload)
+    graph = SAVED_PER_TOKEN * hidden * min(rounded_up(workload.step.micro_batch), rows)
     activations = graph + workload.weights_bytes(workload.micro_batch_pairs) + workload.bucket_bytes
     # Beside those of the blocks there are what the head takes, its gradient, and what a block is just giving; where the
     # others are elsewhere, there are buffers.
@@ -399,7 +399,7 @@ def _on_cpu(demand: _Demand, by_place: Mapping[Place, int], have: Free) -> tuple
     kept = _kept_within(recipe, workload.num_backward_blocks, lambda kept: _kept_bytes(working, kept) <= room)
     graphs = _kept_bytes(working, kept)
     device = fixed + buffers + graphs
-    if workload.step_pairs:
+    if workload.step.pairs:
         device += min(MOST_HOLES, HOLES * graph) if kept < workload.num_backward_blocks else 0
         device += int(HEAP_SHARE * device)
     # A validation has the place of a step's hidden states and kept activations, and some of what is free.
@@ -407,8 +407,8 @@ def _on_cpu(demand: _Demand, by_place: Mapping[Place, int], have: Free) -> tuple
     of_step += workload.boundary_bytes() if placement.boundaries == "device" else 0
     spare = max(0, room - graphs)
     of_token = 2 * hidden + TOKEN_BYTES  # what a layer takes and what it gives
-    pass_tokens = min(PASS_TOKENS, max((of_step + spare) // of_token, workload.micro_batch_tokens))
-    device += max(0, of_token * min(pass_tokens, workload.validation_tokens) - of_step)
+    pass_tokens = min(PASS_TOKENS, max((of_step + spare) // of_token, workload.step.micro_batch))
+    device += max(0, of_token * min(pass_tokens, workload.validation.tokens) - of_step)
     # The head's logits come when the forward pass has all that it keeps, and then the gradients of a block.
     forward_bytes = have.device - head - activations if kept and have.is_shared else None
     return device, replace(budget, num_kept_layers=kept, pass_tokens=pass_tokens, forward_bytes=forward_bytes)
@@ -420,14 +420,14 @@ def _kept_bytes(working: WorkingMemory, kept: int) -> int:
     Those of causal blocks are measured: 13 to 16 tensors a token, 8 to 10 with adapters. To them come holes between
     them in the heap, more per block as more blocks are kept. For encoders a rule of thumb counts 20 tensors.
     """
-    workload, rows = working.load, working.load.most_step_rows
+    workload, rows = working.load, working.load.step.most_rows
     of_token = workload.width * workload.dtype.itemsize
-    if kept and workload.layers and not workload.step_pairs:
-        is_mapped = 4 * of_token * min(workload.micro_batch_tokens, rows) >= MAPPED_BYTES  # the MLP's tensors
+    if kept and workload.layers and not workload.step.pairs:
+        is_mapped = 4 * of_token * min(workload.step.micro_batch, rows) >= MAPPED_BYTES  # the MLP's tensors
         holes = HOLES_BETWEEN_MAPPED if is_mapped else min(HOLES_A_BLOCK * kept, SAVED_PER_TOKEN)
-        graphs = math.ceil(working.measured_kept_bytes(kept) * rows / workload.step_tokens)
+        graphs = math.ceil(working.measured_kept_bytes(kept) * rows / workload.step.most)
         return graphs + int(kept * holes * of_token * rows)
-    return kept * (SAVED_PER_TOKEN * of_token * rows + workload.weights_bytes(workload.step_pairs))
+    return kept * (SAVED_PER_TOKEN * of_token * rows + workload.weights_bytes(workload.step.pairs))
 
 
 def forecast(placement: Placement, workload: Workload, recipe: Recipe, rates: Rates, have: Free) -> Plan:
@@ -449,7 +449,7 @@ def forecast(placement: Placement, workload: Workload, recipe: Recipe, rates: Ra
         reason=reason_for(recipe.precision, workload, rates.compute) + waiting,
         num_parameters=workload.num_parameters,
         num_trained=workload.num_trained,
-        tokens_per_step=workload.mean_step_tokens,
+        tokens_per_step=workload.step.mean,
         device_bytes=memory.device_bytes,
         host_bytes=memory.host_bytes,
         disk_bytes=memory.disk_bytes,
@@ -462,7 +462,7 @@ def forecast(placement: Placement, workload: Workload, recipe: Recipe, rates: Ra
             workload.model_layouts,
             workload.width,
             workload.context,
-            (workload.mean_step_tokens, workload.mean_step_targets),
+            (workload.step.mean, workload.step.targets),
             workload.num_steps,
             workload.flops().model,
         ),
@@ -520,7 +520,7 @@ def _tokens_to_hide(moved: Pass, workload: Workload, rates: Rates) -> int:
     """Count the further tokens of a step that a pass could compute with while its bytes move."""
     updates = moved.updated / rates.compute.memory  # which take as long, however many tokens there are
     hidden = moved.transfer_seconds(rates) - moved.compute_seconds(workload, rates)
-    tokens = workload.mean_step_tokens * hidden / (moved.compute_seconds(workload, rates) - updates)
+    tokens = workload.step.mean * hidden / (moved.compute_seconds(workload, rates) - updates)
     return max(0, math.ceil(tokens / 256) * 256)
 
 

@@ -15,7 +15,7 @@ from gptj_ft.planning.devices import find_device, is_published_name
 from gptj_ft.planning.machine_profile import disk_rates, rates, with_times
 from gptj_ft.planning.plan import Free, device_cap
 from gptj_ft.planning.probe import Rates
-from gptj_ft.planning.workload import Workload
+from gptj_ft.planning.workload import RowLengths, StepTokens, Workload
 from gptj_ft.system import machine
 from gptj_ft.system.accelerator import shares_memory
 from gptj_ft.system.dtypes import PRECISION_NAMES, PRECISIONS
@@ -79,7 +79,7 @@ class Target:
     def settled(self, workload: Workload, recipe: Recipe) -> Workload:
         """Return a workload in the type that is computed in here; on a CPU, with the times of its layers."""
         if self.device.type != "cpu":
-            workload = replace(workload, mean_step_fillers=0.0)
+            workload = workload.with_step(fillers=0.0)
         return with_times(workload, self.precision, self.device, self.free.capped(recipe).device)
 
 
@@ -94,12 +94,9 @@ def inference_dtype(recipe: Recipe, architecture: Architecture, device: torch.de
         layers=layers,
         width=architecture.config.n_embd,
         dtype=torch.float32,
-        micro_batch_tokens=READ_TOKENS,
-        step_tokens=READ_TOKENS,
-        mean_step_tokens=READ_TOKENS,
-        mean_step_targets=0,
+        step=StepTokens(READ_TOKENS, READ_TOKENS, READ_TOKENS, 0),
         num_steps=None,
-        longest_row=READ_TOKENS,
+        rows=RowLengths(READ_TOKENS),
     )
     free = machine.free_memory(device)
     allowed = min(free, device_cap(recipe, shares_memory(device)) or free)

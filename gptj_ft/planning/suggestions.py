@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from itertools import combinations
 from typing import Any, Generic, TypeVar
 
@@ -94,21 +95,23 @@ def lift_caps(now: Candidate[W]) -> Iterator[Candidate[W]]:
 
 
 def _compute_less_at_once(now: Candidate[Workload]) -> Iterator[Candidate[Workload]]:
-    for tokens in halves(min(now.recipe.micro_batch_tokens, now.load.step_tokens), now.load.longest_row):
-        workload = replace(now.load, micro_batch_tokens=max(tokens, now.load.longest_row))
+    for tokens in halves(min(now.recipe.micro_batch_tokens, now.load.step.most), now.load.rows.longest):
+        workload = now.load.with_step(micro_batch=max(tokens, now.load.rows.longest))
         yield now.with_options(f"--set micro_batch_tokens={tokens}", workload, micro_batch_tokens=tokens)
 
 
 def _smaller_batches(now: Candidate[Workload]) -> Iterator[Candidate[Workload]]:
     for rows in halves(now.recipe.batch_size, 1):
-        workload = _scaled(now.load, rows / now.recipe.batch_size)
+        step = now.load.step.scaled(Fraction(rows, now.recipe.batch_size), now.load.rows.longest)
+        workload = replace(now.load, step=step)
         yield now.with_options(f"--batch-size {rows}", workload, batch_size=rows)
 
 
 def _shorter_rows(now: Candidate[Workload]) -> Iterator[Candidate[Workload]]:
-    for length in halves(min(now.recipe.max_length, now.load.longest_row), LEAST_LENGTH):
-        workload = _scaled(replace(now.load, longest_row=length), length / now.load.longest_row)
-        workload = replace(workload, micro_batch_tokens=max(now.recipe.micro_batch_tokens, length))
+    for length in halves(min(now.recipe.max_length, now.load.rows.longest), LEAST_LENGTH):
+        step = now.load.step.scaled(Fraction(length, now.load.rows.longest), length)
+        step = replace(step, micro_batch=max(now.recipe.micro_batch_tokens, length))
+        workload = replace(now.load, step=step, rows=now.load.rows._replace(longest=length))
         yield now.with_options(f"--max-length {length}", workload, max_length=length)
 
 
@@ -121,13 +124,3 @@ def halves(value: int, least: int) -> Iterator[int]:
     while value > least:
         value = max(value // 2, least)
         yield value
-
-
-def _scaled(workload: Workload, share: float) -> Workload:
-    """Scale the tokens of a workload's steps, keeping at least one row."""
-    return replace(
-        workload,
-        step_tokens=max(round(workload.step_tokens * share), workload.longest_row),
-        mean_step_tokens=workload.mean_step_tokens * share,
-        mean_step_targets=workload.mean_step_targets * share,
-    )

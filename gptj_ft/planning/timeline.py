@@ -280,20 +280,20 @@ class _Replay:
         stores["frozen"] = self._store(place, VirtualQueue(clock, threads))
         self.model = model_without_data(placement, workload, stored, budget, stores.__getitem__)
         self._updates = _Updates(self, schedule.num_deferred, stored)
-        self._tokens = workload.mean_step_tokens
-        self._micro_batches = max(1, -(-int(self._tokens) // workload.micro_batch_tokens))
+        self._tokens = workload.step.mean
+        self._micro_batches = max(1, -(-int(self._tokens) // workload.step.micro_batch))
         if placement.boundaries != "device":
-            layout = boundary_layout(workload.step_tokens, workload.width, self._micro_batches)
+            layout = boundary_layout(workload.step.most, workload.width, self._micro_batches)
             store = self._store(placement.boundaries, VirtualQueue(clock, HOST_TRANSFERS))
             self.model.boundaries = OffloadedActivations(
                 store, layout.numel, budget.chunk_numel, workload.dtype, META, self.model.meter
             )
         self._costs = [_LayerPieces.of(cost, self.prices) for cost in self._layer_costs()]
         if rates.on_cpu:
-            tokens, share = workload.micro_batch_mean, workload.micro_batches / self._micro_batches
+            tokens, share = workload.step.micro_batch_mean, workload.step.num_micro_batches / self._micro_batches
             self._costs[1:-1] = [
                 pieces.lasting(share * times.forward.at(tokens), share * times.backward.at(tokens))
-                for pieces, times in zip(self._costs[1:-1], workload.times[1:-1], strict=True)
+                for pieces, times in zip(self._costs[1:-1], workload.times.layers[1:-1], strict=True)
             ]
 
     def _store(self, place: Place, queue: VirtualQueue) -> VirtualStore:
@@ -303,7 +303,8 @@ class _Replay:
     def _layer_costs(self) -> list[LayerCost]:
         workload = self._load
         tokens = max(1, round(self._tokens / self._micro_batches))
-        row = min(tokens, max(1, round(2 * workload.attended) if workload.attended else workload.longest_row))
+        attended = workload.rows.attended
+        row = min(tokens, max(1, round(2 * attended) if attended else workload.rows.longest))
         number, rest = divmod(tokens, row)
         given = LayerInput((row,) * number + ((rest,) if rest else ()), workload.width, workload.dtype)
         blocks = measure_blocks(workload.layers, workload.layouts, given, workload.lowest_trained)
@@ -428,9 +429,9 @@ class _Replay:
 
     def _compute_head(self, load: LoadedLayer) -> None:
         if self._on_cpu:
-            return self.compute(_Piece(self._load.head_seconds(self._load.mean_step_targets, trains=True), 1))
+            return self.compute(_Piece(self._load.head_seconds(self._load.step.targets, trains=True), 1))
         chunk = head_chunk(self._load).tokens
-        left = self._load.mean_step_targets
+        left = self._load.step.targets
         cost = self._costs[load.index]
         while left > 0:
             share = min(1.0, left / chunk)

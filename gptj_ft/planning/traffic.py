@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gptj_ft.models.embedding import Embedding
 from gptj_ft.models.layout import FROZEN, TIED_SOURCE_LAYER, Kind
 from gptj_ft.planning.probe import Rates
-from gptj_ft.planning.workload import Workload
+from gptj_ft.planning.workload import StepTokens, Workload
 from gptj_ft.streaming.buffers import BufferBudget
 from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.prefetch import Prefetcher
@@ -120,12 +120,17 @@ def training_passes(
     kept = budget.num_kept_layers
     # Neither tokens nor kept activations change what moves of the model, so plans that differ in them share a count.
     model = Workload(
-        tuple(workload.layouts), workload.width, workload.dtype, 0, 0, 0.0, 0.0, None, frozen=tuple(workload.frozen)
+        tuple(workload.layouts),
+        workload.width,
+        workload.dtype,
+        StepTokens(0, 0, 0.0, 0.0),
+        None,
+        frozen=tuple(workload.frozen),
     )
     buffers = replace(budget, num_kept_layers=0, pass_tokens=0)
     where = replace(placement, boundaries="device")
     forward, backward, flush = count_step(where, model, tuple(stored.items()), buffers, num_deferred)
-    flops = 2.0 * workload.block_parameters * workload.mean_step_tokens
+    flops = 2.0 * workload.block_parameters * workload.step.mean
     forward = replace(forward, flops=flops, times=1.0, layers=workload.forward_seconds)
     backward = replace(
         backward,
@@ -136,7 +141,7 @@ def training_passes(
     )
     if placement.boundaries == "device":
         return forward, backward, flush
-    share = workload.mean_step_tokens / workload.step_tokens
+    share = workload.step.mean / workload.step.most
     away: dict[Place, int] = {placement.boundaries: round(workload.boundary_bytes(kept) * share)}
     return forward.plus(written=away), backward.plus(read=away), flush
 

@@ -76,7 +76,7 @@ class WorkingMemory:
     def kept_bytes(self, num_kept: int) -> int:
         """Compute the memory that the graphs of the last blocks keep over a whole step, in bytes."""
         # Devices that are to compute in fp16 have no kernel for ragged attention: documents are joined by a copy.
-        joined = num_kept * self._hidden(self.load.step_tokens) if self.load.dtype == torch.float16 else 0
+        joined = num_kept * self._hidden(self.load.step.most) if self.load.dtype == torch.float16 else 0
         return self.measured_kept_bytes(num_kept) + joined
 
     def measured_kept_bytes(self, num_kept: int) -> int:
@@ -86,7 +86,7 @@ class WorkingMemory:
     def peak(self, num_kept: int) -> int:
         """Return the most that a step takes beside weights, state and their buffers."""
         workload = self.load
-        micro, step = (self._hidden(tokens) for tokens in (self._micro_tokens, workload.step_tokens))
+        micro, step = (self._hidden(tokens) for tokens in (self._micro_tokens, workload.step.most))
         passed, blocks = workload.num_backward_blocks, self.blocks
         recomputed, kept = blocks[: len(blocks) - num_kept], blocks[len(blocks) - num_kept :]
         # The inputs of kept blocks stay in any case; so does, then, what the last block gives.
@@ -107,7 +107,7 @@ class WorkingMemory:
             phases.append(below + step + max(block.backward_bytes for block in recomputed[num_kept - passed :]))
         if workload.lowest_trained == 0:
             phases.append(step + self.embedding.backward_bytes)
-        return max(phases) + TOKEN_BYTES * workload.step_tokens
+        return max(phases) + TOKEN_BYTES * workload.step.most
 
     def _peak_of_head(self, graphs: int, num_kept: int, micro: int, step: int) -> int:
         """Compute the peak of the head: its inputs leave as their gradients come, unless a kept graph has them."""
@@ -115,19 +115,19 @@ class WorkingMemory:
 
     @property
     def _micro_tokens(self) -> int:
-        return min(self.load.micro_batch_tokens, self.load.step_tokens)
+        return min(self.load.step.micro_batch, self.load.step.most)
 
     def _hidden(self, tokens: int) -> int:
         return self.load.width * self.load.dtype.itemsize * tokens
 
     def _per_step(self, num_bytes: int) -> int:
-        return num_bytes * self.load.step_tokens // self._micro_tokens
+        return num_bytes * self.load.step.most // self._micro_tokens
 
 
 def micro_batch(workload: Workload) -> LayerInput:
     """Return the largest micro-batch, as full of documents as possible."""
-    tokens = min(workload.micro_batch_tokens, workload.step_tokens)
-    row = min(tokens, max(1, workload.longest_row if workload.longest_row > 1 else tokens))
+    tokens = min(workload.step.micro_batch, workload.step.most)
+    row = min(tokens, max(1, workload.rows.longest if workload.rows.longest > 1 else tokens))
     number, rest = divmod(tokens, row)
     return LayerInput((row,) * number + ((rest,) if rest else ()), workload.width, workload.dtype)
 
@@ -145,4 +145,4 @@ def head_cost(workload: Workload, has_z_loss: bool = False) -> LayerCost:
 def head_chunk(workload: Workload) -> LayerInput:
     """Return the largest chunk of targets whose logits the head computes at once."""
     most = max(1, HEAD_CHUNK_BYTES // (torch.float32.itemsize * max(1, workload.vocabulary)))
-    return LayerInput((min(most, workload.micro_batch_tokens, workload.step_tokens),), workload.width, workload.dtype)
+    return LayerInput((min(most, workload.step.micro_batch, workload.step.most),), workload.width, workload.dtype)

@@ -1,14 +1,13 @@
-"""Describe the workload of a run: the model's layouts, tokens per step, and the FLOPs of a pass.
-
-Reading, writing and computing go on side by side, so a pass takes as long as the slowest of them.
-"""
+"""Describe the workload of a run: the model's layouts, the tokens of its steps, its FLOPs and timed seconds."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -19,20 +18,83 @@ from gptj_ft.planning.flops import Flops, count_flops
 from gptj_ft.planning.probe import ComputeRates
 from gptj_ft.streaming.step import HEAD_CHUNK_BYTES
 
-# What is no matrix product takes as long as its tensors take through memory. Counted in GPT-J's block, in tensors of
-# [tokens, width] read or written, an MLP's counted by 4: norms, rotation, GELU, sums; backward takes twice as many.
+FP32_BYTES = torch.float32.itemsize
+# Operations between matrix products take as long as their tensors take through memory. Counted in GPT-J's block, in
+# tensors of [tokens, width] read or written (an MLP tensor counts 4): norms, rotation, GELU, sums. Backward: twice.
 TOUCHED = 44
-TOUCHED_LOGITS = 12  # tensors of [targets, vocabulary], fp32: softmax, loss and their gradients
-SUMMED = 3  # passes over a gradient by which autograd adds that of a micro-batch
-ONCE_A_STEP = 6  # and those once a step that set it to zero, four times as slow as a copy, and take its norm
-INNER = 4  # times as wide as the model is its MLP
-WEIGHT_BYTES = 4 + 1  # of an attention weight that is dropped or not: in fp32, and whether it stays
-WEIGHT_COPIES = 4  # of the weights that are computed with at once: scores, weights, those that stay, gradients
+TOUCHED_LOGITS = 12  # fp32 tensors of [targets, vocabulary]: softmax, loss and their gradients
+SUMMED = 3  # passes over a gradient by which autograd adds one micro-batch
+ONCE_A_STEP = 6  # passes over a gradient per step: zeroing, four times as slow as a copy, and the norm
+INNER = 4  # width of the MLP, in model widths
+WEIGHT_BYTES = 4 + 1  # of an attention weight under dropout: fp32 and its mask
+WEIGHT_COPIES = 4  # attention weights alive at once: scores, weights, dropped weights, gradients
 
 
 @dataclass(frozen=True)
-class SecondsByTokens:
-    """Seconds of a layer by the tokens of a micro-batch: some in any case, and some for each token."""
+class StepTokens:
+    """Tokens of the optimizer steps of a run."""
+
+    micro_batch: int  # maximum of a micro-batch
+    most: int  # maximum of a step
+    mean: float
+    targets: float  # mean number of target tokens
+    micro_batches: float = 0.0  # mean number; 0: the fewest that hold the mean tokens
+    fillers: float = 0.0  # mean number of padding tokens, see `step.pad_batches`
+    most_targets: int = 0  # maximum of a micro-batch; 0: one per token
+    pairs: int = 0
+    """Token pairs within a document in the largest step, padding included; 0: causal kernels keep no weights."""
+
+    @property
+    def num_micro_batches(self) -> float:
+        """Mean number of micro-batches."""
+        return max(1.0, self.micro_batches or math.ceil(self.mean / self.micro_batch))
+
+    @property
+    def computed(self) -> float:
+        """Mean number of computed tokens, padding included."""
+        return self.mean + self.fillers
+
+    @property
+    def micro_batch_mean(self) -> float:
+        """Mean number of computed tokens of a micro-batch."""
+        return self.computed / self.num_micro_batches
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of hidden states in the largest step, padding included."""
+        return most_filled(self.most) if self.fillers else self.most
+
+    def scaled(self, share: Fraction, longest_row: int) -> StepTokens:
+        """Return the tokens of steps that are this many times as large, with at least one row."""
+        up, down = share.numerator, share.denominator
+        return replace(
+            self,
+            most=max(longest_row, math.ceil(self.most * share)),
+            mean=self.mean * up / down,
+            targets=self.targets * up / down,
+            micro_batches=self.micro_batches * up / down,
+            fillers=self.fillers * up / down,
+            pairs=math.ceil(self.pairs * share),
+        )
+
+
+class RowLengths(NamedTuple):
+    """Lengths of the rows, in tokens."""
+
+    longest: int = 1  # a micro-batch never splits a row
+    typical: int = 0  # averaged over tokens; 0: the longest
+    attended: float = 0.0  # mean attended tokens per token; 0: half of the longest row
+
+
+class Validation(NamedTuple):
+    """Tokens of one validation."""
+
+    tokens: int = 0
+    targets: int = 0
+
+
+class SecondsByTokens(NamedTuple):
+    """Seconds of a layer as a line over the tokens of a micro-batch."""
 
     fixed: float
     per_token: float
@@ -41,79 +103,48 @@ class SecondsByTokens:
         return self.fixed + self.per_token * tokens
 
 
-@dataclass(frozen=True)
-class LayerTimes:
-    """Seconds of a layer on a micro-batch, as they were measured.
+class LayerTimes(NamedTuple):
+    """Measured seconds of a layer on a micro-batch; for the head, over its targets."""
 
-    Attributes:
-        forward: forward pass without a graph; for the head, by its targets.
-        backward: seconds of training beside one such pass.
-    """
+    forward: SecondsByTokens  # without a graph
+    backward: SecondsByTokens  # training, less one such pass
 
-    forward: SecondsByTokens
-    backward: SecondsByTokens
+
+class ModelTimes(NamedTuple):
+    """Measured seconds of all layers in the data type of the computation."""
+
+    layers: tuple[LayerTimes, ...] = ()  # empty: computed from rates
+    gain: float = 0.0  # speed in bf16 relative to fp32; 0: not compared
 
 
 @dataclass(frozen=True)
 class Workload:
     """Workload of a training run."""
 
-    layouts: Sequence[Layout]
-    """Trained parameters of each layer."""
-    width: int
-    """Width of the hidden states."""
-    dtype: torch.dtype
-    """Data type of the computation."""
-    micro_batch_tokens: int
-    """Maximal tokens of a micro-batch."""
-    step_tokens: int
-    """Maximal tokens of an optimizer step."""
-    mean_step_tokens: float
-    mean_step_targets: float
-    """Target tokens of an average step."""
-    num_steps: int | None
-    """Remaining optimizer steps; ``None`` before the rows are counted."""
-    longest_row: int = 1
-    """Tokens of the longest row; a micro-batch never splits a row."""
-    validation_tokens: int = 0
-    validation_targets: int = 0
-    context: int = 2048
-    """Context length of the model, in tokens."""
-    attended: float = 0.0
-    """Mean attended tokens per token; 0: half of the longest row."""
-    typical_row: int = 0
-    """Row length averaged over tokens; 0: the longest row."""
-    step_pairs: int = 0
-    """Token pairs within a document in the largest step, padding included; 0: causal kernels keep no weights."""
-    dropped_heads: int = 0
-    """Heads of a block whose dropped attention weights are kept for backward; 0: no attention dropout."""
-    frozen: Sequence[Layout] = ()
-    """Frozen parameters of each layer; empty: every parameter is trained."""
+    layouts: Sequence[Layout]  # trained parameters of each layer
+    width: int  # of the hidden states
+    dtype: torch.dtype  # of the computation
+    step: StepTokens
+    num_steps: int | None  # remaining optimizer steps; None: not counted yet
+    rows: RowLengths = field(default=RowLengths())
+    validation: Validation = field(default=Validation())
+    frozen: Sequence[Layout] = ()  # frozen parameters of each layer; empty: every parameter is trained
     layers: Sequence[nn.Module] = field(default=(), compare=False, repr=False)
-    """Layers on the ``meta`` device, for measuring kernels and saved tensors."""
-    mean_micro_batches: float = 0.0
-    """Micro-batches of an average step; 0: the fewest that hold its tokens."""
-    mean_step_fillers: float = 0.0
-    """Filler tokens of an average step, see `PackedBatch.filled`."""
-    most_targets: int = 0
-    """Maximal targets of a micro-batch; 0: one per token."""
-    times: tuple[LayerTimes, ...] = ()
-    """Measured times of each layer in ``dtype``; empty: computed from rates."""
-    speed_in_half: float = 0.0
-    """Speed of the layers in bf16 relative to fp32; 0: not compared."""
+    """Layers on the meta device, for measuring kernels and saved tensors."""
+    times: ModelTimes = field(default=ModelTimes())
+    context: int = 2048  # of the model, in tokens
+    dropped_heads: int = 0  # heads whose attention weights are kept for backward; 0: no attention dropout
 
     @cached_property
     def whole_layers(self) -> list[list[Layout]]:
         """Layouts of each layer: trained parameters, then frozen ones."""
-        return (
-            [list(both) for both in zip(self.layouts, self.frozen, strict=True)]
-            if self.frozen
-            else [[layout] for layout in self.layouts]
-        )
+        if not self.frozen:
+            return [[layout] for layout in self.layouts]
+        return [list(both) for both in zip(self.layouts, self.frozen, strict=True)]
 
     @cached_property
     def model_layouts(self) -> list[Layout]:
-        """Layout of each layer, trained or not."""
+        """Layout of each layer with all of its parameters."""
         if not self.frozen:
             return list(self.layouts)
         return [
@@ -128,7 +159,6 @@ class Workload:
 
     @property
     def num_backward_blocks(self) -> int:
-        """Blocks that backward passes."""
         return len(self.layouts) - 1 - max(1, self.lowest_trained)
 
     @property
@@ -137,22 +167,14 @@ class Workload:
 
     @property
     def frozen_elements(self) -> int:
-        """Elements that are not trained, over all layers, padding included."""
+        """Frozen elements of all layers, padding included."""
         return sum(layout.numel for layout in self.frozen)
 
     @cached_property
     def frozen_per_pass(self) -> list[int]:
-        """Elements of each layer that come to the device as often as it is passed; of an embedding come a few rows."""
+        """Frozen elements of each layer that a pass loads; of a frozen embedding it loads only a few rows."""
         sizes = [layout.numel for layout in self.frozen]
         return sizes if self.layouts[TIED_SOURCE_LAYER].shapes else [0, *sizes[1:]]
-
-    def flops(self, kept: int = 0) -> Flops:
-        """Count the FLOPs of an average step, where ``kept`` blocks are not recomputed."""
-        return count_flops(self.layouts, self.mean_step_tokens, self.mean_step_targets, kept, self.frozen)
-
-    def boundary_bytes(self, kept: int = 0) -> int:
-        """Compute the bytes of the inputs of all blocks in backward but the last ``kept``, in the largest step."""
-        return max(0, self.num_backward_blocks - kept) * self.width * self.dtype.itemsize * self.most_step_rows
 
     @cached_property
     def num_parameters(self) -> int:
@@ -168,124 +190,112 @@ class Workload:
 
     @property
     def head_parameters(self) -> int:
-        """Parameters that the head computes with, those that it shares with the embedding included; 0: none here."""
+        """Parameters that the head computes with, tied ones included; 0: the head is not local."""
         return sum(layout.num_used for layout in self.whole_layers[-1])
 
     @cached_property
     def stored_elements(self) -> int:
-        """Elements of one kind over all layers, padding included."""
+        """Trained elements of all layers, padding included."""
         return sum(layout.numel for layout in self.layouts)
 
     @cached_property
     def lent_elements(self) -> int:
-        """Elements of one kind in the layers that are read once more for those that are tied to them."""
+        """Elements of the layers that are read once more for a layer tied to them."""
         return sum(self.layouts[TIED_SOURCE_LAYER].numel for layout in self.layouts if layout.tied)
 
-    @property
-    def micro_batches(self) -> float:
-        """Micro-batches of an average step."""
-        return max(1.0, self.mean_micro_batches or math.ceil(self.mean_step_tokens / self.micro_batch_tokens))
+    def flops(self, kept: int = 0) -> Flops:
+        """Count the FLOPs of a mean step; the top ``kept`` blocks are not recomputed."""
+        return count_flops(self.layouts, self.step.mean, self.step.targets, kept, self.frozen)
 
-    @property
-    def computed_tokens(self) -> float:
-        """Tokens that are computed in an average step, those of no document included."""
-        return self.mean_step_tokens + self.mean_step_fillers
-
-    @property
-    def most_step_rows(self) -> int:
-        """Rows of hidden states in the largest step: its tokens, and what its micro-batches are filled up with."""
-        return most_filled(self.step_tokens) if self.mean_step_fillers else self.step_tokens
-
-    @property
-    def most_logits(self) -> int:
-        """Most targets whose logits there are at once on a CPU, in training or a validation."""
-        targets = max(self.most_targets or self.micro_batch_tokens, self.validation_targets)
-        return min(self.head_chunk, rounded_up(min(targets, self.micro_batch_tokens)))
-
-    @property
-    def micro_batch_mean(self) -> float:
-        """Tokens that are computed in an average micro-batch."""
-        return self.computed_tokens / self.micro_batches
+    def boundary_bytes(self, kept: int = 0) -> int:
+        """Return the size of the layer inputs of the largest step that are saved for recomputation."""
+        return max(0, self.num_backward_blocks - kept) * self.width * self.dtype.itemsize * self.step.most_rows
 
     @property
     def head_chunk(self) -> int:
-        """Most targets whose logits the head computes at once."""
-        return max(1, HEAD_CHUNK_BYTES // (torch.float32.itemsize * max(1, self.vocabulary)))
+        """Targets whose logits the head computes at once."""
+        return max(1, HEAD_CHUNK_BYTES // (FP32_BYTES * max(1, self.vocabulary)))
+
+    @property
+    def most_logits(self) -> int:
+        """Most targets whose logits exist at once on a CPU, in training or a validation."""
+        targets = max(self.step.most_targets or self.step.micro_batch, self.validation.targets)
+        return min(self.head_chunk, rounded_up(min(targets, self.step.micro_batch)))
 
     def documents_of(self, tokens: int) -> tuple[int, ...]:
-        """Return the lengths of documents like those of the run, of so many tokens together."""
-        row = min(tokens, self.typical_row or self.longest_row)
+        """Return lengths of documents typical for the run, with this many tokens together."""
+        row = min(tokens, self.rows.typical or self.rows.longest)
         number, rest = divmod(tokens, row)
         return (row,) * number + ((rest,) if rest else ())
 
-    @property
-    def forward_seconds(self) -> float:
-        """Seconds of the blocks in forward on an average step, as timed; 0: they were not."""
-        return self.micro_batches * sum(each.forward.at(self.micro_batch_mean) for each in self.times[1:-1])
-
-    def backward_seconds(self, kept: int) -> float:
-        """Compute the seconds of the head and of the blocks in backward; ``kept`` of them are not computed again."""
-        if not self.times:
-            return 0.0
-        passed = self.times[max(1, self.lowest_trained) : -1]
-        again = passed[: max(0, len(passed) - kept)]
-        tokens = self.micro_batch_mean
-        blocks = sum(each.backward.at(tokens) for each in passed) + sum(each.forward.at(tokens) for each in again)
-        return self.micro_batches * blocks + self.head_seconds(self.mean_step_targets, trains=True)
-
-    @property
-    def layer_seconds(self) -> float:
-        """Seconds of all layers on an average step, as timed, blocks computed again in backward."""
-        return self.forward_seconds + self.backward_seconds(kept=0)
-
-    def head_seconds(self, targets: float, trains: bool) -> float:
-        """Compute the seconds of the head, as timed, on the targets of an average step, or on as many in chunks."""
-        if not targets:
-            return 0.0
-        head = self.times[-1]
-        chunks = self.micro_batches if trains else 1
-        chunks *= math.ceil(targets / chunks / self.head_chunk)
-        lines = (head.forward, head.backward) if trains else (head.forward,)
-        return sum(chunks * line.at(targets / chunks) for line in lines)
-
-    @property
-    def hidden_bytes(self) -> float:
-        """Bytes of the hidden states of an average micro-batch."""
-        return self.width * self.dtype.itemsize * min(self.micro_batch_tokens, self.mean_step_tokens)
-
     def weights_bytes(self, pairs: int) -> int:
-        """Compute the bytes of the attention weights that a block keeps for backward, of so many pairs of tokens."""
+        """Return the size of a block's attention weights that are kept for backward, for this many token pairs."""
         return WEIGHT_BYTES * self.dropped_heads * pairs
 
     @property
     def micro_batch_pairs(self) -> int:
-        """Most pairs of tokens that attend to each other in a micro-batch."""
-        return min(self.step_pairs, self.micro_batch_tokens * padded_length(self.longest_row))
+        """Most token pairs within documents in a micro-batch."""
+        return min(self.step.pairs, self.step.micro_batch * padded_length(self.rows.longest))
 
     @property
     def bucket_bytes(self) -> int:
-        """Bytes of what attention whose weights are dropped makes on the way, for the documents computed together."""
-        return WEIGHT_COPIES * 4 * self.dropped_heads * max(BUCKET_PAIRS, padded_length(self.longest_row) ** 2)
+        """Size of temporary attention weights under dropout, for the documents that are computed together."""
+        return WEIGHT_COPIES * 4 * self.dropped_heads * max(BUCKET_PAIRS, padded_length(self.rows.longest) ** 2)
+
+    def with_step(self, **changes: float) -> Workload:
+        """Return a copy with other tokens per step."""
+        return replace(self, step=replace(self.step, **changes))  # type: ignore[arg-type]
+
+    @property
+    def layer_seconds(self) -> float:
+        """Timed seconds of all layers in a mean step, with recomputation."""
+        return self.forward_seconds + self.backward_seconds(kept=0)
+
+    @property
+    def forward_seconds(self) -> float:
+        """Timed seconds of the blocks in forward, in a mean step; 0: not timed."""
+        tokens = self.step.micro_batch_mean
+        return self.step.num_micro_batches * sum(each.forward.at(tokens) for each in self.times.layers[1:-1])
+
+    def backward_seconds(self, kept: int) -> float:
+        """Return the timed seconds of head and blocks in backward; ``kept`` blocks are not recomputed."""
+        if not self.times.layers:
+            return 0.0
+        passed = self.times.layers[max(1, self.lowest_trained) : -1]
+        again = passed[: max(0, len(passed) - kept)]
+        tokens = self.step.micro_batch_mean
+        blocks = sum(each.backward.at(tokens) for each in passed) + sum(each.forward.at(tokens) for each in again)
+        return self.step.num_micro_batches * blocks + self.head_seconds(self.step.targets, trains=True)
+
+    def head_seconds(self, targets: float, trains: bool) -> float:
+        """Return the timed seconds of the head: on the targets of a mean step, or on any number in chunks."""
+        if not targets:
+            return 0.0
+        head = self.times.layers[-1]
+        chunks = self.step.num_micro_batches if trains else 1
+        chunks *= math.ceil(targets / chunks / self.head_chunk)
+        lines = (head.forward, head.backward) if trains else (head.forward,)
+        return sum(chunks * line.at(targets / chunks) for line in lines)
 
     def seconds_between_products(self, rates: ComputeRates) -> float:
-        """Compute the seconds of the blocks' operations between products with weights, in one pass over a step."""
-        tokens = (len(self.layouts) - 2) * self.mean_step_tokens
-        touched = TOUCHED * tokens * self.width * self.dtype.itemsize / rates.memory_for(self.hidden_bytes)
+        """Return the seconds of the blocks' operations between matrix products, in one pass over a mean step."""
+        tokens = (len(self.layouts) - 2) * self.step.mean
+        hidden_bytes = self.width * self.dtype.itemsize * min(self.step.micro_batch, self.step.mean)
+        touched = TOUCHED * tokens * self.width * self.dtype.itemsize / rates.memory_for(hidden_bytes)
         activated = INNER * tokens * self.width / rates.gelu
-        attended = 4.0 * tokens * self.width * (self.attended or self.longest_row / 2) / rates.attention
+        attended = 4.0 * tokens * self.width * (self.rows.attended or self.rows.longest / 2) / rates.attention
         return touched + activated + attended
 
     def times_again(self, kept: int) -> float:
-        """Count backward's repetitions of forward's operations between products: twice, and once more unless kept."""
+        """Count how often backward repeats forward's operations between products: 2, or 3 with recomputation."""
         blocks, passed = len(self.layouts) - 2, self.num_backward_blocks
         return (2.0 * passed + max(0, passed - kept)) / max(1, blocks)
 
     @property
     def touched_by_backward(self) -> float:
-        """Bytes that the head and the sums of gradients read and write, as far as they are in no measured time."""
-        if self.times:
-            return ONCE_A_STEP * torch.float32.itemsize * self.num_trained
-        logits = TOUCHED_LOGITS * self.vocabulary * torch.float32.itemsize * self.mean_step_targets
-        micro_batches = -(-self.mean_step_tokens // self.micro_batch_tokens)
-        sums = (SUMMED * micro_batches + ONCE_A_STEP) * torch.float32.itemsize * self.num_trained
-        return logits + sums
+        """Bytes that head and gradient sums read and write, unless they are part of the timed layers."""
+        if self.times.layers:
+            return ONCE_A_STEP * FP32_BYTES * self.num_trained
+        logits = TOUCHED_LOGITS * self.vocabulary * FP32_BYTES * self.step.targets
+        micro_batches = -(-self.step.mean // self.step.micro_batch)
+        return logits + (SUMMED * micro_batches + ONCE_A_STEP) * FP32_BYTES * self.num_trained

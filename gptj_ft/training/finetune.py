@@ -48,7 +48,7 @@ from gptj_ft.planning.devices import is_published_name
 from gptj_ft.planning.machine_profile import are_known, is_known, rates
 from gptj_ft.planning.plan import DoesNotFit, Plan, choose
 from gptj_ft.planning.resources import Target
-from gptj_ft.planning.workload import Workload
+from gptj_ft.planning.workload import RowLengths, StepTokens, Workload
 from gptj_ft.system.accelerator import is_accelerator
 from gptj_ft.system.digests import read_sealed, write_sealed
 from gptj_ft.system.files import hidden_name, keep_folder, remove, replace_text, sync_path, sync_tree, write_file
@@ -491,13 +491,10 @@ def forecast_run(resolved: Resolved, measure_again: bool = False, reporter: Repo
         layers=selection.build(),
         width=architecture.config.n_embd,
         dtype=torch.float32,
-        micro_batch_tokens=max(recipe.micro_batch_tokens, length),
-        step_tokens=tokens,
-        mean_step_tokens=tokens,
-        mean_step_targets=tokens,
+        step=StepTokens(max(recipe.micro_batch_tokens, length), tokens, tokens, tokens),
         num_steps=recipe.max_steps,
+        rows=RowLengths(length),
         context=architecture.config.n_positions,
-        longest_row=length,
     )
     workload = target.settled(workload, recipe)
     try:

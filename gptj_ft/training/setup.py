@@ -25,7 +25,7 @@ from gptj_ft.models.registry import Architecture
 from gptj_ft.models.trainable import Selection, select
 from gptj_ft.planning.plan import Plan, choose
 from gptj_ft.planning.resources import Target, check_lengths
-from gptj_ft.planning.workload import Workload
+from gptj_ft.planning.workload import RowLengths, StepTokens, Validation, Workload
 from gptj_ft.streaming.objective import Objective, objective_of
 from gptj_ft.system.digests import check_weights
 from gptj_ft.system.group import ALONE, Group, subgroup
@@ -230,22 +230,21 @@ def workload_of(
         layers=selection.build(),
         width=architecture.config.n_embd,
         dtype=dtype,
-        micro_batch_tokens=most,
-        step_tokens=max(sizes),
-        mean_step_tokens=sum(sizes) / len(sizes),
-        mean_step_targets=train.num_targets / per_epoch,
+        step=StepTokens(
+            micro_batch=most,
+            most=max(sizes),
+            mean=sum(sizes) / len(sizes),
+            targets=train.num_targets / per_epoch,
+            micro_batches=sum(map(len, packed)) / len(packed),
+            fillers=sum(fillers) / len(packed),
+            most_targets=math.ceil(share * max(map(sum, targets))),
+            pairs=pairs,
+        ),
         num_steps=num_steps,
+        rows=RowLengths(max(lengths), round(typical), typical / (1 if is_encoder else 2)),
+        validation=Validation(sum(validation.lengths), validation.num_targets),
         context=architecture.config.n_positions,
-        longest_row=max(lengths),
-        attended=typical / (1 if is_encoder else 2),
-        typical_row=round(typical),
-        mean_micro_batches=sum(map(len, packed)) / len(packed),
-        mean_step_fillers=sum(fillers) / len(packed),
-        most_targets=math.ceil(share * max(map(sum, targets))),
-        step_pairs=pairs,
         dropped_heads=architecture.config.n_head if drops else 0,
-        validation_tokens=sum(validation.lengths),
-        validation_targets=validation.num_targets,
     )
 
 

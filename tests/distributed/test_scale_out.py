@@ -35,7 +35,7 @@ from gptj_ft.models.trainable import select
 from gptj_ft.planning.devices import find_device
 from gptj_ft.planning.plan import Free, choose
 from gptj_ft.planning.probe import DiskRates, Rates
-from gptj_ft.planning.workload import Workload
+from gptj_ft.planning.workload import RowLengths, StepTokens, Workload
 from gptj_ft.training.setup import shared_recipe
 
 GB = 10**9
@@ -50,9 +50,7 @@ def six_b() -> Workload:
     """GPT-J 6B, 32 rows of 1,024 tokens."""
     tokens = 32 * 1024
     layouts = tuple(Layout.of(layer) for layer in build_layers(GPTJConfig()))
-    return Workload(
-        layouts, 4096, torch.float32, 2048, tokens, tokens, tokens, num_steps=10, longest_row=1024, context=2048
-    )
+    return Workload(layouts, 4096, torch.float32, StepTokens(2048, tokens, tokens, tokens), 10, RowLengths(1024))
 
 
 def job_of(load: Workload, network: Network = FAST, recipe: Recipe = RECIPE, have: Free = FREE) -> Job:
@@ -220,8 +218,8 @@ def test_gradients_hide_behind_the_rows_that_are_advised(six_b: Workload) -> Non
     rows = int(next(text for text in found.advice if "--batch-size" in text).split()[-1])
     times = rows // RECIPE.batch_size
     for factor, waits in ((times // 2, True), (times, False)):
-        tokens = factor * load.step_tokens
-        more = replace(load, step_tokens=tokens, mean_step_tokens=tokens, mean_step_targets=tokens)
+        tokens = factor * load.step.most
+        more = load.with_step(most=tokens, mean=tokens, targets=tokens)
         assert forecast_share(replace(job, load=more), 1, 4).waits_for_network is waits
 
 
@@ -281,15 +279,15 @@ def test_few_micro_batches_leave_machines_waiting_and_the_advice_says_how_many_t
     # One micro-batch is on one of four machines at a time; sixteen come late only to begin with.
     assert waiting_seconds(4, 7, 1, 70.0, 0.0) == pytest.approx(3 * 70 + 3 * 10)
     assert waiting_seconds(4, 7, 16, 70.0, 0.0) == pytest.approx(3 * 70 / 112)
-    few = replace(six_b, micro_batch_tokens=16384)
+    few = six_b.with_step(micro_batch=16384)
     have = replace(FREE, device=10**12, host=10**12)
     share = forecast_share(job_of(few, have=have), 4, 1)
     assert share.micro_batches == 2
     assert share.bound == "waiting"
     (advice,) = advise(job_of(few, have=have), share, forecast_share(job_of(few), 1, 1))
     tokens = int(advice.split("micro_batch_tokens=")[1].split()[0])
-    assert math.ceil(few.mean_step_tokens / tokens) >= 5
-    better = forecast_share(job_of(replace(few, micro_batch_tokens=tokens), have=have), 4, 1)
+    assert math.ceil(few.step.mean / tokens) >= 5
+    better = forecast_share(job_of(few.with_step(micro_batch=tokens), have=have), 4, 1)
     assert better.seconds_per_step < 0.7 * share.seconds_per_step
 
 
@@ -310,7 +308,7 @@ def test_cards_that_hold_half_a_state_each_need_no_disk_together() -> None:
     assert published is not None
     selection = select(published.architecture, Recipe())
     load = Workload(
-        selection.trained, 2560, torch.bfloat16, 2048, 8192, 8192, 8192, None, longest_row=1024, context=2048,
+        selection.trained, 2560, torch.bfloat16, StepTokens(2048, 8192, 8192, 8192), None, RowLengths(1024),
         frozen=selection.frozen, layers=selection.build(),
     )  # fmt: skip
     have = Free(int(0.93 * device.memory_bytes), 24 * GB, 10**12, is_shared=False)

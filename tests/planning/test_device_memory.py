@@ -20,7 +20,7 @@ from gptj_ft.models.trainable import select
 from gptj_ft.planning.layer_cost import LayerInput, Meter, measure_block, parameters_of, rounded
 from gptj_ft.planning.plan import DISK_STAGING_BYTES, Free, forecast_memory
 from gptj_ft.planning.working_memory import FRAGMENTED_SHARE, LIBRARY_BYTES, WorkingMemory, allocator_limit, usable
-from gptj_ft.planning.workload import Workload
+from gptj_ft.planning.workload import RowLengths, StepTokens, Workload
 from gptj_ft.streaming.stores.placement import Placement
 from gptj_ft.training import loop
 from gptj_ft.training.restore import open_state
@@ -35,7 +35,7 @@ def workload(recipe: Recipe = Recipe(), tokens: int = 8192, dtype: torch.dtype =
     assert published is not None
     selection = select(published.architecture, recipe)
     return Workload(
-        selection.trained, 4096, dtype, 2048, tokens, tokens, tokens, None, longest_row=1024,
+        selection.trained, 4096, dtype, StepTokens(2048, tokens, tokens, tokens), None, RowLengths(1024),
         frozen=selection.frozen if recipe.method == "lora" else (), layers=selection.build(),
     )  # fmt: skip
 

@@ -15,7 +15,7 @@ from gptj_ft.models.bert import FAMILY, read_config
 from gptj_ft.models.dropout import Dropout
 from gptj_ft.models.layout import Layout
 from gptj_ft.planning.plan import Free, forecast_memory
-from gptj_ft.planning.workload import Workload
+from gptj_ft.planning.workload import RowLengths, StepTokens, Workload
 from gptj_ft.streaming.stores.placement import Placement
 
 LENGTHS, HEADS, HEAD_WIDTH = (100, 30, 64, 1), 4, 12
@@ -26,7 +26,15 @@ def workload(**different: int) -> Workload:
     layers = FAMILY.build_layers(read_config({"hidden_size": 64, "num_attention_heads": HEADS, "num_hidden_layers": 3}))
     layouts = [Layout.of(layer) for layer in layers]
     pairs = sum(padded_length(length) ** 2 for length in LENGTHS)
-    load = Workload(layouts, 64, torch.float32, 2048, 195, 195, 4, 1, max(LENGTHS), step_pairs=pairs, layers=layers)
+    load = Workload(
+        layouts,
+        64,
+        torch.float32,
+        StepTokens(2048, 195, 195, 4, pairs=pairs),
+        1,
+        RowLengths(max(LENGTHS)),
+        layers=layers,
+    )
     return replace(load, **different)
 
 
@@ -42,7 +50,7 @@ def test_the_attention_weights_that_a_plan_counts_are_those_that_a_graph_keeps()
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         output = attend_in_buckets(*inputs, Documents(ends, (1, 2, 3, 4), torch.device("cpu")), None, Dropout(0.1, 1))
     load = workload(dropped_heads=HEADS)
-    assert sum(kept.values()) == load.weights_bytes(load.step_pairs)
+    assert sum(kept.values()) == load.weights_bytes(load.step.pairs)
     assert output.requires_grad
 
 
@@ -53,5 +61,5 @@ def test_memory_grows_by_the_attention_weights_of_each_block_that_is_kept() -> N
         forecast_memory(RESIDENT, workload(dropped_heads=heads), recipe, have).device_bytes for heads in (0, HEADS)
     ]
     load = workload(dropped_heads=HEADS)
-    kept = load.num_backward_blocks * load.weights_bytes(load.step_pairs)
+    kept = load.num_backward_blocks * load.weights_bytes(load.step.pairs)
     assert needs[1] - needs[0] >= kept + load.weights_bytes(load.micro_batch_pairs)

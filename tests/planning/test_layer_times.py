@@ -25,7 +25,7 @@ from gptj_ft.planning import layer_times, machine_profile
 from gptj_ft.planning.costs import Costs, cost
 from gptj_ft.planning.layer_times import LayerKind, Seconds, Timing
 from gptj_ft.planning.machine_profile import rates, with_times
-from gptj_ft.planning.workload import LayerTimes, SecondsByTokens, Workload
+from gptj_ft.planning.workload import LayerTimes, ModelTimes, RowLengths, SecondsByTokens, StepTokens, Workload
 from gptj_ft.streaming.buffers import BufferBudget
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
 from gptj_ft.system.paths import home
@@ -50,8 +50,8 @@ def workload(family: str = "gptj", recipe: Recipe = Recipe(), **different: objec
 
 def of(selection: Selection) -> Workload:
     return Workload(
-        selection.trained, 32, torch.float32, 128, 400, 400.0, 80.0, 10, longest_row=50, frozen=selection.frozen,
-        layers=selection.build(), mean_micro_batches=4.0,
+        selection.trained, 32, torch.float32, StepTokens(128, 400, 400.0, 80.0, micro_batches=4.0), 10, RowLengths(50),
+        frozen=selection.frozen, layers=selection.build(),
     )  # fmt: skip
 
 
@@ -86,7 +86,7 @@ def test_auto_takes_the_type_in_which_the_models_own_layers_are_faster(
     monkeypatch.setattr(layer_times, "time_kinds", time_kinds)
     load = with_times(workload(), "auto", CPU, PLENTY)
     assert str(load.dtype) == {"bf16": "torch.bfloat16", "fp32": "torch.float32"}[chosen]
-    assert load.speed_in_half == pytest.approx(1 / bf16)
+    assert load.times.gain == pytest.approx(1 / bf16)
     reason = machine_profile.reason_for("auto", load, assumed_rates().compute)
     assert reason == f"its layers are {1 / bf16:.2g} times as fast in bf16 here"
     assert with_times(workload(), "bf16", CPU, PLENTY).dtype == torch.bfloat16, "asked for"
@@ -116,9 +116,9 @@ def test_what_is_known_of_a_layer_is_not_timed_again(timed: list[LayerKind], tmp
     first, load = with_times(workload(), "fp32", CPU, PLENTY), workload()
     count = len(timed)
     assert with_times(load, "fp32", CPU, PLENTY).times == first.times
-    assert with_times(replace(load, mean_step_tokens=440.0), "fp32", CPU, PLENTY).times == first.times
+    assert with_times(load.with_step(mean=440.0), "fp32", CPU, PLENTY).times == first.times
     assert len(timed) == count, "between the same two numbers of tokens"
-    with_times(replace(load, mean_micro_batches=2.0), "fp32", CPU, PLENTY)
+    with_times(load.with_step(micro_batches=2.0), "fp32", CPU, PLENTY)
     assert len(timed) > count, "micro-batches of another size"
     count = len(timed)
     with_times(load, "bf16", CPU, PLENTY)
@@ -159,7 +159,7 @@ def test_times_that_make_no_sense_are_taken_again(entry: object, timed: list[Lay
 def test_a_step_takes_the_time_of_its_layers_on_its_micro_batches() -> None:
     block = LayerTimes(SecondsByTokens(0.5, 0.01), SecondsByTokens(1.0, 0.02))
     head = LayerTimes(SecondsByTokens(0.25, 0.0), SecondsByTokens(0.5, 0.1))
-    load = workload(times=(NOTHING, *(block,) * 4, head))
+    load = workload(times=ModelTimes((NOTHING, *(block,) * 4, head)))
     up, down, of_head = 4 * (0.5 + 1.0), 4 * (1.0 + 2.0), 0.25 + 0.5 + 2.0
     for kept in (0, 3, 4):
         seconds = costs_of(load, kept).compute_seconds
@@ -170,7 +170,7 @@ def test_a_step_takes_the_time_of_its_layers_on_its_micro_batches() -> None:
 
 def test_a_head_computes_in_chunks_and_a_micro_batch_without_room_for_two_rows_is_many() -> None:
     head = LayerTimes(SecondsByTokens(1.0, 0.0), SecondsByTokens(0.0, 0.0))
-    load = workload(times=(*(NOTHING,) * 5, head), mean_step_targets=0.0)
+    load = workload(times=ModelTimes((*(NOTHING,) * 5, head)))
     assert load.head_seconds(0.0, trains=True) == 0.0
     assert load.head_seconds(80.0, trains=True) == 4.0
     assert load.head_seconds(4.0 * load.head_chunk + 4, trains=True) == 8.0
@@ -179,30 +179,32 @@ def test_a_head_computes_in_chunks_and_a_micro_batch_without_room_for_two_rows_i
 
 def test_parts_of_a_model_and_replicas_take_together_what_the_whole_takes() -> None:
     blocks = tuple(LayerTimes(SecondsByTokens(0.5, 0.01 * n), SecondsByTokens(1.0, 0.02 * n)) for n in range(4))
-    load = workload(times=(NOTHING, *blocks, LayerTimes(SecondsByTokens(0.25, 0.0), SecondsByTokens(0.5, 0.1))))
+    load = workload(
+        times=ModelTimes((NOTHING, *blocks, LayerTimes(SecondsByTokens(0.25, 0.0), SecondsByTokens(0.5, 0.1))))
+    )
     owners = assign(load.layouts, 2)
     parts = [part_of(load, [layer for layer, owner in enumerate(owners) if owner == rank]) for rank in range(2)]
     assert sum(part.layer_seconds for part in parts) == pytest.approx(load.layer_seconds)
     assert 2 * replica_of(load, 2).layer_seconds == pytest.approx(load.layer_seconds)
-    assert replica_of(load, 8).micro_batches == 1, "there is no half of one"
+    assert replica_of(load, 8).step.num_micro_batches == 1, "there is no half of one"
 
 
 def test_what_is_frozen_has_a_cheaper_backward_pass_and_none_below_what_is_trained(timed: list[LayerKind]) -> None:
     upper = with_times(workload(recipe=Recipe(train=["transformer.h.[23].*"])), "fp32", CPU, PLENTY)
-    assert [each.backward.per_token > 0 for each in upper.times[1:5]] == [False, False, True, True]
+    assert [each.backward.per_token > 0 for each in upper.times.layers[1:5]] == [False, False, True, True]
     assert upper.layer_seconds < with_times(workload(), "fp32", CPU, PLENTY).layer_seconds
     lora = with_times(workload(recipe=Recipe(method="lora")), "fp32", CPU, PLENTY)
-    assert all(each.backward.per_token > 0 for each in lora.times[1:5])
+    assert all(each.backward.per_token > 0 for each in lora.times.layers[1:5])
     assert len({kind.name for kind in timed}) == len(timed), "each has a name of its own"
 
 
 def test_a_tied_head_is_timed_and_one_that_chooses_among_labels_is_not(timed: list[LayerKind]) -> None:
-    assert with_times(workload("gpt2"), "fp32", CPU, PLENTY).times[-1].backward.per_token > 0
+    assert with_times(workload("gpt2"), "fp32", CPU, PLENTY).times.layers[-1].backward.per_token > 0
     layers = bert.FAMILY.build_layers(
         bert.read_config({"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 4, "intermediate_size": 64})
     )
     load = workload(layouts=[Layout.of(layer) for layer in layers], layers=layers, frozen=())
-    assert with_times(load, "fp32", CPU, PLENTY).times[-1] == NOTHING
+    assert with_times(load, "fp32", CPU, PLENTY).times.layers[-1] == NOTHING
     assert REAL(Timing(load, torch.float32, 1e12).kinds)
 
 
@@ -212,18 +214,18 @@ def test_nothing_is_timed_without_memory_nor_for_an_accelerator(timed: list[Laye
         with_times(workload(), "bf16", torch.device("meta"), PLENTY),
         with_times(workload(layers=()), "fp32", CPU, PLENTY),
     ):
-        assert not load.times
-        assert not load.speed_in_half
+        assert not load.times.layers
+        assert not load.times.gain
     assert not timed
 
 
 def test_wide_blocks_are_timed_on_few_tokens_and_the_line_goes_on() -> None:
-    load = workload(mean_step_tokens=16384.0, micro_batch_tokens=4096, step_tokens=16384)
+    load = workload().with_step(mean=16384.0, micro_batch=4096, most=16384)
     slow, fast = (Timing(load, torch.float32, rate) for rate in (1.0, 1e15))
     assert {kind.given.tokens for kind in slow.kinds if not kind.is_head} == {256, 512}
     assert {kind.given.tokens for kind in fast.kinds if not kind.is_head} == {2048, 4096}
     found = {kind.name: Seconds(1.0 + kind.given.tokens, 2.0 * kind.given.tokens) for kind in slow.kinds}
-    (_, block, *_) = slow.times(found)
+    (_, block, *_) = slow.times(found).layers
     assert (block.forward.at(4096), block.backward.at(4096)) == (4097.0, 8192.0)
 
 
@@ -235,13 +237,13 @@ def test_micro_batches_are_counted_as_they_are_packed() -> None:
     architecture = Architecture(gptj.FAMILY, gptj.read_config(SHAPE), SHAPE)
     load = workload_of(recipe, architecture, selection, rows, Rows([], []))
     packed = [len(rows.batches(range(start, start + 8), 256)) for start in (0, 8, 16)]
-    assert load.mean_micro_batches == pytest.approx(sum(packed) / 3, abs=0.7)
-    assert load.mean_micro_batches > load.mean_step_tokens / 256
+    assert load.step.micro_batches == pytest.approx(sum(packed) / 3, abs=0.7)
+    assert load.step.micro_batches > load.step.mean / 256
     batches = [rows.batches(range(start, start + 8), 256) for start in (0, 8, 16)]
     fillers = [len(batch.filled().tokens_T) - len(batch.tokens_T) for step in batches for batch in step]
-    assert load.mean_step_fillers == pytest.approx(sum(fillers) / 3, rel=0.3)
-    assert load.computed_tokens == load.mean_step_tokens + load.mean_step_fillers
-    assert load.typical_row == round(sum(length**2 for length in rows.lengths) / sum(rows.lengths))
+    assert load.step.fillers == pytest.approx(sum(fillers) / 3, rel=0.3)
+    assert load.step.computed == load.step.mean + load.step.fillers
+    assert load.rows.typical == round(sum(length**2 for length in rows.lengths) / sum(rows.lengths))
 
 
 def test_a_run_that_does_not_fit_is_refused_as_before_without_a_layer_being_timed(

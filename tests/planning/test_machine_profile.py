@@ -26,7 +26,7 @@ from gptj_ft.planning import layer_times, machine_profile, probe
 from gptj_ft.planning.machine_profile import choose_dtype, compute_rates, disk_rates, reason_for, with_times
 from gptj_ft.planning.probe import ASSUMED_DISK, DiskRates, Rates, matmul_rate, measure_disk
 from gptj_ft.planning.resources import Target
-from gptj_ft.planning.workload import Workload
+from gptj_ft.planning.workload import StepTokens, Workload
 from gptj_ft.system.direct_io import write_bytes
 from gptj_ft.system.dtypes import PRECISIONS
 from gptj_ft.system.group import ALONE
@@ -38,7 +38,7 @@ MB = 2**20
 
 def without_layers(dtype: torch.dtype) -> Workload:
     """Return a workload that nobody knows the layers of."""
-    return Workload([], 64, dtype, 64, 64, 64, 64, None)
+    return Workload([], 64, dtype, StepTokens(64, 64, 64, 64), None)
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from gptj_ft.planning.plan import FASTEST_FIRST, LOGITS, Free, Plan, candidates,
 from gptj_ft.planning.probe import ASSUMED_DISK, DiskRates, Rates
 from gptj_ft.planning.scaling_law import ScalingForecast, pile_loss
 from gptj_ft.planning.traffic import Pass
-from gptj_ft.planning.workload import Workload
+from gptj_ft.planning.workload import RowLengths, StepTokens, Validation, Workload
 from gptj_ft.streaming.step import HEAD_CHUNK_BYTES
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
 from gptj_ft.system.units import gigabytes
@@ -43,10 +43,7 @@ def six_b() -> Workload:
         layouts=[Layout.of(layer) for layer in build_layers(GPTJConfig())],
         width=4096,
         dtype=torch.float32,
-        micro_batch_tokens=2048,
-        step_tokens=2048,
-        mean_step_tokens=2048,
-        mean_step_targets=512,
+        step=StepTokens(2048, 2048, 2048, 512),
         num_steps=10,
     )
 
@@ -93,7 +90,7 @@ def test_a_placement_that_the_user_names_is_the_one_that_is_planned(weights, sta
 def test_streamed_memory_does_not_grow_with_depth_but_for_the_boundaries() -> None:
     def device_bytes(n_layer: int) -> int:
         layouts = [Layout.of(layer) for layer in build_layers(GPTJConfig(n_layer=n_layer))]
-        load = Workload(layouts, 4096, torch.float32, 2048, 2048, 2048, 512, 1)
+        load = Workload(layouts, 4096, torch.float32, StepTokens(2048, 2048, 2048, 512), 1)
         return forecast(Placement("disk", "disk"), load, Recipe(activations="recompute"), RATES, PLENTY).device_bytes
 
     assert device_bytes(32) - device_bytes(4) == 28 * 2048 * 4096 * 4
@@ -114,7 +111,7 @@ def test_a_forward_pass_that_keeps_activations_leaves_room_for_the_head_in_the_m
 
 def test_a_validation_set_of_any_size_needs_no_more_memory_than_the_plan_says(six_b: Workload) -> None:
     def plan(tokens: int, device: float) -> Plan:
-        return forecast(ON_DISK, replace(six_b, validation_tokens=tokens), recipe, RATES, shared(device))
+        return forecast(ON_DISK, replace(six_b, validation=Validation(tokens)), recipe, RATES, shared(device))
 
     def shared(device: float) -> Free:
         return Free(int(device), int(device), 10**14, is_shared=True)
@@ -124,7 +121,7 @@ def test_a_validation_set_of_any_size_needs_no_more_memory_than_the_plan_says(si
     for device in (least, least + 2 * GB, 60 * GB):
         some, many = plan(10**6, device), plan(10**12, device)
         assert some.device_bytes == many.device_bytes
-        assert some.budget.pass_tokens >= six_b.micro_batch_tokens
+        assert some.budget.pass_tokens >= six_b.step.micro_batch
         held = 2 * 4096 * 4 * some.budget.pass_tokens  # what a layer takes and what it gives
         assert held <= some.device_bytes - plan(0, device).device_bytes + six_b.boundary_bytes() + 3 * 2048 * 4096 * 4
     tight, roomy = plan(10**6, least), plan(10**6, 60 * GB)
@@ -153,7 +150,9 @@ def test_each_pass_moves_the_bytes_that_the_design_says_but_for_what_is_still_th
 
 def test_nothing_is_read_of_a_model_so_small_that_its_layers_stay_where_they_are() -> None:
     layouts = [Layout.of(layer) for layer in build_layers(GPTJConfig(n_layer=1))]
-    costs = planned(Workload(layouts, 4096, torch.float32, 2048, 2048, 2048, 512, 1), recipe=Recipe(read_ahead=2)).costs
+    costs = planned(
+        Workload(layouts, 4096, torch.float32, StepTokens(2048, 2048, 2048, 512), 1), recipe=Recipe(read_ahead=2)
+    ).costs
     assert not sum(costs.backward.read.values())
     assert costs.forward.read == {"disk": 8 * sum(x.numel for x in layouts) + 4 * layouts[-1].numel}
 
@@ -203,7 +202,7 @@ def test_narrow_models_and_what_is_no_matrix_product_take_their_time(six_b: Work
     slow = replace(RATES, compute=replace(RATES.compute, gelu=1e9, attention=1e11))
     slowed = planned(six_b, Placement("device", "device"), recipe, rates=slow).costs
     # A token attends to half of the longest row's 512 here; recomputed, backward counts three times.
-    seconds = 28 * 2048 * (4 * 4096 / 1e9 + 4 * 4096 * six_b.longest_row / 2 / 1e11)
+    seconds = 28 * 2048 * (4 * 4096 / 1e9 + 4 * 4096 * six_b.rows.longest / 2 / 1e11)
     assert slowed.compute_seconds - fast.compute_seconds == pytest.approx(4 * seconds)
 
 
@@ -240,7 +239,7 @@ def test_a_pass_takes_as_long_as_the_slowest_of_computing_and_moving(six_b: Work
 
     (low, high), all_of_it = ends(six_b), six_b.stored_elements
     moved = [28 * all_of_it - 8 * low, 8 * all_of_it - 4 * high]
-    forward = 2 * six_b.block_parameters * six_b.mean_step_tokens
+    forward = 2 * six_b.block_parameters * six_b.step.mean
     backward = six_b.flops().hardware - forward
     update = 36 * six_b.num_parameters / RATES.compute.memory
     assert seconds(1e9, 1e18) == pytest.approx(sum(moved) / 1e9, rel=1e-3)
@@ -277,7 +276,7 @@ def test_a_run_on_disk_is_forecast_with_what_it_writes_and_what_that_means_for_a
 
 
 def test_validations_and_checkpoints_are_counted(six_b: Workload) -> None:
-    load = replace(six_b, num_steps=101, validation_tokens=40_000, validation_targets=10_000)
+    load = replace(six_b, num_steps=101, validation=Validation(40_000, 10_000))
     resident = Placement("device", "device")
     plain = planned(six_b, resident).costs
     costs = planned(load, resident, Recipe(validate_every=25, save_every=20)).costs
@@ -335,8 +334,7 @@ def test_every_option_that_a_refusal_names_makes_the_run_fit_and_no_smaller_chan
         step = recipe.batch_size * recipe.max_length
         micro = max(recipe.micro_batch_tokens, recipe.max_length)
         return replace(
-            six_b, micro_batch_tokens=micro, step_tokens=step, mean_step_tokens=step, mean_step_targets=step,
-            longest_row=recipe.max_length,
+            six_b, step=StepTokens(micro, step, step, step), rows=RowLengths(recipe.max_length)
         )  # fmt: skip
 
     large = Recipe(batch_size=64, micro_batch_tokens=16384, max_length=2048, weights="disk", optimizer_state="disk")
@@ -378,7 +376,7 @@ def test_a_run_that_has_begun_is_told_only_what_it_may_still_change(six_b: Workl
 
 
 def test_layer_inputs_leave_the_device_before_a_run_is_refused(six_b: Workload) -> None:
-    many = replace(six_b, step_tokens=100_000, mean_step_tokens=50_000.0)
+    many = six_b.with_step(most=100_000, mean=50_000.0)
     recompute = Recipe(weights="disk", optimizer_state="disk", activations="recompute")
     here = planned(many, recipe=recompute)
     assert here.device_bytes - planned(six_b, recipe=recompute).device_bytes == 31 * 4096 * 4 * (100_000 - 2048)
@@ -443,7 +441,7 @@ def test_the_plan_for_people_shows_need_beside_have_time_and_wear(six_b: Workloa
         show_plan(console, plan)
         return " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
 
-    load = replace(six_b, num_steps=250, validation_tokens=10**6, validation_targets=10**5)
+    load = replace(six_b, num_steps=250, validation=Validation(10**6, 10**5))
     plan = planned(load, have=replace(PLENTY, device=22 * GB, host=11 * GB, disk=500 * GB))
     text, read = shown(plan), plan.costs.bytes_read_per_step
     for phrase in (
@@ -517,18 +515,18 @@ def test_a_cpu_takes_room_for_the_logits_of_the_targets_that_there_are(six_b: Wo
     have = Free(10**13, 10**13, 10**14, is_shared=True)
     place, recipe = Placement("device", "device", frozen="device"), Recipe(activations="recompute")
 
-    def needed(**different: int) -> int:
-        return forecast(place, replace(six_b, **different), recipe, RATES, have).device_bytes
+    def needed(most_targets: int = 0) -> int:
+        return forecast(place, six_b.with_step(most_targets=most_targets), recipe, RATES, have).device_bytes
 
     of_a_target = LOGITS * 4 * six_b.vocabulary
-    few = needed(most_targets=100, validation_targets=0)
-    assert needed(most_targets=200, validation_targets=0) - few == of_a_target * (rounded_up(200) - rounded_up(100))
+    few = needed(100)
+    assert needed(200) - few == of_a_target * (rounded_up(200) - rounded_up(100))
     chunk = HEAD_CHUNK_BYTES // (4 * six_b.vocabulary)
-    assert needed(most_targets=2000, validation_targets=0) - few == of_a_target * (chunk - rounded_up(100))
-    assert needed(validation_targets=0) - few == of_a_target * (chunk - rounded_up(100)), "as many as tokens"
-    validated = replace(six_b, most_targets=100, validation_targets=500).most_logits
+    assert needed(2000) - few == of_a_target * (chunk - rounded_up(100))
+    assert needed() - few == of_a_target * (chunk - rounded_up(100)), "as many as tokens"
+    validated = replace(six_b.with_step(most_targets=100), validation=Validation(0, 500)).most_logits
     assert validated == rounded_up(500), "a validation scores its own"
-    assert replace(six_b, most_targets=500, micro_batch_tokens=100).most_logits == 100, "no more than tokens"
+    assert six_b.with_step(most_targets=500, micro_batch=100).most_logits == 100, "no more than tokens"
 
 
 def test_a_tied_head_needs_room_for_what_it_borrows_and_for_a_gradient_that_stays(six_b: Workload) -> None:

@@ -29,7 +29,7 @@ from gptj_ft.planning.plan import (
 from gptj_ft.planning.probe import ComputeRates, DiskRates, Rates
 from gptj_ft.planning.timeline import ScheduleInputs, Timeline, replay
 from gptj_ft.planning.traffic import training_passes
-from gptj_ft.planning.workload import LayerTimes, SecondsByTokens, Workload
+from gptj_ft.planning.workload import LayerTimes, ModelTimes, RowLengths, SecondsByTokens, StepTokens, Workload
 from gptj_ft.streaming.buffers import BufferBudget
 from gptj_ft.streaming.stores.placement import Place, Placement, training_dtypes
 
@@ -48,7 +48,9 @@ def workload(tokens: int, blocks: int = 4) -> Workload:
     """Some blocks of GPT-J, documents of 1,024 tokens, micro-batches of 2,048."""
     layers = build_layers(GPTJConfig(n_layer=blocks))
     layouts = [Layout.of(layer) for layer in layers]
-    return Workload(layouts, 4096, BF16, 2048, tokens, tokens, tokens, None, longest_row=1024, layers=layers)
+    return Workload(
+        layouts, 4096, BF16, StepTokens(2048, tokens, tokens, tokens), None, RowLengths(1024), layers=layers
+    )
 
 
 def schedule(placement: Placement = ON_HOST, clips: bool = True, **budget: int) -> ScheduleInputs:
@@ -108,7 +110,7 @@ def gptj_6b(device: str, tokens: int = 16384, **options: object) -> tuple[Recipe
     """Rows of 1,024 tokens on a published device, in a machine with memory enough."""
     card = find_device(device)
     free = Free(card.memory_bytes, 256 * 10**9, 2 * 10**12, is_shared=False)
-    load = replace(workload(tokens, blocks=28), micro_batch_tokens=4096)
+    load = workload(tokens, blocks=28).with_step(micro_batch=4096)
     return Recipe.model_validate(options), load, free, Rates(card.rates(), RATES.disk)
 
 
@@ -198,7 +200,7 @@ def timed_workload(tokens: int = 4096) -> Workload:
     """The same blocks, timed: a block forward takes 0.01 s and 0.1 ms a token, backward twice as long."""
     load = workload(tokens)
     block = LayerTimes(SecondsByTokens(0.01, 1e-4), SecondsByTokens(0.02, 2e-4))
-    return replace(load, times=(block, *(block,) * 4, block))
+    return replace(load, times=ModelTimes((block, *(block,) * 4, block)))
 
 
 def on_cpu(**rates: object) -> Rates:
@@ -207,7 +209,7 @@ def on_cpu(**rates: object) -> Rates:
 
 @pytest.mark.parametrize(("kept", "micro_batches"), [(0, 0.0), (2, 0.0), (0, 2.6)])
 def test_on_a_cpu_layers_take_the_seconds_that_they_were_timed_to_take(kept: int, micro_batches: float) -> None:
-    load = replace(timed_workload(), mean_micro_batches=micro_batches)
+    load = timed_workload().with_step(micro_batches=micro_batches)
     found = replay(load, schedule(Placement("disk", "disk"), num_kept_layers=kept), on_cpu())
     assert found.forward.compute == pytest.approx(load.forward_seconds, rel=0.02)
     assert found.backward.compute == pytest.approx(load.backward_seconds(kept), rel=0.02)

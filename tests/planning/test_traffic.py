@@ -8,7 +8,7 @@ import torch
 from gptj_ft.models.gptj import GPTJConfig, build_layers
 from gptj_ft.models.layout import Layout
 from gptj_ft.planning.traffic import CountedUpdates, counting_model
-from gptj_ft.planning.workload import Workload
+from gptj_ft.planning.workload import StepTokens, Workload
 from gptj_ft.streaming.buffers import BufferBudget
 from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.prefetch import Prefetcher
@@ -20,7 +20,7 @@ from gptj_ft.streaming.stores.placement import Placement, training_dtypes
 def counted(store: CountingStore) -> OffloadedModel:
     config = GPTJConfig(n_layer=2, n_embd=32, n_head=2, rotary_dim=4, vocab_size=90)
     layouts = [Layout.of(layer) for layer in build_layers(config)]
-    load = Workload(layouts, 32, torch.float32, 40, 74, 74.0, 50.0, 3)
+    load = Workload(layouts, 32, torch.float32, StepTokens(40, 74, 74.0, 50.0), 3)
     dtypes = training_dtypes(torch.float32)
     return counting_model(Placement("disk", "disk"), load, dtypes, BufferBudget(), {"disk": store})
 
@@ -55,7 +55,7 @@ def test_a_store_that_fails_stops_the_pass_that_needs_it(operation: str, kind: s
 
 def test_without_clipping_what_an_update_needs_is_asked_for_before_the_gradient_is_there() -> None:
     layouts = [Layout.of(layer) for layer in build_layers(GPTJConfig())]
-    workload = Workload(layouts, 4096, torch.bfloat16, 512, 512, 512.0, 512.0, None)
+    workload = Workload(layouts, 4096, torch.bfloat16, StepTokens(512, 512, 512.0, 512.0), None)
     stored = {kind: dtype for kind, dtype in training_dtypes(torch.bfloat16).items() if kind != "grad"}
     host, gradients = CountingStore(), {}
     model = counting_model(Placement("host", "host"), workload, stored, BufferBudget(), {"host": host, "disk": host})
@@ -74,7 +74,7 @@ def test_without_clipping_what_an_update_needs_is_asked_for_before_the_gradient_
 
 def test_gradients_that_stay_on_the_device_take_no_buffers_beside() -> None:
     layouts = [Layout.of(layer) for layer in build_layers(GPTJConfig())]
-    workload = Workload(layouts, 4096, torch.float32, 512, 512, 512.0, 512.0, None)
+    workload = Workload(layouts, 4096, torch.float32, StepTokens(512, 512, 512.0, 512.0), None)
     none = CountingStore()
     model = counting_model(
         Placement("device", "device"), workload, training_dtypes(torch.float32), BufferBudget(),

@@ -45,7 +45,7 @@ from gptj_ft.models.lora import linear_layers, name_of
 from gptj_ft.models.trainable import select
 from gptj_ft.planning.layer_cost import LayerInput, measure_block
 from gptj_ft.planning.traffic import training_passes
-from gptj_ft.planning.workload import Workload
+from gptj_ft.planning.workload import StepTokens, Workload
 from gptj_ft.streaming.activations import boundary_layout
 from gptj_ft.streaming.adamw import AdamW
 from gptj_ft.streaming.buffers import BufferBudget
@@ -193,7 +193,7 @@ def test_frozen_bytes_read_match_forecast(folders, tmp_path: Path, read_ahead: i
         optimizer.finish_step()
         reads.append((stack.meter.bytes_read - before) // 4)
     rows = 48 * len(torch.cat([batch.tokens_T for batch in batches]).unique())
-    load = Workload(stack.layouts, 48, torch.float32, 40, 74, 74.0, 50.0, 3, frozen=stack.frozen)
+    load = Workload(stack.layouts, 48, torch.float32, StepTokens(40, 74, 74.0, 50.0), 3, frozen=stack.frozen)
     where, stored = Placement("device", "device", frozen="disk"), training_dtypes(torch.float32)
     *passes, _ = training_passes(where, load, stored, BufferBudget(read_ahead), num_deferred=0)
     assert reads[2] - rows == sum(each.read.get("disk", 0) for each in passes) // 4

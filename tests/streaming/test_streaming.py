@@ -41,7 +41,7 @@ from gptj_ft.errors import GptjFtError
 from gptj_ft.models.batch import NO_TARGET, PackedBatch, pack
 from gptj_ft.models.layout import TIED_SOURCE_LAYER, Layout
 from gptj_ft.planning.traffic import training_passes
-from gptj_ft.planning.workload import Workload
+from gptj_ft.planning.workload import StepTokens, Workload
 from gptj_ft.streaming.activations import NUM_BUFFERS, DeviceActivations, boundary_layout
 from gptj_ft.streaming.adamw import BLOCK_NUMEL, AdamW
 from gptj_ft.streaming.buffers import Buffer, BufferBudget
@@ -578,7 +578,7 @@ def test_step_bytes_match_forecast(tmp_path: Path, family: str, parts: int, late
         optimizer.finish_step()
     moved = stack.meter.bytes_read - before[0], stack.meter.bytes_written - before[1]
     stack.close()
-    load = Workload(stack.layouts, 32, dtypes["weight"], 40, 74, 74.0, 50.0, 3)
+    load = Workload(stack.layouts, 32, dtypes["weight"], StepTokens(40, 74, 74.0, 50.0), 3)
     *passes, _ = training_passes(Placement("disk", "disk"), load, dtypes, budget, len(load.layouts) if late else 0)
     assert moved == (sum(each.read["disk"] for each in passes), sum(each.written["disk"] for each in passes))
 

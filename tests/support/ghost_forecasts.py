@@ -66,7 +66,7 @@ def planned(case: dict[str, Any], options: dict[str, Any], cap: int, device: Dev
     from gptj_ft.models.registry import Architecture, families
     from gptj_ft.models.trainable import select
     from gptj_ft.planning.plan import Free, choose
-    from gptj_ft.planning.workload import Workload
+    from gptj_ft.planning.workload import RowLengths, StepTokens, Workload
 
     shape = {**GPTJ_6B, "n_layer": case.get("layers", GPTJ_6B["n_layer"])}
     options |= {"micro_batch_tokens": MICRO_BATCH_TOKENS}
@@ -74,8 +74,8 @@ def planned(case: dict[str, Any], options: dict[str, Any], cap: int, device: Dev
     architecture = Architecture(family, family.read_config(shape), shape)
     selection = select(architecture, recipe)
     load = Workload(
-        selection.trained, 4096, torch.bfloat16, MICRO_BATCH_TOKENS, tokens, tokens, tokens, None,
-        longest_row=ROW_TOKENS, layers=selection.build(),
+        selection.trained, 4096, torch.bfloat16, StepTokens(MICRO_BATCH_TOKENS, tokens, tokens, tokens), None,
+        RowLengths(ROW_TOKENS), layers=selection.build(),
         frozen=selection.frozen if recipe.method == "lora" else (),
     )  # fmt: skip
     free = Free(cap, 10**12, 10**15, is_shared=False)

@@ -23,7 +23,7 @@ from gptj_ft.planning.machine_profile import rates
 from gptj_ft.planning.plan import DoesNotFit, Free, Plan, choose, forecast, with_replay
 from gptj_ft.planning.probe import Rates
 from gptj_ft.planning.working_memory import allocator_limit
-from gptj_ft.planning.workload import Workload
+from gptj_ft.planning.workload import RowLengths, StepTokens, Workload
 from gptj_ft.streaming.activations import boundary_layout
 from gptj_ft.streaming.adamw import AdamW
 from gptj_ft.streaming.offloaded_model import OffloadedModel
@@ -147,8 +147,9 @@ class Blocks:
         """Return the workload of steps of so many tokens."""
         layers, dtype = self.architecture.layers(), PRECISIONS[self.precision]
         return Workload(
-            [Layout.of(layer) for layer in layers], self.width, dtype, min(MICRO_BATCH_TOKENS, tokens), tokens, tokens,
-            tokens, num_steps=None, longest_row=min(LONGEST_ROW, tokens), layers=layers,
+            [Layout.of(layer) for layer in layers], self.width, dtype,
+            StepTokens(min(MICRO_BATCH_TOKENS, tokens), tokens, tokens, tokens), None,
+            rows=RowLengths(min(LONGEST_ROW, tokens)), layers=layers,
         )  # fmt: skip
 
     def batches(self, tokens: int) -> list[PackedBatch]:
