@@ -28,7 +28,7 @@ from gptj_ft.system.paths import ADAPTER_CONFIG, TOKENIZER_FILES, is_adapter, is
 
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _PREFIX = "base_model.model."
-# What would compute something else than LoRA, and what it has to be for it not to.
+# Settings that change the computation, with the only supported value.
 UNSUPPORTED = {"use_dora": False, "bias": "none", "lora_bias": False, "layer_replication": None}
 TASK_TYPES: Mapping[Task, str] = {  # PEFT's
     "language-model": "CAUSAL_LM",
@@ -42,44 +42,36 @@ TASK_TYPES: Mapping[Task, str] = {  # PEFT's
 
 @dataclass(frozen=True)
 class Adapter:
-    """Opened adapter.
-
-    Attributes:
-        folder: the adapter's folder.
-        ranks: rank and scaling of each adapted linear layer, by Hugging Face's names.
-        shard: file of the matrices, under PEFT's names.
-        transposed: linear layers whose weight is stored (in, out).
-        whole: parameters of the head that take the place of the model's, by Hugging Face's names.
-    """
+    """Open adapter. Linear layers and parameters have Hugging Face's names."""
 
     folder: Path
-    ranks: Mapping[str, Rank]
-    shard: Shard
-    transposed: frozenset[str] = frozenset()
-    whole: frozenset[str] = frozenset()
+    ranks: Mapping[str, Rank]  # rank and scaling of each adapted linear layer
+    shard: Shard  # file of the matrices, under PEFT's names
+    transposed: frozenset[str] = frozenset()  # linear layers whose weight is stored (in, out)
+    whole: frozenset[str] = frozenset()  # parameters of the head that replace the model's
 
     def read_whole(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return a parameter of the head, or its rows from ``start`` to ``stop``."""
+        """Return rows ``start`` to ``stop`` of a parameter of the head, by default all."""
         return self.shard.read(f"{_PREFIX}{name}", start, stop)
 
     def read(self, module: str, matrix: str) -> Tensor:
-        """Return a linear layer's matrix, `A` or `B`."""
+        """Return matrix `A` or `B` of a linear layer."""
         return self.shard.read(_key(module, matrix))
 
     def change(self, module: str) -> Tensor:
-        """Compute the adapter's change of a linear layer's weight, fp32."""
+        """Compute the adapter's fp32 change of a linear layer's weight: B A times the scaling."""
         product = self.read(module, B).float() @ self.read(module, A).float()
         return (product.T if module in self.transposed else product) * self.ranks[module].scaling
 
 
 class MergedCheckpoint(Checkpoint):
-    """Checkpoint with an adapter merged into its weights, in their own types."""
+    """Checkpoint with an adapter merged into its weights; each weight keeps its type."""
 
     def __init__(self, base: Checkpoint, adapter: Adapter) -> None:
         super().__init__(base.folder, {})
         self._base, self._adapter = base, adapter
         self.names = (*base.names, *sorted(adapter.whole - set(base.names)))
-        self._change: tuple[str, Tensor] = "", torch.empty(0)  # the last one: a tensor may be read in pieces
+        self._change: tuple[str, Tensor] = "", torch.empty(0)  # cached: a tensor may be read in pieces
 
     def entry(self, name: str) -> TensorInfo:
         whole, entries = self._adapter.whole, self._adapter.shard.entries
@@ -97,8 +89,8 @@ class MergedCheckpoint(Checkpoint):
         tensor, module = self._base.read(name, start, stop), name.removesuffix(".weight")
         if module == name or module not in self._adapter.ranks:
             return tensor
-        last = self._change  # which another thread may replace
-        if last[0] != module:  # whole, since a product of some rows may be rounded otherwise
+        last = self._change  # a local reference: another thread may replace the cache
+        if last[0] != module:  # the whole product, because a product of fewer rows may round differently
             self._change = last = module, self._adapter.change(module)
         return (tensor.float() + last[1][start:stop]).to(tensor.dtype)
 
@@ -107,12 +99,11 @@ def open_adapter(folder: Path, architecture: Architecture) -> Adapter:
     """Open an adapter for a model.
 
     Args:
-        folder: the adapter's folder.
-        architecture: the model's, with the head that the adapter has: see `tuned_architecture`.
+        architecture: the model's, with the adapter's head: see `tuned_architecture`.
 
     Raises:
-        UsageError: no adapter, or of a kind that is not supported.
-        DataError: damaged, or made for another model.
+        UsageError: no adapter, or one of an unsupported kind.
+        DataError: the adapter is damaged, or belongs to another model.
     """
     require_plain(folder)
     config = _read_config(folder)
@@ -135,7 +126,7 @@ def open_adapter(folder: Path, architecture: Architecture) -> Adapter:
         (rank, width), (height, same) = (shard.entries[key].shape for key in pair)
         if (width, height) != expected or rank != same:
             raise DataError(
-                f"{path}: the matrices for {module} do not fit: it takes {expected[0]} and gives {expected[1]}"
+                f"{path}: the matrices for {module} do not fit: it has {expected[0]} inputs and {expected[1]} outputs"
             )
         ranks[module] = Rank(rank, _scaling(config, module, rank))
     whole = {
@@ -145,14 +136,14 @@ def open_adapter(folder: Path, architecture: Architecture) -> Adapter:
     }
     for name, shape in whole.items():
         keys.remove(f"{_PREFIX}{name}")
-        if (found := shard.entries[f"{_PREFIX}{name}"].shape) != shape:
-            raise DataError(f"{path}: {name} has shape {list(found)}, the model's head {list(shape)}")
+        if (stored := shard.entries[f"{_PREFIX}{name}"].shape) != shape:
+            raise DataError(f"{path}: {name} has shape {list(stored)}, the model's head {list(shape)}")
     others = (places_of(architecture).keys() | architecture.ties().keys()) - whole.keys()
-    for module in config.get("modules_to_save") or ():  # PEFT names modules there that no model has, too
+    for module in config.get("modules_to_save") or ():  # PEFT also lists modules that the model does not have
         if any(f".{module}." in f".{name}" for name in others):
             raise UsageError(
-                f"{folder / ADAPTER_CONFIG}: modules_to_save {module!r} is not supported: only parts of a head are, "
-                "with all their weights in the file"
+                f"{folder / ADAPTER_CONFIG}: modules_to_save {module!r} is not supported: only modules of a "
+                "head are, with all their weights in the file"
             )
     if keys:
         raise DataError(f"{path}: {min(keys)} belongs to no linear layer of this {architecture.family.model_type}")
@@ -160,10 +151,10 @@ def open_adapter(folder: Path, architecture: Architecture) -> Adapter:
 
 
 def tuned_architecture(folder: Path) -> Architecture:
-    """Read the architecture of a model, or of an adapter's model with the head that the adapter has.
+    """Read the architecture of a model; for an adapter, that of its base model with the adapter's head.
 
     Raises:
-        UsageError, DataError: as `read_architecture`, `base_folder` and `with_head_of`.
+        UsageError, DataError: see `read_architecture`, `base_folder` and `with_head_of`.
     """
     base = base_folder(folder)
     architecture = read_architecture(base)
@@ -171,24 +162,24 @@ def tuned_architecture(folder: Path) -> Architecture:
 
 
 def with_head_of(folder: Path, architecture: Architecture) -> Architecture:
-    """Return a model with the head of an adapter that is for it.
+    """Return a model's architecture with the head of an adapter.
 
-    What was trained here says its task and labels; of what comes from elsewhere, they are the model's own if that has
-    such a head, else the classes are named by their numbers.
+    The adapter's ``gptj_ft.json`` gives task and labels. Without it, they are the model's own if its head has the same
+    shape; else labels are LABEL_0, LABEL_1, ...
 
     Raises:
-        UsageError, DataError: the adapter is damaged, or has a head that the family does not.
+        UsageError, DataError: the adapter is damaged, or the family does not have its head.
     """
     kind, shard = _read_config(folder).get("task_type"), _open_weights(folder)
     task = next((task for task, name in TASK_TYPES.items() if name == kind and kind != "CAUSAL_LM"), None)
     path = folder / METADATA_FILE
-    said = read_json(path).get("head") if path.is_file() else None
+    recorded = read_json(path).get("head") if path.is_file() else None
     labels: tuple[str, ...] = ()
-    if said is not None:
+    if recorded is not None:
         try:
-            task, labels = said["task"], tuple(map(str, said["labels"]))
+            task, labels = recorded["task"], tuple(map(str, recorded["labels"]))
         except (TypeError, KeyError) as error:
-            raise DataError(f"{path} is damaged: head {said!r:.200}") from error
+            raise DataError(f"{path} is damaged: head {recorded!r:.200}") from error
         if task not in get_args(Task):
             raise DataError(f"{path} is damaged: there is no task {task!r:.200}")
     elif task is not None and (head := architecture.family.head_for(task)) is not None:
@@ -219,33 +210,33 @@ def _open_weights(folder: Path) -> Shard:
 
 
 def base_folder(folder: Path) -> Path:
-    """Return the folder of the model that an adapter is for; a model's folder itself.
+    """Return the folder of an adapter's base model; a model's folder is returned unchanged.
 
     Raises:
-        UsageError: that model is not there.
+        UsageError: the base model does not exist.
     """
     if not is_adapter(folder):
         return folder
     name = str(_read_config(folder).get("base_model_name_or_path"))
     try:
-        found = find_model(name)
+        base = find_model(name)
     except UsageError:
-        found = folder
-    if not is_model(found):
+        base = folder
+    if not is_model(base):
         raise UsageError(
-            f"{folder} is an adapter for {name}, which is not there: fetch it with `gptj-ft download`, or write where "
-            f"it is into base_model_name_or_path of {folder / ADAPTER_CONFIG}"
+            f"{folder} is an adapter for {name}, which does not exist: fetch it with `gptj-ft download`, or set "
+            f"base_model_name_or_path in {folder / ADAPTER_CONFIG} to its folder"
         )
-    return found
+    return base
 
 
 def weight_bytes(folder: Path) -> int:
-    """Return the size of the weights in an adapter's folder; 0 of a model's, which has none."""
+    """Return the size of an adapter's weights; 0 for a model's folder."""
     return sum((folder / name).stat().st_size for name in ADAPTER_WEIGHTS if (folder / name).is_file())
 
 
 def tokenizer_folder(folder: Path) -> Path:
-    """Return the folder of the tokenizer of a model or an adapter, which may have none of its own."""
+    """Return the folder of the tokenizer: the model's or adapter's own, else the base model's."""
     has_own = any((folder / name).is_file() for name in TOKENIZER_FILES)
     return folder if has_own else base_folder(folder)
 
@@ -257,14 +248,13 @@ def write_adapter(
     layers: Iterable[Mapping[str, Tensor]],
     files: Mapping[str, str],
 ) -> None:
-    """Write an adapter's folder, atomically.
+    """Write a new adapter folder, atomically.
 
     Args:
-        folder: target, which must not exist.
-        base: folder of the base model, whose tokenizer files are copied.
+        base: folder of the base model; its tokenizer files are copied.
         settings: fields of PEFT's configuration that differ between adapters.
-        layers: matrices by PEFT's names without their prefix, layer by layer.
-        files: other texts of the folder, by file name.
+        layers: matrices of each layer, by PEFT's names without their prefix.
+        files: texts by file name.
 
     Raises:
         UsageError: the folder exists, or cannot be written.
@@ -293,7 +283,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _scaling(config: Mapping[str, Any], module: str, rank: int) -> float:
-    """Return alpha / rank, or over its root (https://arxiv.org/abs/2312.03732); alpha may differ by layer."""
+    """Return alpha / rank, or alpha / sqrt(rank) for rsLoRA (https://arxiv.org/abs/2312.03732)."""
     patterns = config.get("alpha_pattern") or {}
     own = next((alpha for pattern, alpha in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module)), None)
     alpha = float(config.get("lora_alpha", 8) if own is None else own)

@@ -1,4 +1,4 @@
-"""Find the model that a command means, or choose the one that a run starts from; make the tiny random one."""
+"""Find models by name, choose the model that a run starts from, and make tiny random models."""
 
 from __future__ import annotations
 
@@ -29,45 +29,45 @@ if TYPE_CHECKING:
     from gptj_ft.data.readers.source import Source
 
 
-# Repositories of the Hub that have kept the names from before it had owners.
+# Repositories on the Hub that are older than its owner/name scheme.
 WITHOUT_OWNER = r"(bert|roberta|xlm-roberta|gpt2)(-[a-z-]+)?"
 
 
 def find_model(name: str) -> Path:
-    """Return the folder a user means by a model's, or an adapter's, name.
+    """Find the folder of a model or adapter by its name or path.
 
-    In this order: a folder, a run folder (its ``model/``), a converted or downloaded model of that name.
+    Candidates, in this order: the folder itself, ``model/`` of a run folder, a converted model, a downloaded model.
 
     Raises:
-        UsageError: there is none, or it is of a family that is not supported.
+        UsageError: no such model, or its family is not supported.
     """
-    given = Path(name).expanduser()
-    for folder in (given, given / "model", model_folder(name), download_folder(name)):
+    path = Path(name).expanduser()
+    for folder in (path, path / "model", model_folder(name), download_folder(name)):
         if is_tuned(folder):
             _check_family(folder)
             return folder
-    raise UsageError(_why_no_model(name, given))
+    raise UsageError(_explain_missing(name, path))
 
 
-def _why_no_model(name: str, given: Path) -> str:
-    """Say why a name is none of a model, and what to type instead."""
-    if given.suffix.lower() == ".gguf":
+def _explain_missing(name: str, path: Path) -> str:
+    """Explain why a name is not a model, and suggest the next command."""
+    if path.suffix.lower() == ".gguf":
         return (
-            f"{given}: GGUF files cannot be trained, nor turned back: name the folder of the model that it was made "
-            "from (config.json and safetensors)"
+            f"{path}: a GGUF file can be neither trained nor converted back: name the folder of the model that it was "
+            "made from (config.json and safetensors)"
         )
-    if given.is_file():
-        convert = command_line("convert", given)
-        return f"{given} is a file; a model is a folder with config.json, or what `{convert}` makes of it"
-    if (given / "recipe.yaml").is_file():
-        return f"{given} has no tuned model yet; to finish that run: {command_line('finetune', '--resume', given)}"
-    if given.is_dir():
-        return f"{given} is not a model folder: it has no config.json"
-    if given.parent.resolve() == RUNS.resolve():
-        there = sorted(str(path.parent) for path in RUNS.glob("*/recipe.yaml"))
-        return f"no such run '{name}'; there are: {', '.join(there) or 'none here'}{did_you_mean(name, there)}"
+    if path.is_file():
+        convert = command_line("convert", path)
+        return f"{path} is a file; a model is a folder with config.json: convert it with `{convert}`"
+    if (path / "recipe.yaml").is_file():
+        return f"{path} has no tuned model yet; to finish that run: {command_line('finetune', '--resume', path)}"
+    if path.is_dir():
+        return f"{path} is not a model folder: it has no config.json"
+    if path.parent.resolve() == RUNS.resolve():
+        runs = sorted(str(file.parent) for file in RUNS.glob("*/recipe.yaml"))
+        return f"no such run '{name}'; there are: {', '.join(runs) or 'none here'}{did_you_mean(name, runs)}"
     if name in TINY_MODELS:
-        return f"'{name}' is made of the rows that it is trained on: name the run or the model folder"
+        return f"'{name}' is created from the rows that a run trains it on: name that run or its model folder"
     known = [path.name for path in models().glob("*") if is_model(path)] if models().is_dir() else []
     hint = did_you_mean(name, [*known, *TINY_MODELS])
     owner, _, repository = name.partition("/")
@@ -78,27 +78,27 @@ def _why_no_model(name: str, given: Path) -> str:
 
 
 def _check_family(folder: Path) -> None:
-    """Check that a model is of a supported family, before anything of it is read that another may have otherwise.
+    """Check that a model's family is supported, before reading family-specific fields.
 
     Raises:
-        UsageError: another family. A file that is no config is left to its reader.
+        UsageError: another family.
     """
     path = folder / "config.json"
     try:
         config = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError):
-        return
+        return  # `read_architecture` reports it
     if isinstance(config, dict) and config.get("model_type") not in MODEL_TYPES:
         raise unsupported_family(path, config.get("model_type"))
 
 
 def default_download() -> Path | None:
-    """Return the folder of the downloaded GPT-J 6B, in fp32 if possible; ``None`` if there is none."""
+    """Return the folder of the downloaded GPT-J 6B, preferably in fp32."""
     return next(filter(is_model, map(download_folder, DEFAULTS)), None)
 
 
 def downloaded_model() -> Path | None:
-    """Return the default model, converted if possible, else as downloaded; ``None`` when there is neither."""
+    """Return the folder of GPT-J 6B, preferably converted, else as downloaded."""
     return next(filter(is_model, map(model_folder, DEFAULTS)), None) or default_download()
 
 
@@ -106,23 +106,23 @@ def default_model(command: str) -> Path:
     """Return the newest run's model, else the downloaded model.
 
     Raises:
-        UsageError: there is neither; says what to type.
+        UsageError: there is neither.
     """
     run = newest_run()
-    found = run / "model" if run else downloaded_model()
-    if found is None:
+    folder = run / "model" if run else downloaded_model()
+    if folder is None:
         raise UsageError(
-            f"nothing to {command} with yet: type `gptj-ft download` for GPT-J 6B, or try "
+            f"no model to {command} with yet: type `gptj-ft download` for GPT-J 6B, or try "
             "`gptj-ft finetune --model tiny --recipe summarization --data my.jsonl`"
         )
-    return found
+    return folder
 
 
 def choose_model(recipe: Recipe, source: Path | Source) -> Path:
-    """Return the folder of the model to start from: the one named, else the downloaded one; a tiny one is made here.
+    """Return the folder of the model to start from: the named one, else the downloaded one. Create a tiny one.
 
     Raises:
-        UsageError: there is none; says what to type.
+        UsageError: no such model.
     """
     if recipe.model in TINY_MODELS:
         return tiny_model(recipe, source)
@@ -130,21 +130,21 @@ def choose_model(recipe: Recipe, source: Path | Source) -> Path:
         folder = find_model(recipe.model)
         if is_adapter(folder):
             raise UsageError(
-                f"{folder} is an adapter; to train on from it, merge it first: "
+                f"{folder} is an adapter; to continue training from it, merge it first: "
                 f"{command_line('convert', '--merge', folder)}"
             )
         return folder
-    found = downloaded_model()
-    if found is None:
+    downloaded = downloaded_model()
+    if downloaded is None:
         raise UsageError("no model is named and none is downloaded: type `gptj-ft download`, or try --model tiny first")
-    return found
+    return downloaded
 
 
 def tiny_model(recipe: Recipe, source: Path | Source) -> Path:
-    """Return the tiny random model that belongs to some rows; make it, with a tokenizer of theirs, if it is new.
+    """Return the folder of the tiny random model for some rows; create it with a tokenizer trained on them.
 
     Raises:
-        UsageError: the rows are prepared and the model they were prepared for is gone.
+        UsageError: the rows are prepared, and the model they were prepared for is gone.
     """
     from gptj_ft.data.dataset import load_dataset
     from gptj_ft.data.readers.records import read_rows
@@ -171,6 +171,6 @@ def tiny_model(recipe: Recipe, source: Path | Source) -> Path:
         try:
             make_tiny(folder, texts, recipe.seed, model_type=TINY_MODELS[name])
         except UsageError:
-            if not is_model(folder):  # of another process, that was first
+            if not is_model(folder):  # else another process was faster
                 raise
     return folder

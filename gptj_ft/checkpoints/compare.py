@@ -1,4 +1,4 @@
-"""Compare two checkpoints tensor by tensor: missing, extra, different and renamed ones."""
+"""Compare two checkpoints tensor by tensor; report missing, extra, renamed and different tensors."""
 
 from __future__ import annotations
 
@@ -18,38 +18,30 @@ from gptj_ft.models.registry import Architecture
 from gptj_ft.system.memory import cast
 from gptj_ft.system.prefetch import SizedTask, prefetch
 
-_SHOWN = 10  # differences
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of one
-# Fields of a config that change nothing of what a model computes.
+_SHOWN = 10  # differences in a message
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their size in bytes
+# Fields of a config that do not change the computation.
 NOT_COMPUTED = ("initializer_range", "bos_token_id", "eos_token_id", "n_positions")
 
 
 @dataclass(frozen=True)
 class CheckpointComparison:
-    """Result of a comparison without differences.
+    """Result of a comparison without differences."""
 
-    Attributes:
-        tensors: number of tensors compared.
-        parameters: number of parameters in them.
-        types: stored types of the first and the second: ``float32``, or ``mixed``.
-    """
-
-    tensors: int
-    parameters: int
-    types: tuple[str, str]
+    tensors: int  # number of tensors compared
+    parameters: int  # number of parameters in them
+    types: tuple[str, str]  # stored types of the first and the second: ``float32``, ..., or ``mixed``
 
 
 def diff_checkpoints(
     first: CheckpointSource, second: CheckpointSource, progress: Callable[[int, int], None] | None = None
 ) -> CheckpointComparison:
-    """Compare all tensors of two checkpoints, and what their configs say of the computation.
+    """Compare all tensors of two checkpoints, and the config fields that change the computation.
 
-    A tensor of the second is the same if it has the bits that the first's has after the change to its type.
+    Tensors are equal if the first one's, cast to the second one's type, has the same bits.
 
     Args:
-        first: the reference.
-        second: the checkpoint under test.
-        progress: callback of bytes done and total bytes, of the first; default: none.
+        progress: callback of bytes done and total bytes, of the first.
 
     Raises:
         DataError: they differ, with the names of the first tensors; or a config contradicts its tensors.
@@ -62,7 +54,7 @@ def diff_checkpoints(
     for name in missing:
         twin = next((other for other in extra if _is_same(first.checkpoint, name, second.checkpoint, other)), None)
         problems.append(f"{name} is missing" + (f"; {twin} holds the same numbers: renamed" if twin else ""))
-    problems += [f"{name} is too many" for name in extra]
+    problems += [f"{name} is extra" for name in extra]
     for name in shared:
         if problem := difference(first.checkpoint, second.checkpoint, name):
             problems.append(problem)
@@ -80,30 +72,30 @@ def diff_checkpoints(
 
 
 def difference(first: Checkpoint, second: Checkpoint, name: str, other: str | None = None) -> str:
-    """Tell how a tensor of the second checkpoint differs from the first's, after the change of type; empty if not."""
+    """Describe how a tensor of the second checkpoint differs from the first's after its cast; empty if it does not."""
     other = other or name
-    mine, theirs = first.entry(name), second.entry(other)
-    if mine.shape != theirs.shape:
-        return f"{name} has shape {list(theirs.shape)}, expected {list(mine.shape)}"
+    reference, tested = first.entry(name), second.entry(other)
+    if reference.shape != tested.shape:
+        return f"{name} has shape {list(tested.shape)}, expected {list(reference.shape)}"
     start = 0
     with closing(prefetch(_reading_both(first, second, name, other))) as tensors:
-        for expected, found in zip(tensors, tensors, strict=True):
-            expected = _bits(cast(expected, theirs.dtype))
-            if not torch.equal(expected, _bits(found)):
-                at = int((expected != _bits(found)).nonzero()[0])
-                values = (float(each.reshape(-1)[at : at + 1].view(theirs.dtype)) for each in (found, expected))
+        for expected, actual in zip(tensors, tensors, strict=True):  # one iterator: takes pairs
+            expected = _bits(cast(expected, tested.dtype))
+            if not torch.equal(expected, _bits(actual)):
+                at = int((expected != _bits(actual)).nonzero()[0])
+                values = (float(each.reshape(-1)[at : at + 1].view(tested.dtype)) for each in (actual, expected))
                 return f"{name} differs: number {start + at} is {next(values)!r}, expected {next(values)!r}"
-            start += found.numel()
+            start += actual.numel()
     return ""
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Return numbers as integers of as many bits, for a NaN does not equal itself."""
+    """View numbers as integers of the same size: a NaN does not equal itself."""
     return tensor.reshape(-1).view(INTEGERS[tensor.dtype.itemsize])
 
 
 def _reading_both(first: Checkpoint, second: Checkpoint, name: str, other: str) -> Iterator[SizedTask[Tensor]]:
-    """Yield the tasks of reading the same rows of both, in turn."""
+    """Yield tasks that read the same rows of both, alternating."""
     for rows in first.row_ranges(name, max(first.rows_at_once(name), second.rows_at_once(other))):
         yield first.read_task(name, rows)
         yield second.read_task(other, rows)
@@ -114,7 +106,7 @@ def _is_same(first: Checkpoint, name: str, second: Checkpoint, other: str) -> bo
 
 
 def _parameters(source: CheckpointSource) -> list[str]:
-    """Return the tensors of a checkpoint but for those that are dropped on purpose."""
+    """Return the names of a checkpoint's tensors, except ties and tensors that are dropped on purpose."""
     family, num_layers = source.architecture.family, len(source.architecture.skeleton)
     ties = source.architecture.ties()
     names = source.checkpoint.names
@@ -130,7 +122,7 @@ def _config_differences(first: Architecture, second: Architecture) -> Iterator[s
 
 def _computed(architecture: Architecture) -> Mapping[str, Any]:
     config = architecture.config
-    said = {key: value for key, value in vars(config).items() if key not in NOT_COMPUTED}
-    if "n_inner" in said:  # null stands for the usual width
-        said["n_inner"] = config.n_inner or 4 * config.n_embd
-    return {"model_type": architecture.family.model_type, **said}
+    fields = {key: value for key, value in vars(config).items() if key not in NOT_COMPUTED}
+    if "n_inner" in fields:  # null means the usual width
+        fields["n_inner"] = config.n_inner or 4 * config.n_embd
+    return {"model_type": architecture.family.model_type, **fields}

@@ -1,4 +1,4 @@
-"""Convert a checkpoint to another form, tensor by tensor, and verify the result."""
+"""Convert a checkpoint to another format, tensor by tensor, and verify the result."""
 
 from __future__ import annotations
 
@@ -41,73 +41,44 @@ from gptj_ft.system.files import files_in, remove
 from gptj_ft.system.machine import free_disk
 
 DtypeChoice = Literal["keep", "fp32", "bf16", "fp16"]
-OutputForm = Literal["folder", "huggingface", "mesh"]
-UNPACKED = "unpacked"  # in the draft: an archive's content
-COMPANION_BYTES = 16 << 20  # tokenizer, configs, headers: more than GPT-J's take
+OutputFormat = Literal["folder", "huggingface", "mesh"]
+UNPACKED = "unpacked"  # staging folder of an archive's content
+COMPANION_BYTES = 16 << 20  # upper bound of tokenizer, configs and headers
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """Request of a conversion.
+    """Settings of a conversion."""
 
-    Attributes:
-        format: format of the source; default ``None``: detected.
-        config: file with the model's shape, where the source does not say it; default: none.
-        to: format of the result: model folder (one shard per layer; default), Hugging Face's usual files, or
-            mesh-transformer-jax's slim checkpoint.
-        dtype: type to store; default ``keep``: each tensor's own.
-        shard_bytes: size limit of Hugging Face's files; a model that fits into one is not sharded; default 5 GB.
-        mesh_shards: number of mesh-transformer-jax's shards; default 8.
-        tokenizer: folder whose tokenizer files are copied; default ``None``: the source's.
-        verify: whether every tensor is read back and compared; default true.
-        merge: folder of an adapter to merge in, whose metadata is kept; default: none.
-        with_optimizer: whether the source's optimizer moments are converted, too, for a run that begins with them.
-    """
-
-    format: FormatName | None = None
-    config: Path | None = None
-    to: OutputForm = "folder"
+    format: FormatName | None = None  # of the source; None: detected
+    config: Path | None = None  # file with the model's shape, if the source has none
+    to: OutputFormat = "folder"
+    """``folder``: one shard per layer; ``huggingface``: files of `shard_bytes`; ``mesh``: a slim checkpoint."""
     dtype: DtypeChoice = "keep"
-    shard_bytes: int = 5 * 10**9
+    shard_bytes: int = 5 * 10**9  # size limit of a Hugging Face file; a model that fits into one is not sharded
     mesh_shards: int = 8
-    tokenizer: Path | None = None
-    verify: bool = True
-    merge: Path | None = None
-    with_optimizer: bool = False
+    tokenizer: Path | None = None  # folder of the tokenizer files to copy; None: the source's
+    verify: bool = True  # read every tensor back and compare it
+    merge: Path | None = None  # folder of an adapter to merge; its metadata is kept
+    with_optimizer: bool = False  # convert the optimizer state, too, for a run that continues from it
 
 
 @dataclass(frozen=True)
 class ConvertReport:
-    """Result of a conversion.
+    """Result of a conversion."""
 
-    Attributes:
-        tensors: number of tensors.
-        parameters: number of parameters in them.
-        bytes: size of the weights as stored, without moments.
-        dtype: stored type, or ``mixed``.
-        dropped: names of the source's tensors that a model does not need (masks of old files, heads of pre-training).
-        left_out: names of those among them that are weights.
-        missing: names of tensors that files of a pre-trained model may lack: a run that needs them begins with random
-            ones.
-        not_finite: names of tensors that hold NaN or infinity, which were carried over as they are.
-        has_left_moments: whether optimizer moments of the source were left out.
-        updates: number of updates that the converted moments have seen; ``None``: no moments were converted.
-        is_verified: whether each tensor was read back and compared.
-        seconds: duration of reading, writing and comparing.
-    """
-
-    tensors: int
-    parameters: int
-    bytes: int
-    dtype: str
-    dropped: tuple[str, ...]
-    left_out: tuple[str, ...]
-    missing: tuple[str, ...]
-    not_finite: tuple[str, ...]
-    has_left_moments: bool
-    updates: int | None
-    is_verified: bool
-    seconds: float
+    tensors: int  # number of tensors
+    parameters: int  # number of parameters in them
+    bytes: int  # size of the stored weights, without optimizer state
+    dtype: str  # stored type, or ``mixed``
+    dropped: tuple[str, ...]  # tensors that the model does not need: masks of old files, heads of pre-training
+    left_out: tuple[str, ...]  # those of `dropped` that are weights
+    missing: tuple[str, ...]  # optional tensors that the source lacks; a run that needs them initializes them randomly
+    not_finite: tuple[str, ...]  # tensors with NaN or infinity, converted unchanged
+    has_left_moments: bool  # the source's optimizer state was not converted
+    updates: int | None  # number of updates that the converted moments have seen; None: no moments
+    is_verified: bool  # every tensor was read back and compared
+    seconds: float  # reading, writing and comparing
 
 
 def convert(
@@ -116,27 +87,25 @@ def convert(
     conversion: Conversion = Conversion(),
     progress: Callable[[int, int], None] | None = None,
 ) -> ConvertReport:
-    """Write a checkpoint in another form; memory use is about its largest tensor at most.
+    """Convert a checkpoint into a new folder. Memory use is about the largest tensor at most.
 
-    Unless it is asked not to, every tensor of the result is compared with its source, bit for bit after the change of
-    type, before the result appears under its name. After a kill or Ctrl-C the same call goes on where it was.
+    By default every tensor of the result is compared with the source, bit by bit after the cast, before the folder gets
+    its final name. After a kill or Ctrl-C, the same call resumes.
 
     Args:
-        source: a checkpoint of any form that `open.open_source` reads.
-        target: the folder to write; it must not exist.
-        conversion: the request.
-        progress: callback of bytes done and total bytes, written and compared; default: none.
+        source: checkpoint of any format in `open.FORMATS`.
+        progress: callback of bytes done and total bytes, written and compared.
 
     Raises:
-        UsageError: no checkpoint in the source, or not the moments asked for; or the target exists or cannot be
-            written.
-        DataError: the source is damaged or does not fit its config, a value does not fit the type, or the result
+        UsageError: the source holds no checkpoint or not the requested optimizer state; or the target exists or cannot
+            be written.
+        DataError: the source is damaged or contradicts its config, a value does not fit the type, or the result
             differs from the source.
-        ResourceError: not enough space on the disk.
+        ResourceError: not enough disk space.
     """
     start = time.monotonic()
     with (
-        atomic_folder(target, resume=_plan(source, conversion)) as draft,
+        atomic_folder(target, resume=_resume_key(source, conversion)) as draft,
         open_source(source, conversion.format, conversion.config, draft / UNPACKED) as opened,
     ):
         moments = _moments_of(opened, conversion)
@@ -173,7 +142,7 @@ def convert(
 
 
 class _Work:
-    """Conversion under way."""
+    """Conversion in progress: writes and verifies one staging folder."""
 
     def __init__(
         self,
@@ -196,7 +165,7 @@ class _Work:
         self._progress = progress
 
     def check_space(self, draft: Path) -> None:
-        """Check that the result fits on the disk, with what is there of it already."""
+        """Check that the rest of the result fits on the disk."""
         written = sum(path.stat().st_size for path in files_in(draft) if UNPACKED not in path.parts)
         free, needed = free_disk(draft), self.bytes + COMPANION_BYTES - written
         if free < needed:
@@ -206,14 +175,13 @@ class _Work:
             )
 
     def write(self, draft: Path) -> None:
-        """Write all files."""
-        source, kept, weights = self.source, self.conversion, self.weights
-        if kept.to == "mesh":
+        source, options, weights = self.source, self.conversion, self.weights
+        if options.to == "mesh":
             write = FORMATS["mesh"].write
             assert write is not None
-            write(draft, source, weights, kept.mesh_shards)
+            write(draft, source, weights, options.mesh_shards)
         else:
-            weights.write(draft, kept.shard_bytes if kept.to == "huggingface" else None)
+            weights.write(draft, options.shard_bytes if options.to == "huggingface" else None)
         for kind, copy in self.moments.items():
             copy.write(draft / moments_of_model.FOLDER / kind)
         if self.moments:
@@ -221,12 +189,12 @@ class _Work:
         stored = reduce(torch.promote_types, (entry.dtype for entry in weights.entries.values()))
         copy_origin(source.folder, draft)
         copy_files(source.folder, draft, DESCRIPTION)
-        if (metadata := (kept.merge or source.folder) / METADATA_FILE).is_file():
+        if (metadata := (options.merge or source.folder) / METADATA_FILE).is_file():
             write_json_file(draft / METADATA_FILE, read_json(metadata))
-        write_companions(draft, source.architecture, stored, kept.tokenizer or source.folder)
+        write_companions(draft, source.architecture, stored, options.tokenizer or source.folder)
 
     def verify(self, draft: Path) -> None:
-        """Compare each tensor that was written with its source."""
+        """Compare each written tensor with its source."""
         name: FormatName = "mesh" if self.conversion.to == "mesh" else "huggingface"
         with open_source(draft, name, None, draft) as written:
             check_tensors(written.architecture, written.checkpoint)
@@ -237,7 +205,7 @@ class _Work:
                 self._compare(copy, moments.checkpoints[kind])
 
     def not_finite(self) -> set[str]:
-        """Return the names of what holds NaN or infinity."""
+        """Return the names of tensors and moments with NaN or infinity."""
         moments = {f"{kind} of {name}" for kind, copy in self.moments.items() for name in copy.not_finite}
         return self.weights.not_finite | moments
 
@@ -254,31 +222,31 @@ class _Work:
 
 
 def _moments_of(source: CheckpointSource, conversion: Conversion) -> Moments | None:
-    """Open the moments that are to be carried over; ``None`` if none are.
+    """Open the optimizer state to convert, if requested.
 
     Raises:
-        UsageError: they are asked for, but there are none, or they have no place in the result.
+        UsageError: the source has none, or the target format cannot hold it.
     """
     if not conversion.with_optimizer:
         return None
     if conversion.to != "folder" or conversion.merge is not None:
         raise UsageError(
-            "--with-optimizer goes with --to folder, for nothing else has room for moments, and without --merge, after "
-            "which they would be those of another model"
+            "--with-optimizer needs --to folder, the only format that stores optimizer state, and excludes --merge, "
+            "which changes the weights that the state belongs to"
         )
     if source.open_moments is None:
         raise UsageError(
-            f"{source.path} holds no optimizer's moments: leave out --with-optimizer. A full checkpoint of "
-            "mesh-transformer-jax may, a .mdl of Cerebras, a folder that was written with this option"
+            f"{source.path} holds no optimizer state: leave out --with-optimizer. A full checkpoint of "
+            "mesh-transformer-jax, a .mdl of Cerebras, or a folder converted with this option can hold it"
         )
     return source.open_moments()
 
 
-def _plan(source: Path, conversion: Conversion) -> dict[str, Any]:
-    """Return all that decides what is written, the versions of the source's files by size and time."""
+def _resume_key(source: Path, conversion: Conversion) -> dict[str, Any]:
+    """Return the settings that identify a resumable conversion, with size and time of each source file."""
     files = files_of(source)
     files += sorted(conversion.merge.iterdir()) if conversion.merge else []
-    found = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files if path.is_file()]
-    chosen = {key: str(value) for key, value in asdict(conversion).items() if key != "verify"}
+    versions = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files if path.is_file()]
+    options = {key: str(value) for key, value in asdict(conversion).items() if key != "verify"}
     config = conversion.config.read_text(errors="replace") if conversion.config and conversion.config.is_file() else ""
-    return json.loads(json.dumps({"version": gptj_ft.__version__, "source": found, **chosen, "config": config}))  # type: ignore[no-any-return]
+    return json.loads(json.dumps({"version": gptj_ft.__version__, "source": versions, **options, "config": config}))  # type: ignore[no-any-return]

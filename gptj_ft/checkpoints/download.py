@@ -1,4 +1,4 @@
-"""Fetch a model from the Hugging Face Hub: only what is needed, resumable, checked by hash."""
+"""Download a model from the Hugging Face Hub: needed files only, resumable, verified by hash."""
 
 from __future__ import annotations
 
@@ -23,74 +23,68 @@ from gptj_ft.system.paths import home, make_home, part_of_home
 Variant = Literal["fp32", "fp16"]
 _CONFIG = "config.json"
 _COMPANIONS = ("generation_config.json", *paths.TOKENIZER_FILES)
-# Best first; of a form in shards, the index and what the pattern matches.
+# Preferred first. A sharded model needs its index and the files that match the pattern.
 _WEIGHTS = (
     ("model.safetensors", r"model\.safetensors"),
     ("model.safetensors.index.json", r"model-\d+-of-\d+\.safetensors"),
     ("pytorch_model.bin", r"pytorch_model\.bin"),
     ("pytorch_model.bin.index.json", r"pytorch_model-\d+-of-\d+\.bin"),
 )
-# How torch names a variant, and so do branches: GPT-J's fp16 weights are on one called float16.
+# Names of the types in torch. Branches use them, too: GPT-J's fp16 weights are on the branch float16.
 BRANCHES: dict[Variant, str] = {"fp32": "float32", "fp16": "float16"}
 
 
 @dataclass(frozen=True)
 class DownloadRequest:
-    """Request of a download.
+    """Model to download."""
 
-    Attributes:
-        repository: ``owner/name`` on the Hub.
-        revision: branch, tag or commit; the main branch by default.
-        variant: type of the weights; default: the revision's own.
-        endpoint: the Hub's address; ``HF_ENDPOINT``, else https://huggingface.co.
-    """
-
-    repository: str = DEFAULT_REPOSITORY
-    revision: str | None = None
-    variant: Variant | None = None
-    endpoint: str | None = None
+    repository: str = DEFAULT_REPOSITORY  # ``owner/name`` on the Hub
+    revision: str | None = None  # branch, tag or commit; None: the main branch
+    variant: Variant | None = None  # type of the weights; None: the revision's own
+    endpoint: str | None = None  # the Hub's address; None: ``HF_ENDPOINT``, else https://huggingface.co
 
     def folder(self) -> Path:
-        """Return the default folder; variants do not share one."""
+        """Return the default folder; each variant has its own."""
         return paths.download_folder(self.repository + ("-fp16" if self.variant == "fp16" else ""))
 
 
-def choose_files(wanted: DownloadRequest) -> tuple[Repository, tuple[HubFile, ...]]:
-    """Return a repository at a commit, and which of its files to fetch, ``config.json`` last.
+def choose_files(request: DownloadRequest) -> tuple[Repository, tuple[HubFile, ...]]:
+    """Return the repository at a commit, and its files to fetch; ``config.json`` comes last.
 
     Raises:
-        UsageError: it is no model, or has no such variant.
-        NetworkError: as `look_up`.
+        UsageError: no model, or no such variant.
+        NetworkError: see `look_up`.
     """
-    found = look_up(wanted.repository, wanted.revision, endpoint=wanted.endpoint)
-    if wanted.variant is None:
-        return found, _needed(found)
-    if named := _named_after(found, wanted.variant):
-        return named, _needed(named)
-    branch = BRANCHES[wanted.variant]
-    if wanted.revision is None:
+    repository = look_up(request.repository, request.revision, endpoint=request.endpoint)
+    if request.variant is None:
+        return repository, _needed_files(repository)
+    if with_variant := _with_variant_files(repository, request.variant):
+        return with_variant, _needed_files(with_variant)
+    branch = BRANCHES[request.variant]
+    if request.revision is None:
         try:
-            found = look_up(wanted.repository, branch, endpoint=wanted.endpoint)
-            return found, _needed(found)
+            repository = look_up(request.repository, branch, endpoint=request.endpoint)
+            return repository, _needed_files(repository)
         except NoSuchRevision:
             pass
-    files = _needed(found)
-    config = fetch_config(found)
+    files = _needed_files(repository)
+    config = fetch_config(repository)
     stored = config.get("dtype") or config.get("torch_dtype") or "float32"
     if stored != branch:
         raise UsageError(
-            f"{wanted.repository} has no {wanted.variant} variant: its weights are {stored}, and neither a branch "
-            f"{branch} nor a file is named so; download it as it is, then `gptj-ft convert --dtype {wanted.variant}`"
+            f"{request.repository} has no {request.variant} variant: its weights are {stored}, and it has neither a "
+            f"branch {branch} nor files of that name; download it as it is, then `gptj-ft convert --dtype "
+            f"{request.variant}`"
         )
-    return found, files
+    return repository, files
 
 
 def fetch_config(repository: Repository) -> dict[str, Any]:
-    """Fetch a repository's ``config.json`` alone, and check that it is of a supported model.
+    """Fetch only a repository's ``config.json``, to check that the model is supported before fetching 24 GB.
 
     Raises:
-        UsageError: it is none, which is better known before 24 GB than after.
-        NetworkError: as `fetch_files`.
+        UsageError: it is not.
+        NetworkError: see `fetch_files`.
     """
     with tempfile.TemporaryDirectory() as temporary:
         fetch_files(repository, [repository.files[_CONFIG]], Path(temporary))
@@ -100,14 +94,14 @@ def fetch_config(repository: Repository) -> dict[str, Any]:
             raise UsageError(str(error).replace(temporary, repository.name)) from error
 
 
-def _named_after(repository: Repository, variant: Variant) -> Repository | None:
-    """Return a repository with ``model.fp16.safetensors`` for ``model.safetensors``; ``None`` if there is none."""
+def _with_variant_files(repository: Repository, variant: Variant) -> Repository | None:
+    """Return the repository with ``model.fp16.safetensors`` as its ``model.safetensors``; ``None`` if it has none."""
     for plain, _ in _WEIGHTS:
         stem, _, suffix = plain.partition(".")
-        there = repository.files.get(f"{stem}.{variant}.{suffix}")
-        if there is not None and not plain.endswith(".json"):
-            others = {name: file for name, file in repository.files.items() if not _is_weights(name)}
-            return replace(repository, files={**others, plain: replace(there, name=plain, remote=there.name)})
+        file = repository.files.get(f"{stem}.{variant}.{suffix}")
+        if file is not None and not plain.endswith(".json"):
+            others = {name: other for name, other in repository.files.items() if not _is_weights(name)}
+            return replace(repository, files={**others, plain: replace(file, name=plain, remote=file.name)})
     return None
 
 
@@ -115,16 +109,16 @@ def _is_weights(name: str) -> bool:
     return any(name == first or re.fullmatch(pattern, name) for first, pattern in _WEIGHTS)
 
 
-def _needed(repository: Repository) -> tuple[HubFile, ...]:
-    there = repository.files
-    form = next(((first, pattern) for first, pattern in _WEIGHTS if first in there), None)
-    if form is None or _CONFIG not in there:
-        lacking = _CONFIG if form else "weights in safetensors or PyTorch form"
-        raise UsageError(f"{repository.name} is not a model that can be used: it has no {lacking}")
-    first, pattern = form
-    weights = [name for name in sorted(there) if name == first or re.fullmatch(pattern, name)]
-    names = [*(name for name in _COMPANIONS if name in there), *weights, _CONFIG]
-    return tuple(there[name] for name in names)
+def _needed_files(repository: Repository) -> tuple[HubFile, ...]:
+    files = repository.files
+    chosen = next(((first, pattern) for first, pattern in _WEIGHTS if first in files), None)
+    if chosen is None or _CONFIG not in files:
+        lacking = _CONFIG if chosen else "weights in safetensors or PyTorch form"
+        raise UsageError(f"{repository.name} is not a usable model: it has no {lacking}")
+    first, pattern = chosen
+    weights = [name for name in sorted(files) if name == first or re.fullmatch(pattern, name)]
+    names = [*(name for name in _COMPANIONS if name in files), *weights, _CONFIG]
+    return tuple(files[name] for name in names)
 
 
 SOURCE = "source.json"
@@ -132,32 +126,23 @@ SOURCE = "source.json"
 
 @dataclass(frozen=True)
 class Origin:
-    """The content of ``source.json``.
+    """Content of ``source.json``: the Hub repository of a folder's weights."""
 
-    Attributes:
-        repository: ``owner/name`` on the Hub.
-        commit: commit that was fetched.
-        license: the repository's license tag; empty if it has none.
-        revision: branch, tag or commit that was asked for; ``None``: the main branch.
-        files: files of a download; empty in a folder that was made from one.
-    """
-
-    repository: str
+    repository: str  # ``owner/name`` on the Hub
     commit: str
-    license: str
-    revision: str | None = None
-    files: tuple[HubFile, ...] = ()
+    license: str  # license tag; empty if the repository has none
+    revision: str | None = None  # requested branch, tag or commit; None: the main branch
+    files: tuple[HubFile, ...] = ()  # empty in a folder that was converted from a download
 
     def to_text(self) -> str:
-        """Return the text of the file."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
 
 def read_origin(folder: Path) -> Origin | None:
-    """Read the origin of a folder's weights; ``None`` if it names none.
+    """Read ``source.json``; return ``None`` if there is none.
 
     Raises:
-        DataError: it is damaged.
+        DataError: the file is damaged.
     """
     path = folder / SOURCE
     if not path.is_file():
@@ -172,69 +157,58 @@ def read_origin(folder: Path) -> Origin | None:
 
 @dataclass(frozen=True)
 class DownloadReport:
-    """Result of a download.
-
-    Attributes:
-        folder: folder of the files, also if nothing was fetched.
-        repository: ``owner/name`` on the Hub.
-        commit: commit of the files.
-        license: the repository's license tag; empty if it has none.
-        files: files that are needed of it.
-        bytes: size of all files.
-        fetched: bytes that came over the network this time.
-        free_bytes: room on the disk, before.
-    """
+    """Result of a download."""
 
     folder: Path
-    repository: str
+    repository: str  # ``owner/name`` on the Hub
     commit: str
-    license: str
-    files: tuple[HubFile, ...]
-    bytes: int
-    fetched: int
-    free_bytes: int
+    license: str  # license tag; empty if the repository has none
+    files: tuple[HubFile, ...]  # needed files
+    bytes: int  # their size
+    fetched: int  # bytes transferred by this call
+    free_bytes: int  # free disk space before the download
 
 
 def download(
-    wanted: DownloadRequest = DownloadRequest(),
+    request: DownloadRequest = DownloadRequest(),
     target: Path | None = None,
     *,
     offline: bool = False,
     dry_run: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> DownloadReport:
-    """Fetch config, tokenizer and one form of the weights (safetensors if there are any, else ``.bin``).
+    """Fetch config, tokenizer, and the weights as safetensors if the repository has them, else as ``.bin``.
 
-    Repeated after an interruption it goes on where it stopped; repeated after success it fetches nothing.
-    ``config.json`` comes last: a folder without it is no model. A token is taken from ``HF_TOKEN`` only.
+    After an interruption the same call resumes; after success it fetches nothing. ``config.json`` comes last, because
+    a folder without it is no model. The access token comes from ``HF_TOKEN`` only.
 
     Args:
-        wanted: the request; default: GPT-J 6B.
+        request: default: GPT-J 6B.
         target: folder to write; default: one under `paths.models`.
-        offline: use what was fetched before, without a request; default false.
-        dry_run: list files only, write nothing; default false.
-        progress: callback of bytes done and total bytes; default: none.
+        offline: use an earlier download, without network requests.
+        dry_run: list files only, write nothing.
+        progress: callback of bytes done and total bytes.
 
     Raises:
-        UsageError: offline and not all is there, no supported model in the repository, no such variant, or a folder
-            that holds something else or cannot be written.
-        NetworkError: no connection, no such repository or revision, no access, a server's fault, a damaged transfer.
-        ResourceError: not enough space on the disk.
+        UsageError: offline and files are missing; no supported model or no such variant in the repository; or the
+            folder holds something else or cannot be written.
+        NetworkError: no connection, no such repository or revision, no access, a server error, a damaged transfer.
+        ResourceError: not enough disk space.
     """
-    folder = target or wanted.folder()
+    folder = target or request.folder()
     if offline or is_offline():
-        return _report(folder, _fetched_before(wanted, folder, "--offline" if offline else "HF_HUB_OFFLINE"))
-    found, files = choose_files(wanted)
+        return _report(folder, _earlier_download(request, folder, "--offline" if offline else "HF_HUB_OFFLINE"))
+    repository, files = choose_files(request)
     if not is_there(folder, files[-1]):
-        fetch_config(found)
-    license_tag = next((tag.removeprefix("license:") for tag in found.tags if tag.startswith("license:")), "")
-    origin = Origin(wanted.repository, found.commit, license_tag, wanted.revision, files)
+        fetch_config(repository)
+    license_tag = next((tag.removeprefix("license:") for tag in repository.tags if tag.startswith("license:")), "")
+    origin = Origin(request.repository, repository.commit, license_tag, request.revision, files)
     report = _report(folder, origin)
     if dry_run:
         return report
     with writing(folder):
         _claim(folder, origin)
-    return _report(folder, origin, fetch_files(found, files, folder, progress), report.free_bytes)
+    return _report(folder, origin, fetch_files(repository, files, folder, progress), report.free_bytes)
 
 
 def _report(folder: Path, origin: Origin, fetched: int = 0, free_bytes: int | None = None) -> DownloadReport:
@@ -245,17 +219,17 @@ def _report(folder: Path, origin: Origin, fetched: int = 0, free_bytes: int | No
     )
 
 
-def _fetched_before(wanted: DownloadRequest, folder: Path, reason: str) -> Origin:
-    """Return the origin of a model that was fetched before.
+def _earlier_download(request: DownloadRequest, folder: Path, reason: str) -> Origin:
+    """Return the origin of a complete earlier download.
 
     Raises:
-        UsageError: not the model that is wanted, or not all of it.
+        UsageError: the folder holds another model, or files are missing.
     """
-    origin, unless = read_origin(folder), f"and {reason} forbids to fetch it; leave that out"
-    if origin is None or origin.repository != wanted.repository or not origin.files:
-        raise UsageError(f"{wanted.repository} is not in {folder}, {unless}")
-    if wanted.revision not in (None, origin.revision) and not origin.commit.startswith(str(wanted.revision)):
-        raise UsageError(f"revision {wanted.revision} is not in {folder}, {unless}")
+    origin, unless = read_origin(folder), f"and {reason} forbids fetching it; leave that out"
+    if origin is None or origin.repository != request.repository or not origin.files:
+        raise UsageError(f"{request.repository} is not in {folder}, {unless}")
+    if request.revision not in (None, origin.revision) and not origin.commit.startswith(str(request.revision)):
+        raise UsageError(f"revision {request.revision} is not in {folder}, {unless}")
     missing = [file for file in origin.files if not is_there(folder, file)]
     if missing:
         raise UsageError(
@@ -265,7 +239,7 @@ def _fetched_before(wanted: DownloadRequest, folder: Path, reason: str) -> Origi
 
 
 def _claim(folder: Path, origin: Origin) -> None:
-    """Write ``source.json``, or check that the one there is of the same files.
+    """Write ``source.json``, or check that the existing one lists the same files.
 
     Raises:
         UsageError: the folder holds another version, or something else.
@@ -276,8 +250,8 @@ def _claim(folder: Path, origin: Origin) -> None:
         before = Origin("", "unknown", "")
     if before is not None and before.files != origin.files:
         raise UsageError(
-            f"{folder} holds another version; to finish that one name revision {before.commit}, "
-            "for this one name another folder or remove it"
+            f"{folder} holds another version; to finish that one, name revision {before.commit}; for this one, name "
+            "another folder or remove it"
         )
     if before is None and folder.is_dir() and any(path.name != "source.new" for path in folder.iterdir()):
         raise UsageError(f"{folder} exists and is no download; name another folder or remove it")

@@ -1,4 +1,4 @@
-"""Fingerprint a model folder by samples of its files, or of its tensors, to notice that it is another one."""
+"""Fingerprint a model by samples of its files or tensors, to detect that a run's model was replaced."""
 
 from __future__ import annotations
 
@@ -14,50 +14,49 @@ from gptj_ft.models.registry import Architecture
 from gptj_ft.system.memory import bytes_of
 from gptj_ft.system.paths import ADAPTER_CONFIG
 
-_SAMPLES = 32  # of a file; another training has changed every one
+_SAMPLES = 32  # pages per file; further training changes all of them
 SAMPLE_BYTES = 4096
 
 
 def fingerprint(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the sizes of a model folder's weight files and the XXH3-64 digests of pages from all over them, by name.
+    """Return size and XXH3-64 digest of sampled pages for ``config.json`` and each weight file, by file name.
 
-    The same of ``config.json``, which fits into the pages. Reading all of a model would take as long as a pass of
-    training; so this finds another model or another type, and not each flipped bit.
+    It detects another model or another type, but not every flipped bit.
 
     Raises:
-        UsageError, DataError: as `model_folder.weights_of`.
+        UsageError, DataError: see `model_folder.weights_of`.
     """
+    # Samples, because reading the whole model takes as long as one pass of training.
     weights = sorted({shard.path for shard in weights_of(folder).values()})
     return {path.name: _of_file(path) for path in (folder / "config.json", *weights)}
 
 
 def tuned_fingerprint(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the fingerprint of a model folder; of an adapter, that of its files and of the model that it is for."""
+    """Return the fingerprint of a model; for an adapter, of its own files and of its base model."""
     own = [folder / name for name in (ADAPTER_CONFIG, *ADAPTER_WEIGHTS) if (folder / name).is_file()]
     return {**fingerprint(base_folder(folder)), **{path.name: _of_file(path) for path in own}}
 
 
-def check_unchanged(folder: Path, began_with: dict[str, dict[str, Any]]) -> None:
-    """Check that a model folder is the one that a run began with.
+def check_unchanged(folder: Path, at_start: dict[str, dict[str, Any]]) -> None:
+    """Check that a model folder still has the fingerprint of the run's start.
 
     Raises:
-        DataError: it is not; names the first file that differs.
-        UsageError: as `model_folder.weights_of`.
+        DataError: it does not; names the first file that differs.
     """
     now = fingerprint(folder)
-    for name in [*began_with, *now]:
-        if now.get(name) != began_with.get(name):
-            what = "is new" if name not in began_with else "is missing" if name not in now else "has changed"
+    for name in [*at_start, *now]:
+        if now.get(name) != at_start.get(name):
+            change = "is new" if name not in at_start else "is missing" if name not in now else "has changed"
             raise DataError(
-                f"{folder / name} {what} since the run began, which would go on from another model: put the old one "
-                "back, name the folder that holds it with --model, or start a new run"
+                f"{folder / name} {change} since the run began, so it would resume from another model: restore the old "
+                "file, name the folder that holds it with --model, or start a new run"
             )
 
 
 def sampled_digest(architecture: Architecture, checkpoint: Checkpoint) -> str:
-    """Return the XXH3-128 digest of some rows of each tensor of a model, however they are divided into files.
+    """Return the XXH3-128 digest of some rows of each tensor of a model, independent of its files.
 
-    What comes with an adapter is not counted, nor what the model lacks.
+    Tensors that an adapter replaces, and optional tensors that the model lacks, do not count.
     """
     digest, whole = xxhash.xxh3_128(), architecture.trained_whole
     for layer in range(len(architecture.skeleton)):

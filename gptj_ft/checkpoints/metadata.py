@@ -1,6 +1,6 @@
-"""Read and write ``gptj_ft.json``, the model card and the other texts of a tuned model folder: how it is to be asked.
+"""Read and write the texts of a tuned model folder: ``gptj_ft.json``, model card, chat template, generation settings.
 
-Other tools and other people read them: they name no files, folders, texts of columns or rows of who trained the model.
+They describe how to prompt the model. They may be published, so they contain no local paths and no training data.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from gptj_ft.models.registry import Architecture
 from gptj_ft.system.digests import check_file, read_json
 from gptj_ft.system.paths import name_in_home
 
-# The options of a recipe that say how texts become prompts and how answers are written and judged.
+# Options of a recipe that define prompts, generation and metrics.
 TEMPLATE_KEYS = (
     "recipe", "prompt", "completion", "fields", "map", "documents", "quotes", "sentences", "labels", "no_answer",
     "shorten", "on_long", "cut", "max_length", "metrics", "stemming", "generation",
 )  # fmt: skip
-HEAD_KEYS = (  # and of one that labels
+HEAD_KEYS = (  # further ones for models with a head
     "task", "pair", "stride", "label_threshold", "max_answer_tokens", "num_best", "null_threshold", "num_sentences",
     "block_trigrams",
 )  # fmt: skip
 
-# The options that made the weights what they are; none of them can hold a name of the user's.
+# Options that determined the weights. None of them can hold a local path or a name.
 HYPER_PARAMETERS = (
     "method", "train", "epochs", "max_steps", "batch_size", "max_length", "on_long", "packing", "lr", "schedule",
     "warmup", "final_lr", "betas", "eps", "weight_decay", "clip_norm", "z_loss", "class_weights", "dropout",
     "attention_dropout", "layer_decay", "bias_correction", "seed", "precision", "moments", "gradients",
 )  # fmt: skip
-PIPELINES: Mapping[Task, str] = {  # what the Hub, and `transformers`, call them
+PIPELINES: Mapping[Task, str] = {  # pipeline tags of the Hub and `transformers`
     "classification": "text-classification",
     "multi-label": "text-classification",
     "regression": "text-classification",
@@ -58,38 +58,29 @@ LOSSES = ("baseline_validation_loss", "validation_loss")
 
 @dataclass(frozen=True)
 class ModelMetadata:
-    """Content of ``gptj_ft.json``.
-
-    Attributes:
-        base_model: name in `paths.models` of the model that training started from; empty if it lies elsewhere: this
-            file goes wherever the model goes, and names no folder.
-        template: the recipe's `TEMPLATE_KEYS`.
-        data: number of rows trained on and held out, and digest of the data.
-        metrics: validation loss before and after, steps.
-        base_digest: digest of the base model of an adapter, see `fingerprint.sampled_digest`; ``None`` for a model.
-        head: ``task`` and ``labels`` of an adapter with a head; those of a model are in its ``config.json``.
-    """
+    """Content of ``gptj_ft.json``."""
 
     base_model: str
-    template: Mapping[str, Any]
-    data: Mapping[str, Any]
-    metrics: Mapping[str, Any]
-    base_digest: str | None = None
-    head: Mapping[str, Any] | None = None
+    """Name in `paths.models` of the base model; empty for one outside, because the file must not name local folders."""
+    template: Mapping[str, Any]  # the recipe's `TEMPLATE_KEYS`
+    data: Mapping[str, Any]  # numbers of training and validation rows, digest of the data
+    metrics: Mapping[str, Any]  # validation loss before and after, steps
+    base_digest: str | None = None  # of an adapter's base model, see `fingerprint.sampled_digest`
+    head: Mapping[str, Any] | None = None  # task and labels of an adapter with a head; a model's are in config.json
 
     def to_dict(self) -> dict[str, Any]:
         return {"format": 1, **self.__dict__}
 
 
 def template_of(recipe: Recipe) -> dict[str, Any]:
-    """Return the part of a recipe that a tuned model keeps."""
+    """Return the options of a recipe that a tuned model stores."""
     options = recipe.model_dump(mode="json")
     keys = TEMPLATE_KEYS if recipe.task == "language-model" else (*TEMPLATE_KEYS, *HEAD_KEYS)
     return {key: options[key] for key in keys}
 
 
 def read_metadata(model: Path) -> ModelMetadata | None:
-    """Return the metadata of a model folder; ``None`` for a model that was not tuned here.
+    """Read ``gptj_ft.json``; return ``None`` for a model without it.
 
     Raises:
         DataError: the file is damaged.
@@ -106,47 +97,35 @@ def read_metadata(model: Path) -> ModelMetadata | None:
 
 
 def check_base(adapter: Path, architecture: Architecture, checkpoint: Checkpoint) -> None:
-    """Check that a model is the one that an adapter was trained for; one from elsewhere does not say.
+    """Check that a model is the base of an adapter. An adapter of another program records no digest and always passes.
 
     Raises:
-        DataError: it is another one.
+        DataError: another model.
     """
-    tuning = read_metadata(adapter)
-    if tuning and tuning.base_digest and sampled_digest(architecture, checkpoint) != tuning.base_digest:
+    metadata = read_metadata(adapter)
+    if metadata and metadata.base_digest and sampled_digest(architecture, checkpoint) != metadata.base_digest:
         raise DataError(
-            f"{checkpoint.folder} is not the model that the adapter in {adapter} was trained for, but another of its "
-            "shape, or the same in another type: put the right one there"
+            f"{checkpoint.folder} is not the base model of the adapter in {adapter}, but another one of its shape, or "
+            "the same in another type: put the right one there"
         )
 
 
 @dataclass(frozen=True)
 class TunedModel:
-    """State of a run that becomes a model.
-
-    Attributes:
-        recipe: options of the run.
-        base: folder of the model that the run started from.
-        architecture: architecture of both.
-        data: ``rows`` trained on, ``validation_rows`` held out, ``sha256`` of the file.
-        metrics: ``validation_loss``, ``baseline_validation_loss``, ``steps``.
-    """
+    """Facts of a finished run that go into the texts of its model folder."""
 
     recipe: Recipe
-    base: Path
+    base: Path  # folder of the base model
     architecture: Architecture
-    data: Mapping[str, Any]
-    metrics: Mapping[str, Any]
+    data: Mapping[str, Any]  # ``rows`` for training, ``validation_rows``, ``sha256`` of the file
+    metrics: Mapping[str, Any]  # ``validation_loss``, ``baseline_validation_loss``, ``steps``
 
 
 def metadata_files(trained: TunedModel, is_adapter: bool = False) -> dict[str, str]:
-    """Return the text files of the model folder, by name.
-
-    Args:
-        trained: the state.
-        is_adapter: whether the folder holds an adapter for the base instead of a model; default false.
+    """Return the text files of a model folder or, if ``is_adapter``, of an adapter folder, by file name.
 
     Raises:
-        DataError: the base's ``source.json`` is damaged.
+        DataError: the base model's ``source.json`` is damaged.
     """
     recipe, architecture = trained.recipe, trained.architecture
     base_digest = None
@@ -164,7 +143,7 @@ def metadata_files(trained: TunedModel, is_adapter: bool = False) -> dict[str, s
     try:
         tokenizer = load_tokenizer(trained.base)
         end, token = tokenizer.eos_token_id, tokenizer.eos_token
-    except UsageError:  # a model of token ids alone
+    except UsageError:  # a model without a tokenizer
         end, token = getattr(architecture.config, "eos_token_id", None), None
     begin = architecture.raw.get("bos_token_id")
     settings = _generation_config(recipe.generation, end) | ({} if begin is None else {"bos_token_id": begin})
@@ -178,32 +157,27 @@ def metadata_files(trained: TunedModel, is_adapter: bool = False) -> dict[str, s
 
 
 def _generation_config(settings: Generation, end: int | None) -> dict[str, Any]:
-    """Return the generation settings of a recipe as `transformers` keeps them: what is not its default.
+    """Return the recipe's generation settings for `transformers`, without its defaults.
 
     Args:
-        settings: the recipe's.
-        end: id of the token that ends a document, and pads.
+        end: id of the token that ends a document and pads.
     """
-    # Guessing ahead changes nothing but the speed, and not all that read this can.
+    # Leave out prompt lookup: it changes only the speed, and not every reader of this file supports it.
     plain = Generation.model_validate({}).search_options() | {
         "prompt_lookup_num_tokens": settings.prompt_lookup_num_tokens
     }
-    kept = {"max_new_tokens", "do_sample"}
-    options = {key: value for key, value in settings.search_options().items() if key in kept or value != plain.get(key)}
+    always = {"max_new_tokens", "do_sample"}
+    options = {
+        key: value for key, value in settings.search_options().items() if key in always or value != plain.get(key)
+    }
     return options | ({} if end is None else {"eos_token_id": end, "pad_token_id": end})
 
 
 def _model_card(trained: TunedModel, end: str | None, has_chat_template: bool, is_adapter: bool) -> str:
-    """Return ``README.md``, as the Hub shows it, from ``model_card.md.jinja``.
+    """Return ``README.md`` from ``model_card.md.jinja``.
 
     Args:
-        trained: the state.
-        end: token that ends an answer; ``None``: not known.
-        has_chat_template: whether the folder has a chat template.
-        is_adapter: whether the folder holds an adapter in PEFT's format instead of a model.
-
-    Raises:
-        DataError: the base's ``source.json`` is damaged.
+        end: token that ends an answer; ``None``: unknown.
     """
     recipe, losses = trained.recipe, _losses(trained)
     return _card(
@@ -222,7 +196,7 @@ def _model_card(trained: TunedModel, end: str | None, has_chat_template: bool, i
 
 
 def _label_card(trained: TunedModel, is_adapter: bool) -> str:
-    """Return ``README.md`` of a model with a head, from ``model_card_labels.md.jinja``; raises as `_model_card`."""
+    """Return ``README.md`` of a model with a head, from ``model_card_labels.md.jinja``."""
     architecture = trained.architecture
     assert architecture.task is not None
     kind = PIPELINES.get(architecture.task)
@@ -231,7 +205,7 @@ def _label_card(trained: TunedModel, is_adapter: bool) -> str:
         is_adapter,
         "model_card_labels.md.jinja",
         kind,
-        kind=None if architecture.task == "sentences" else kind,  # of which `transformers` has no class
+        kind=None if architecture.task == "sentences" else kind,  # transformers has no class for it
         task=architecture.task,
         labels=architecture.labels,
         is_plain=re.fullmatch(r"\{\{ *\w+ *\}\}", trained.recipe.prompt.strip()) is not None,
@@ -239,7 +213,7 @@ def _label_card(trained: TunedModel, is_adapter: bool) -> str:
 
 
 def _losses(trained: TunedModel) -> list[float]:
-    """Return the validation losses before and after; none, if one is not known."""
+    """Return the validation losses before and after; an empty list if one is unknown."""
     before, after = map(trained.metrics.get, LOSSES)
     return [] if before is None or after is None else [float(before), float(after)]
 
@@ -248,10 +222,8 @@ def _card(trained: TunedModel, is_adapter: bool, template: str, pipeline: str | 
     """Return ``README.md`` from a template.
 
     Args:
-        trained: the state.
-        is_adapter: whether the folder holds an adapter in PEFT's format instead of a model.
-        template: name of the file.
-        pipeline: the Hub's name of the task.
+        template: file name.
+        pipeline: the Hub's tag of the task.
         **values: further values for the template.
     """
     from huggingface_hub import ModelCardData
@@ -279,13 +251,13 @@ def _card(trained: TunedModel, is_adapter: bool, template: str, pipeline: str | 
 
 @cache
 def _template(name: str) -> Template:
-    """Compile a template of model cards, which takes ten times as long as to fill it in."""
+    """Compile a template of model cards; cached, because compiling takes ten times as long as rendering."""
     compiled: Template = Template(Path(__file__).with_name(name).read_text(encoding="utf-8"))
     return compiled
 
 
 def _training(trained: TunedModel) -> dict[str, str]:
-    """Return the rows of the table of the training."""
+    """Return the rows of the card's training table."""
     options, updates_before = trained.recipe.to_dict(), trained.metrics.get("updates_before", 0)
     lora = {f"lora.{key}": value for key, value in options["lora"].items()} if options["method"] == "lora" else {}
     options = {key: options[key] for key in HYPER_PARAMETERS if options.get(key) not in (None, [])} | lora
@@ -300,6 +272,6 @@ def _training(trained: TunedModel) -> dict[str, str]:
 
 
 def _block(text: str, language: str) -> str:
-    """Return a block of code whose fence is longer than any in the text."""
+    """Return a code block whose fence is longer than any in the text."""
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}{language}\n{text}\n{fence}"

@@ -1,6 +1,6 @@
-"""Read and write Hugging Face model folders: any form that the Hub has in, one safetensors shard per layer out.
+"""Read Hugging Face model folders of any layout; write them with one safetensors shard per layer.
 
-What is written is at once the streaming layout and a checkpoint that ``AutoModelForCausalLM.from_pretrained`` opens.
+The written folder is the streaming layout, and ``AutoModelForCausalLM.from_pretrained`` opens it, too.
 """
 
 from __future__ import annotations
@@ -36,15 +36,13 @@ DESCRIPTION = ("README.md", "LICENSE", "chat_template.jinja")
 # Best first: safetensors needs no unpickling and is checked against its own header.
 WEIGHTS = ("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 PROBLEMS_SHOWN = 3
-RowRange = tuple[int, int]  # the first, and the one behind the last
+RowRange = tuple[int, int]  # start and end, as in a slice
 
 
 class Checkpoint(AbstractContextManager["Checkpoint"]):
-    """Tensors of a model folder, read one at a time; use it in a ``with`` block or close it.
+    """Tensors of a model, read one at a time; use it in a ``with`` block or close it.
 
-    Attributes:
-        folder: the model folder.
-        names: Hugging Face's names of all tensors in a whole model, whatever the files have.
+    Names are those of a whole Hugging Face model, even if the files hold only its trunk, without the prefix.
     """
 
     def __init__(
@@ -54,8 +52,8 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
         Args:
             folder: name in messages.
-            shards: file of each tensor, by its name in there.
-            rename: name in the file -> Hugging Face's in a whole model; ``None``: left out.
+            shards: file of each tensor, by its name in the file.
+            rename: name in the file -> Hugging Face's; ``None`` leaves the tensor out.
 
         Raises:
             DataError: two tensors of the same name.
@@ -73,8 +71,8 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         self._names_by_layer: list[dict[str, str]] = []
 
     def names_of(self, architecture: Architecture, layer: int) -> Mapping[str, str]:
-        """Return the names of a layer's tensors in the checkpoint, by their names in the layer."""
-        if not self._names_by_layer:  # all at once: each time it would take longer than reading a small one
+        """Map the names of a layer's parameters to their tensors in the checkpoint."""
+        if not self._names_by_layer:  # for all layers, once: building them takes longer than reading a small tensor
             layers, name_of = architecture.skeleton, architecture.family.name_of
             self._names_by_layer = [
                 {local: name_of(index, local, len(layers)) for local in layers[index].state_dict()}
@@ -95,11 +93,11 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return self._shards[name].path
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return a tensor, or its rows from ``start`` to ``stop``, on the CPU, in memory of its own."""
+        """Return rows ``start`` to ``stop`` of a tensor, by default all, in CPU memory that nothing else uses."""
         return self._shards[name].read(self._own_names[name], start, stop)
 
     def extent(self, name: str) -> Extent | None:
-        """Return the extent of a tensor's numbers, row after row; ``None``: they are not in one piece."""
+        """Return a tensor's place in its file; ``None`` if it is not contiguous there."""
         shard, own = self._shards[name], self._own_names[name]
         entry = shard.entries[own]
         return Extent(shard.path, entry.offset, entry.dtype) if entry.offset else None
@@ -109,18 +107,17 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return self._shards[name].rows_at_once(self._own_names[name])
 
     def row_ranges(self, name: str, rows: int | None = None) -> Iterator[RowRange]:
-        """Yield a tensor's rows, ``rows`` at a time, or as many as are best for its file; a scalar is one row."""
+        """Yield ranges of ``rows`` rows of a tensor, by default `rows_at_once`; a scalar is one row."""
         num_rows, rows = self.entry(name).rows, rows or self.rows_at_once(name)
         for start in range(0, num_rows, rows):
             yield start, min(start + rows, num_rows)
 
     def read_task(self, name: str, rows: RowRange) -> SizedTask[Tensor]:
-        """Return the task, for `prefetch`, that reads some rows."""
+        """Return a task for `prefetch` that reads some rows."""
         entry = self.entry(name)
         return entry.num_bytes * (rows[1] - rows[0]) // entry.rows, partial(self.read, name, *rows)
 
     def close(self) -> None:
-        """Let go of the files."""
         self._shards = {}
 
     def __exit__(self, *error: object) -> None:
@@ -128,7 +125,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Open the weights of a model folder: safetensors if it has them, else ``.bin``; in one file or in shards.
+    """Open the weights of a model folder: safetensors if it has them, else ``.bin``; one file or shards.
 
     Raises:
         UsageError: the folder holds no weights.
@@ -140,7 +137,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def weights_of(folder: Path) -> dict[str, Shard]:
-    """Return the file of each tensor of a model folder, by its name in there; raises what `open_checkpoint` does."""
+    """Return the file of each tensor of a model folder, by its name in the file. Raises as `open_checkpoint`."""
     for file_name in WEIGHTS:
         path = folder / file_name
         if path.is_file():
@@ -156,7 +153,7 @@ def _single(path: Path) -> dict[str, Shard]:
 def _indexed(index: Path) -> dict[str, Shard]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
-        raise DataError(f"{index}: not an index of weights; get the file again")
+        raise DataError(f"{index}: no weight_map in this index of weights; get the file again")
     shards: dict[str, Shard] = {}
     for file_name in sorted({str(value) for value in weight_map.values()}):
         path = index.parent / file_name
@@ -165,28 +162,29 @@ def _indexed(index: Path) -> dict[str, Shard]:
         shards[file_name] = open_shard(inside(path))
     for name, file_name in weight_map.items():
         if name not in shards[file_name].entries:
-            raise DataError(f"{shards[file_name].path}: lacks {name}, which {index.name} says it holds")
+            raise DataError(f"{shards[file_name].path}: lacks {name}, which {index.name} lists for it")
     for file_name, shard in shards.items():
         for name in shard.entries:
             if weight_map.get(name) != file_name:
-                raise DataError(f"{shard.path}: holds {name}, which {index.name} does not say")
+                raise DataError(f"{shard.path}: holds {name}, which {index.name} does not list for it")
     return {name: shards[file_name] for name, file_name in weight_map.items()}
 
 
 def check_tensors(architecture: Architecture, checkpoint: Checkpoint) -> list[str]:
-    """Check that every tensor is there, in its shape and of a floating point type, and that none is unknown.
+    """Check that a checkpoint holds exactly the tensors of an architecture, with their shapes, in floating point.
 
-    A tied tensor may be there a second time, if that is the same. What files of pre-trained models may lack, they may.
+    A tied tensor may appear twice if both copies are equal. Optional tensors may be missing.
 
-    Returns: the names of the tensors that are dropped on purpose.
+    Returns:
+        The names of tensors that are dropped on purpose.
 
     Raises:
-        DataError: they do not fit, with the number of problems, and tensor, shapes and file of the first ones.
+        DataError: the tensors do not fit; names the first problems and counts the rest.
     """
-    if (num_layers := architecture.config.n_layer) > len(checkpoint.names):  # before so many are made
+    if (num_layers := architecture.config.n_layer) > len(checkpoint.names):  # before building so many layers
         raise DataError(
-            f"{checkpoint.folder}: the weights do not fit config.json: that says n_layer {num_layers}, and there are "
-            f"{len(checkpoint.names)} tensors"
+            f"{checkpoint.folder}: the weights do not fit config.json: it has n_layer {num_layers}, but there are "
+            f"only {len(checkpoint.names)} tensors"
         )
     family, layers = architecture.family, architecture.skeleton
     expected = {
@@ -197,22 +195,22 @@ def check_tensors(architecture: Architecture, checkpoint: Checkpoint) -> list[st
     ties, present = architecture.ties(), set(checkpoint.names)
     dropped, problems = [], []
     for name in checkpoint.names:
-        where, found = checkpoint.file_of(name).name, checkpoint.shape(name)
+        file, shape = checkpoint.file_of(name).name, checkpoint.shape(name)
         if name in ties:
             dropped.append(name)
             if ties[name] in present and not _are_equal(checkpoint, name, ties[name]):
-                problems.append(f"{name} in {where} is not {ties[name]}, as tie_word_embeddings in config.json says")
+                problems.append(f"{name} in {file} differs from {ties[name]}, but config.json sets tie_word_embeddings")
         elif name in architecture.new or (name not in expected and is_of_other_head(architecture, name)):
             dropped.append(name)
         elif name not in expected:
             if is_dropped(family, name, len(layers)):
                 dropped.append(name)
             else:
-                problems.append(f"{name} in {where} is no tensor of this {family.model_type}")
-        elif found != expected[name]:
-            problems.append(f"{name} in {where} has shape {list(found)}, config.json says {list(expected[name])}")
+                problems.append(f"{name} in {file} is no tensor of this {family.model_type}")
+        elif shape != expected[name]:
+            problems.append(f"{name} in {file} has shape {list(shape)}, config.json says {list(expected[name])}")
         elif not checkpoint.dtype(name).is_floating_point:
-            problems.append(f"{name} in {where} is {checkpoint.dtype(name)}, not floating point")
+            problems.append(f"{name} in {file} is {checkpoint.dtype(name)}, not floating point")
     known = present | architecture.new | (family.optional if architecture.task is None else frozenset())
     problems += [f"{name} of shape {list(expected[name])} is missing" for name in expected if name not in known]
     if problems:
@@ -223,12 +221,12 @@ def check_tensors(architecture: Architecture, checkpoint: Checkpoint) -> list[st
 
 
 def with_new(architecture: Architecture, checkpoint: Checkpoint, source: Architecture) -> Architecture:
-    """Return a model with another head, which knows what of that head a checkpoint does not have.
+    """Mark the head parameters that a run must initialize, because its checkpoint does not hold them.
 
     Args:
-        architecture: the model, with the head that it is to be trained with.
-        checkpoint: the weights that training begins with.
-        source: the model that they are of.
+        architecture: the model with the head to train.
+        checkpoint: the weights to start from.
+        source: the architecture of those weights.
     """
     if architecture.head is None:
         return architecture
@@ -237,14 +235,14 @@ def with_new(architecture: Architecture, checkpoint: Checkpoint, source: Archite
     new = set()
     for local, like in layers[-1].state_dict().items():
         name = architecture.family.name_of(len(layers) - 1, local, len(layers))
-        is_there = name in checkpoint.names and checkpoint.shape(name) == tuple(like.shape)
-        if local not in head.kept and (not is_there or (not is_same and local.startswith(f"{head.output}."))):
+        is_present = name in checkpoint.names and checkpoint.shape(name) == tuple(like.shape)
+        if local not in head.kept and (not is_present or (not is_same and local.startswith(f"{head.output}."))):
             new.add(name)
     return replace(architecture, new=frozenset(new))
 
 
 def heads_left_out(architecture: Architecture, dropped: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of weights among those that are dropped on purpose: of another head, and no masks or copies."""
+    """Return those of the dropped names that are weights of another head; masks and tied copies are not."""
     family, ties = architecture.family, architecture.ties()
     return tuple(
         name
@@ -254,7 +252,7 @@ def heads_left_out(architecture: Architecture, dropped: Iterable[str]) -> tuple[
 
 
 def is_of_other_head(architecture: Architecture, name: str) -> bool:
-    """Tell whether a tensor is one of a head that the family has, and this model not."""
+    """Tell whether a tensor belongs to a head of the family that this model does not have."""
     home = architecture.family.keys.get(name)
     return architecture.task is not None and home is not None and home[0] == "head"
 
@@ -267,7 +265,7 @@ def _are_equal(checkpoint: Checkpoint, one: str, other: str) -> bool:
 
 
 def is_dropped(family: Family, name: str, num_layers: int) -> bool:
-    """Tell whether a tensor of a file is no part of the model, on purpose: masks of old files."""
+    """Tell whether a tensor is dropped on purpose, such as the attention masks in old files."""
     try:
         return family.locate(name, num_layers) is None
     except KeyError:
@@ -275,27 +273,27 @@ def is_dropped(family: Family, name: str, num_layers: int) -> bool:
 
 
 def layer_tensor(architecture: Architecture, checkpoint: Checkpoint, layer: int, local: str) -> Tensor:
-    """Read one tensor by its layer and its name there, in the checkpoint's type."""
+    """Read one tensor by its layer and its name in the layer, in the checkpoint's type."""
     return checkpoint.read(_name_in(checkpoint, architecture, layer, local))
 
 
 def tensor_source(
     architecture: Architecture, checkpoint: Checkpoint, layer: int, local: str
 ) -> Extent | Callable[[], Tensor]:
-    """Return the extent of a tensor in its file; if it is not in one piece, a function that reads it."""
+    """Return a tensor's place in its file; if it is not contiguous there, a function that reads it."""
     name = _name_in(checkpoint, architecture, layer, local)
     return checkpoint.extent(name) or partial(checkpoint.read, name)
 
 
 def _name_in(checkpoint: Checkpoint, architecture: Architecture, layer: int, local: str) -> str:
     name = checkpoint.names_of(architecture, layer).get(local)
-    if name is None:  # of another layer, too
+    if name is None:  # tied to a tensor of another layer
         name = architecture.ties()[architecture.family.name_of(layer, local, len(architecture.skeleton))]
     return name
 
 
 def layer_tensors(architecture: Architecture, checkpoint: Checkpoint, layer: int) -> dict[str, Tensor]:
-    """Read one layer: its tensors by their names in the layer, in the checkpoint's types."""
+    """Read a layer's tensors by their names in the layer, in the checkpoint's types."""
     return {
         local: layer_tensor(architecture, checkpoint, layer, local)
         for local in checkpoint.names_of(architecture, layer)
@@ -311,16 +309,14 @@ def write_model(
     source: Path | None = None,
     files: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a model folder, atomically.
+    """Write a new model folder, atomically.
 
     Args:
-        folder: target, which must not exist.
-        architecture: the model's, whose raw config is stored with the type of the weights.
         layers: tensors of each layer in streaming order, by their names in the layer; consumed one layer at a time.
         dtype: type to store; ``None``: each tensor's own.
-        source: model folder whose tokenizer files, generation settings and origin are copied; default: none.
-        files: texts by file name, of a model that is another one than the source: the description of that is not
-            copied, and digests are written; default: none.
+        source: model folder whose tokenizer files, generation settings and origin are copied.
+        files: texts by file name, for a model that differs from the source. Then digests are written, and the source's
+            model card is not copied.
 
     Raises:
         UsageError: the folder exists, or cannot be written.
@@ -342,12 +338,12 @@ def write_model(
 def _write_weights(
     folder: Path, architecture: Architecture, layers: Iterable[Mapping[str, Tensor]], dtype: torch.dtype | None
 ) -> tuple[torch.dtype, dict[str, str]]:
-    """Write the shards and the index; return the type that holds every stored value, and the shards' digests."""
+    """Write the shards and the index; return a type that holds every stored value, and the shards' digests."""
     expected, name_of = [layer.state_dict() for layer in architecture.skeleton], architecture.family.name_of
     weight_map: dict[str, str] = {}
     digests: dict[str, str] = {}
     total_size, index, stored = 0, 0, dtype
-    for tensors in layers:  # not enumerate(), which keeps the layer before in memory while the next is made
+    for tensors in layers:  # not enumerate(): it keeps the previous layer in memory while the next is made
         assert tensors.keys() == expected[index].keys(), f"layer {index} has {sorted(tensors)}"
         named = {}
         for local, like in expected[index].items():
@@ -368,67 +364,62 @@ def _write_weights(
 
 
 def write_index(folder: Path, weight_map: Mapping[str, str], total_size: int) -> None:
-    """Write the index of a sharded model: the file of each tensor, and the bytes of all."""
+    """Write the index of a sharded model: the file of each tensor, and the total bytes."""
     write_json_file(folder / INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
 
 
 def write_companions(folder: Path, architecture: Architecture, stored: torch.dtype, source: Path | None) -> None:
-    """Write tokenizer, generation settings and ``config.json`` of a model folder.
+    """Write tokenizer, generation settings and ``config.json`` of a new model folder.
 
     Args:
-        folder: the new model folder.
-        architecture: the model's; its raw config is kept but for the type.
-        stored: the type that holds every stored value.
-        source: a folder whose tokenizer files and generation settings are copied, if it has them.
+        architecture: its raw config is stored, except the type.
+        stored: a type that holds every stored value.
+        source: folder whose tokenizer files and generation settings are copied, if it has them.
     """
-    writes = architecture.task is None and not architecture.family.is_encoder
+    generates = architecture.task is None and not architecture.family.is_encoder
     if source is not None:
-        copy_files(source, folder, (*TOKENIZER_FILES, *((GENERATION_CONFIG,) if writes else ())))
+        copy_files(source, folder, (*TOKENIZER_FILES, *((GENERATION_CONFIG,) if generates else ())))
     if architecture.family.is_encoder and any((folder / name).is_file() for name in TOKENIZER_FILES):
         _describe_tokenizer(folder, architecture)
-    if writes and (source is None or not (source / GENERATION_CONFIG).is_file()):
+    if generates and (source is None or not (source / GENERATION_CONFIG).is_file()):
         tokens = {key: getattr(architecture.config, key, None) for key in ("bos_token_id", "eos_token_id")}
         write_json_file(folder / GENERATION_CONFIG, {key: value for key, value in tokens.items() if value is not None})
-    # transformers 5 reads `dtype`, version 4 `torch_dtype`. Last, for a folder without config.json is no model.
+    # transformers 5 reads `dtype`, version 4 `torch_dtype`. Written last: a folder without config.json is no model.
     name = str(stored).removeprefix("torch.")
-    raw = {key: value for key, value in architecture.raw.items() if key != "_name_or_path"}  # somebody's folder
+    raw = {key: value for key, value in architecture.raw.items() if key != "_name_or_path"}  # may name a local folder
     own = {"architectures": [architecture.class_name], "dtype": name, "torch_dtype": name}
     write_json_file(folder / "config.json", {**raw, **own})
 
 
 def _describe_tokenizer(folder: Path, architecture: Architecture) -> None:
-    """Say in ``tokenizer_config.json`` what else nobody knows: the longest text, and whether capitals count."""
+    """Add the maximum length and the case handling to ``tokenizer_config.json`` if they are missing."""
     path, has_vocabulary = folder / "tokenizer_config.json", (folder / WORD_PIECES).is_file()
     is_alone = has_vocabulary and not (folder / "tokenizer.json").is_file()
-    said: dict[str, Any] = (
+    settings: dict[str, Any] = (
         read_json(path) if path.is_file() else {"tokenizer_class": "BertTokenizer"} if is_alone else {}
     )
     longest = architecture.config.n_positions
-    if not isinstance(said.get("model_max_length"), int) or said["model_max_length"] > longest:
-        said["model_max_length"] = longest
-    if said.get("do_lower_case") is None and is_alone:
-        said["do_lower_case"] = not is_cased(read_vocabulary(folder / WORD_PIECES))
-    if not path.is_file() or said != read_json(path):
-        write_json_file(path, said)
+    if not isinstance(settings.get("model_max_length"), int) or settings["model_max_length"] > longest:
+        settings["model_max_length"] = longest
+    if settings.get("do_lower_case") is None and is_alone:
+        settings["do_lower_case"] = not is_cased(read_vocabulary(folder / WORD_PIECES))
+    if not path.is_file() or settings != read_json(path):
+        write_json_file(path, settings)
 
 
 def copy_origin(source: Path, folder: Path) -> None:
-    """Copy ``source.json``: the repository of the Hub that the weights stem from.
-
-    Raises:
-        DataError: it is damaged.
-    """
+    """Copy ``source.json``, which names the weights' repository on the Hub; its list of files is left out."""
     if origin := read_origin(source):
         write_file(folder / SOURCE, replace(origin, files=()).to_text(), SHARED_FILE)
 
 
 def copy_files(source: Path, folder: Path, names: Iterable[str]) -> None:
-    """Copy those files of a folder that are there, onto the disk."""
+    """Copy the existing ones of some files, synced to disk."""
     for name in names:
         if (source / name).is_file():
             write_file(folder / name, read_bytes(source / name), SHARED_FILE)
 
 
 def write_json_file(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON file, onto the disk."""
+    """Write a JSON file, synced to disk."""
     write_file(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n", SHARED_FILE)

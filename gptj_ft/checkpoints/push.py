@@ -1,4 +1,4 @@
-"""Push a model folder to a repository of the Hub: its own files and nothing else, listed before anything is sent."""
+"""Push the files of a model folder, and nothing else, to a repository on the Hub."""
 
 from __future__ import annotations
 
@@ -22,30 +22,23 @@ from gptj_ft.system.hub import hub_api, hub_errors, open_network
 from gptj_ft.system.paths import ADAPTER_CONFIG, TOKENIZER_FILES, is_adapter
 
 _COMPANIONS = (*TOKENIZER_FILES, *DESCRIPTION, "generation_config.json", METADATA_FILE, SOURCE)
-ADAPTER_BASE = "base_model_name_or_path"  # of adapters: there it becomes the base's name on the Hub
+ADAPTER_BASE = "base_model_name_or_path"  # of adapters; replaced by the base model's name on the Hub
 PATHS = ("_name_or_path", "name_or_path", "tokenizer_file", "special_tokens_map_file", "base_model", ADAPTER_BASE)
 
 
 @dataclass(frozen=True)
 class UploadFile:
-    """File as it is sent.
+    """File to upload."""
 
-    Attributes:
-        name: name in the repository.
-        content: the file, or the bytes where they differ from the folder's.
-        bytes: size.
-        left_out: keys of JSON whose values were removed: names of local folders and files.
-    """
-
-    name: str
-    content: Path | bytes
+    name: str  # in the repository
+    content: Path | bytes  # the bytes if they differ from the local file
     bytes: int
-    left_out: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()  # JSON keys whose values were removed because they name local paths
 
 
 @dataclass(frozen=True)
 class PushReport:
-    """Result of a push: address, commit, and whether only its owner can see it."""
+    """Result of a push."""
 
     url: str
     commit: str
@@ -53,27 +46,27 @@ class PushReport:
 
 
 def files_to_push(folder: Path) -> list[UploadFile]:
-    """List the files of a model folder that `push` sends.
+    """List the files of a model folder for `push`.
 
     Raises:
-        UsageError: not a model, or adapter, with safetensors weights, or the base of an adapter is not there.
-        DataError: the weights are damaged, a text file is not JSON, or a file is a link to elsewhere.
+        UsageError: no model or adapter with safetensors weights, or an adapter's base model is missing.
+        DataError: the weights are damaged, a JSON file is invalid, or a file is a link out of the folder.
     """
     require_plain(folder)
     weights = _adapter_weights(folder) if is_adapter(folder) else _model_weights(folder)
     if not all(name.endswith(".safetensors") for name in weights):
         raise UsageError(
-            f"{folder} has its weights in {weights[0]}: turn it into safetensors first with `gptj-ft convert`"
+            f"{folder} has its weights in {weights[0]}: convert them to safetensors first with `gptj-ft convert`"
         )
     index = [] if "model.safetensors" in weights or is_adapter(folder) else [INDEX]
     names = [*_COMPANIONS, ADAPTER_CONFIG if is_adapter(folder) else "config.json", *index, *weights]
-    there = [name for name in names if os.path.lexists(folder / name)]
+    present = [name for name in names if os.path.lexists(folder / name)]
     base = read_origin(base_folder(folder))
-    return [_parcel(folder / name, base.repository if base else "") for name in there]
+    return [_upload_file(folder / name, base.repository if base else "") for name in present]
 
 
 def _model_weights(folder: Path) -> list[str]:
-    """Return the names of the files of a model's weights, whose headers have been checked."""
+    """Check a model's weights against its config; return the names of their files."""
     architecture = read_architecture(folder)
     with open_checkpoint(folder) as checkpoint:
         check_tensors(architecture, checkpoint)
@@ -81,67 +74,68 @@ def _model_weights(folder: Path) -> list[str]:
 
 
 def _adapter_weights(folder: Path) -> list[str]:
-    """Return the same of an adapter."""
+    """Check an adapter's weights; return the name of their file."""
     open_adapter(folder, tuned_architecture(folder))
     return [name for name in ADAPTER_WEIGHTS if (folder / name).is_file()][:1]
 
 
-def files_left_out(folder: Path, parcels: list[UploadFile]) -> list[str]:
-    """Return the names in a folder that are not sent."""
-    sent = {parcel.name for parcel in parcels}
+def files_left_out(folder: Path, files: list[UploadFile]) -> list[str]:
+    """Return the names in a folder that are not uploaded."""
+    sent = {file.name for file in files}
     return sorted(path.name for path in folder.iterdir() if path.name not in sent)
 
 
 def push(
-    parcels: list[UploadFile],
+    files: list[UploadFile],
     repository: str,
     *,
     is_public: bool = False,
     endpoint: str | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> PushReport:
-    """Send files as one commit; repeated after an interruption, weights that have arrived are not sent again.
+    """Upload files as one commit. After an interruption, weights that the Hub has are not sent again.
+
+    The access token comes from ``HF_TOKEN``.
 
     Args:
-        parcels: result of `files_to_push`.
-        repository: ``owner/name``; created if there is none.
-        is_public: whether everybody may see it; default false.
-        endpoint: the Hub's address; default ``HF_ENDPOINT``, else https://huggingface.co. The token is that in
-            ``HF_TOKEN``.
-        progress: callback of bytes done and total bytes; default: none.
+        files: result of `files_to_push`.
+        repository: ``owner/name``; created as private if it does not exist.
+        is_public: create or use a public repository.
+        endpoint: the Hub's address; default ``HF_ENDPOINT``, else https://huggingface.co.
+        progress: callback of bytes done and total bytes.
 
     Raises:
-        UsageError: no token, no network allowed, a wrong name, or a public repository where none was asked for.
-        NetworkError: no connection, no right to write, a server's fault.
+        UsageError: no token, network forbidden, an invalid name, or the repository is public and ``is_public`` is not.
+        NetworkError: no connection, no write access, a server error.
     """
     if not re.fullmatch(r"[^/\s]+/[^/\s]+", repository):
-        raise UsageError(f"'{repository}' is not a repository's name; write owner/name")
+        raise UsageError(f"'{repository}' is not a repository name; write owner/name")
     if not os.environ.get("HF_TOKEN"):
-        raise UsageError("to push, set HF_TOKEN to a token that may write (https://huggingface.co/settings/tokens)")
+        raise UsageError("to push, set HF_TOKEN to a token with write access (https://huggingface.co/settings/tokens)")
     from huggingface_hub import CommitOperationAdd
 
-    api, total, done = hub_api(endpoint), sum(parcel.bytes for parcel in parcels), 0
-    with open_network(), hub_errors(repository, api.endpoint, wants="write"), _plainly():
+    api, total, done = hub_api(endpoint), sum(file.bytes for file in files), 0
+    with open_network(), hub_errors(repository, api.endpoint, wants="write"), _plain_upload():
         api.create_repo(repository, private=not is_public, exist_ok=True)
         is_private = bool(api.model_info(repository).private)
         if not (is_private or is_public):
-            raise UsageError(f"{repository} is public, so everybody would see the model: add --public if that is meant")
+            raise UsageError(f"{repository} is public, so everybody would see the model: add --public to allow that")
         operations = [
             CommitOperationAdd(each.name, each.content if isinstance(each.content, bytes) else str(each.content))
-            for each in parcels
+            for each in files
         ]
-        for parcel, operation in zip(parcels, operations, strict=True):
-            if parcel.name.endswith(".safetensors"):  # one at a time: what has arrived stays there
+        for file, operation in zip(files, operations, strict=True):
+            if file.name.endswith(".safetensors"):  # one at a time: the Hub keeps each one that has arrived
                 api.preupload_lfs_files(repository, [operation])
-                progress(done := done + parcel.bytes, total)
+                progress(done := done + file.bytes, total)
         commit = api.create_commit(repository, operations, commit_message="Model, by gptj-ft")
     progress(total, total)
     return PushReport(f"{api.endpoint}/{repository}", commit.oid, is_private)
 
 
 @contextmanager
-def _plainly() -> Iterator[None]:
-    """Disable huggingface_hub's progress bars, and send by git-lfs, which every server of this kind knows."""
+def _plain_upload() -> Iterator[None]:
+    """Disable huggingface_hub's progress bars, and upload by git-lfs, which every Hub server supports."""
     from huggingface_hub import constants
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
@@ -150,11 +144,11 @@ def _plainly() -> Iterator[None]:
     disable_progress_bars()
     try:
         yield
-    except RuntimeError as error:  # says which file it was, and not what
+    except RuntimeError as error:  # names the file, but its cause has the reason
         raise error.__cause__ or error from error
     except ValueError as error:
         if "metadata" in str(error):
-            raise DataError(f"the Hub does not take the head of README.md: {' '.join(str(error).split())}") from error
+            raise DataError(f"the Hub rejects the metadata of README.md: {' '.join(str(error).split())}") from error
         raise
     finally:
         constants.HF_HUB_DISABLE_XET = before
@@ -162,14 +156,14 @@ def _plainly() -> Iterator[None]:
             enable_progress_bars()
 
 
-def _parcel(path: Path, base: str) -> UploadFile:
-    """Return a file as it is sent; of JSON, without what names folders of this machine."""
+def _upload_file(path: Path, base: str) -> UploadFile:
+    """Return a file to upload; remove local paths from JSON."""
     size = path.stat().st_size
     if path.suffix != ".json" or path.name in (INDEX, "tokenizer.json", "vocab.json", "added_tokens.json"):
         return UploadFile(path.name, path, size)
     values = read_json(path)
     local = {key: base if key == ADAPTER_BASE else "" for key in PATHS if _is_path(values.get(key))}
-    if path.name == METADATA_FILE and "file" in (data := dict(values.get("data") or {})):  # of an older version
+    if path.name == METADATA_FILE and "file" in (data := dict(values.get("data") or {})):  # written by older versions
         local["data"] = {key: value for key, value in data.items() if key != "file"}  # type: ignore[assignment]
     if not local:
         return UploadFile(path.name, path, size)

@@ -1,6 +1,6 @@
-"""Make a small random model with a tokenizer of its own: everything but the size is the real thing.
+"""Make a tiny random model with its own tokenizer, for demonstrations and tests.
 
-For demonstrations and tests: nothing is downloaded, and the same texts and seed give the same bytes.
+Nothing is downloaded. The same texts and seed give the same bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gptj_ft.checkpoints.model_folder import write_model
 from gptj_ft.checkpoints.published_configs import GPT2, GPTJ_6B
 from gptj_ft.models.registry import Architecture, families
 
-VOCAB_TARGET = 1536  # tokens the tokenizer learns at most; a small corpus gives fewer
+VOCAB_TARGET = 1536  # maximum vocabulary; a small corpus gives a smaller one
 TINY_SIZES: Mapping[str, int | float] = {
     "n_embd": 96,
     "n_layer": 2,
@@ -37,7 +37,7 @@ TINY_ROBERTA: Mapping[str, Any] = {
     "max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5, "pad_token_id": 1, "bos_token_id": 0,
     "eos_token_id": 2,
 }  # fmt: skip
-# Where the config of a family differs: GPT-J's, and those of Cerebras-GPT.
+# Config fields of each family, apart from `TINY_SIZES`.
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "gptj": {**GPTJ_6B, "rotary_dim": 12},
     "gpt2": {**GPT2, "activation_function": "gelu"},
@@ -48,7 +48,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
 MARKS = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>", "mask_token": "<mask>"}
 PIECES = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # BERT's special tokens
 END_OF_TEXT = "<|endoftext|>"
-VOCAB_MULTIPLE = 64  # GPT-J, too, has more rows (50400) than tokens (50257)
+VOCAB_MULTIPLE = 64  # GPT-J pads its embedding, too: 50400 rows for 50257 tokens
 
 
 def make_tiny(
@@ -60,17 +60,17 @@ def make_tiny(
     vocab_target: int = VOCAB_TARGET,
     **sizes: int | float,
 ) -> Path:
-    """Write a model folder with random fp32 weights and a tokenizer learned from texts: byte-level BPE, or WordPiece.
+    """Write a new model folder with random fp32 weights and a tokenizer trained on texts: byte-level BPE or WordPiece.
 
     Args:
-        folder: target, which must not exist.
-        texts: corpus of the tokenizer; one short text is enough, since any byte can be written.
+        texts: corpus of the tokenizer; one short text is enough, because every byte is a token.
         seed: seed of the weights.
-        model_type: family, one of `FAMILIES`; default ``gptj``.
-        vocab_target: most tokens; at least 257, the bytes and ``<|endoftext|>``; default 1536.
-        sizes: fields of ``config.json`` in place of those here; ``vocab_size`` may be more than the tokenizer has.
+        model_type: family, one of `FAMILIES`.
+        vocab_target: maximum vocabulary; at least 257: the bytes and ``<|endoftext|>``.
+        sizes: other values for fields of ``config.json``; ``vocab_size`` may exceed the tokenizer's.
 
-    Returns: the folder.
+    Returns:
+        The folder.
 
     Raises:
         UsageError: the folder exists, or cannot be written.
@@ -93,7 +93,7 @@ def make_tiny(
 
 
 def train_framed(texts: Iterable[str], vocab_target: int) -> Tokenizer:
-    """Return a byte-level BPE tokenizer like RoBERTa's, which puts ``<s>`` and ``</s>`` around texts."""
+    """Train a byte-level BPE tokenizer like RoBERTa's, which puts ``<s>`` and ``</s>`` around texts."""
     tokenizer = train_tokenizer(texts, vocab_target, tuple(MARKS.values()))
     ends = [(tokenizer.token_to_id(MARKS[role]), MARKS[role]) for role in ("bos_token", "eos_token")]
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -103,7 +103,7 @@ def train_framed(texts: Iterable[str], vocab_target: int) -> Tokenizer:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_target: int, special: tuple[str, ...] = (END_OF_TEXT,)) -> Tokenizer:
-    """Return a byte-level BPE tokenizer like GPT-2's, with ``<|endoftext|>`` as its only special token."""
+    """Train a byte-level BPE tokenizer like GPT-2's, by default with ``<|endoftext|>`` as its only special token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -119,7 +119,7 @@ def train_tokenizer(texts: Iterable[str], vocab_target: int, special: tuple[str,
 
 
 def train_wordpiece(texts: Iterable[str], vocab_target: int) -> Tokenizer:
-    """Return a WordPiece tokenizer like that of BERT for lower-cased texts."""
+    """Train a WordPiece tokenizer like that of uncased BERT."""
     normalizer, pre_tokenizer, texts = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer(), list(texts)
 
     def with_model(model: models.WordPiece) -> Tokenizer:
@@ -127,8 +127,8 @@ def train_wordpiece(texts: Iterable[str], vocab_target: int) -> Tokenizer:
         tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pre_tokenizer
         return tokenizer
 
-    # The trainer numbers the letters inside words as a hash table has them, in another order each time, and takes pairs
-    # of equal counts by these numbers. What it is given as special tokens comes first, in this order.
+    # The trainer numbers letters inside words in the order of a hash table, which differs in each process, and breaks
+    # ties between pairs by these numbers. Special tokens come first, in a fixed order: so pass the letters as such.
     normal = (normalizer.normalize_str(text) for text in texts)
     words = {word for text in normal for word, _ in pre_tokenizer.pre_tokenize_str(text)}
     inner = sorted({f"##{letter}" for word in words for letter in word[1:]})
@@ -147,8 +147,8 @@ def _save_tokenizer(folder: Path, tokenizer: Tokenizer, max_length: int) -> None
         vocabulary = tokenizer.get_vocab()
         lines = "".join(f"{token}\n" for token in sorted(vocabulary, key=vocabulary.__getitem__))
         (folder / "vocab.txt").write_text(lines, encoding="utf-8")
-        said = {"tokenizer_class": "BertTokenizer", "do_lower_case": True, "model_max_length": max_length}
-        (folder / "tokenizer_config.json").write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+        settings = {"tokenizer_class": "BertTokenizer", "do_lower_case": True, "model_max_length": max_length}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         return
     tokenizer.save(str(folder / "tokenizer.json"))
     special = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "unk_token": END_OF_TEXT}
@@ -166,7 +166,7 @@ def _save_tokenizer(folder: Path, tokenizer: Tokenizer, max_length: int) -> None
 
 
 def _random_layers(architecture: Architecture, seed: int) -> Iterator[dict[str, Tensor]]:
-    """Yield each layer's weights as `transformers` initialises them: normal weights, zero biases, unit norms."""
+    """Yield each layer's weights, initialized as in `transformers`: normal weights, zero biases, unit norms."""
     generator = torch.Generator().manual_seed(seed)
     std = architecture.config.initializer_range
     for layer in architecture.skeleton:

@@ -1,4 +1,4 @@
-"""Transfer the tensors of a checkpoint into other files: a few megabytes at a time, verified by checksums."""
+"""Copy the tensors of a checkpoint into new files, a few megabytes at a time, and verify the copies by checksums."""
 
 from __future__ import annotations
 
@@ -22,17 +22,10 @@ from gptj_ft.system.write_behind import WriteBehind
 
 
 class TensorTransfer:
-    """The tensors of a checkpoint, to be written as files and compared with what was written.
+    """Copy of a checkpoint's tensors: writes them, then verifies the written files.
 
-    Checksums are taken of the numbers before these go into a file, and compared with those of what the file's reader
-    finds under the tensor's name: the source need not be read again.
-
-    Attributes:
-        checkpoint: the source.
-        layers: type and shape to store, by Hugging Face's name, layer by layer.
-        entries: those of all layers.
-        bytes: size of all, as stored.
-        not_finite: names of the tensors that hold NaN or infinity.
+    Each piece is checksummed before it goes into a file. Verification reads the files back under the tensors' names and
+    compares checksums, so the source is read only once.
     """
 
     def __init__(
@@ -43,24 +36,23 @@ class TensorTransfer:
         advance: Callable[[int], None],
         is_square: bool = False,
     ) -> None:
-        """Choose how the tensors are stored.
+        """Choose the stored types.
 
         Args:
-            architecture: the model's.
-            checkpoint: the source; it has all tensors of the model but for those that are optional.
+            checkpoint: source; it may lack optional tensors only.
             dtype: type to store; ``None``: each tensor's own.
-            advance: called with the bytes written, and compared, since the last call.
-            is_square: whether they are means of squares, so that a negative number is an error; default false.
+            advance: callback of the bytes written or verified since the last call.
+            is_square: reject negative numbers, for second moments.
         """
         self.checkpoint, self._advance, self._is_square = checkpoint, advance, is_square
-        self.layers: list[dict[str, TensorInfo]] = []
+        self.layers: list[dict[str, TensorInfo]] = []  # stored type and shape by Hugging Face's names, per layer
         for layer in range(len(architecture.skeleton)):
             names = [name for name in checkpoint.names_of(architecture, layer).values() if name in checkpoint.names]
-            found = {name: checkpoint.entry(name) for name in names}
-            self.layers.append({name: TensorInfo(dtype or entry.dtype, entry.shape) for name, entry in found.items()})
+            entries = {name: checkpoint.entry(name) for name in names}
+            self.layers.append({name: TensorInfo(dtype or entry.dtype, entry.shape) for name, entry in entries.items()})
         self.entries = {name: entry for layer in self.layers for name, entry in layer.items()}
         self.bytes = sum(entry.num_bytes for entry in self.entries.values())
-        self.not_finite: set[str] = set()
+        self.not_finite: set[str] = set()  # names of tensors with NaN or infinity
         self._checksums: dict[str, dict[RowRange, str]] = {name: {} for name in self.entries}
 
     @property
@@ -68,17 +60,13 @@ class TensorTransfer:
         return {entry.dtype for entry in self.entries.values()}
 
     def write(self, folder: Path, shard_bytes: int | None = None) -> None:
-        """Write safetensors files, and their index where there are several.
-
-        Files that another process has completed are kept.
+        """Write safetensors files, with an index if there are several. Keep files that an earlier call completed.
 
         Args:
-            folder: the target; it is made if it is not there.
-            shard_bytes: size limit of a file; what fits into one is not sharded. ``None``: a file for each layer.
+            shard_bytes: size limit of a file; a model that fits into one is not sharded. ``None``: one file per layer.
 
         Raises:
-            OSError: the disk's own.
-            DataError: the source is damaged, or holds what cannot be stored, see `inspect`.
+            DataError: the source is damaged, or holds values that cannot be stored: see `inspect`.
         """
         folder.mkdir(parents=True, exist_ok=True)
         files = self._shards(shard_bytes)
@@ -87,28 +75,28 @@ class TensorTransfer:
             write_index(folder, {name: file for file, names in files.items() for name in names}, self.bytes)
 
     def inspect(self, name: str, piece: Tensor) -> None:
-        """Note whether rows of a tensor are finite; thread-safe.
+        """Record whether rows of a tensor are finite. Thread-safe.
 
         Raises:
-            DataError: the type to store cannot hold them, or a mean of squares is negative.
+            DataError: a value is too large for the stored type, or a second moment is negative.
         """
         if not piece.numel():
             return
         dtype, path = self.entries[name].dtype, self.checkpoint.folder
         low, high = piece.aminmax()
         largest = max(abs(float(low)), abs(float(high)))
-        if not largest < float("inf"):  # NaN, too
+        if not largest < float("inf"):  # true for NaN, too
             self.not_finite.add(name)
         if dtype is torch.float16 and torch.finfo(dtype).max < largest < float("inf"):
             raise DataError(f"{path}: {name} holds {largest:.6g}, too large for fp16; use bf16 or fp32")
         if self._is_square and low < 0:
             raise DataError(
-                f"{path}: the second moment of {name} holds {float(low):.6g}, but squares are not "
+                f"{path}: the second moment of {name} holds {float(low):.6g}, but a mean of squares cannot be "
                 "negative; leave out --with-optimizer"
             )
 
     def written(self, name: str, rows: RowRange, checksum: str) -> None:
-        """Note rows that have been handed to the disk, in row order, with the checksum of their stored bytes."""
+        """Record written rows, in row order, with the checksum of their stored bytes."""
         self._checksums[name][rows] = checksum
         entry = self.entries[name]
         self._advance(entry.num_bytes * (rows[1] - rows[0]) // max(1, entry.rows))
@@ -116,29 +104,28 @@ class TensorTransfer:
     def compare(self, written: Checkpoint) -> None:
         """Compare each stored tensor with its source.
 
-        Where another process has written a part, so that its checksum is not known, the source is read again.
-
         Raises:
-            DataError: one differs.
+            DataError: a tensor differs.
         """
+        # An earlier, killed process may have written some files: without checksums of those, read the source again.
         known = {name: sums for name, sums in self._checksums.items() if _covers(sums, self.entries[name].rows)}
         tasks = (_checksum_task(written, name, rows) for name, sums in known.items() for rows in sums)
-        with closing(prefetch(tasks)) as found:
+        with closing(prefetch(tasks)) as checksums:
             for name, entry in self.entries.items():
                 stored = written.entry(name).dtype
-                same = [next(found) == checksum for checksum in known.get(name, {}).values()]
+                same = [next(checksums) == checksum for checksum in known.get(name, {}).values()]
                 problem = f"{name} is {stored}" if stored != entry.dtype else ""
                 if not problem and not (same and all(same)):
                     problem = difference(self.checkpoint, written, name)
-                    problem = problem or (f"{name} is read now like this, now like that" if same else "")
+                    problem = problem or (f"two reads of {name} differ" if same else "")
                 if problem:
                     raise DataError(
-                        f"{problem}: what was read back is not what {self.checkpoint.folder} holds; is the disk faulty?"
+                        f"{problem}: the written file does not match {self.checkpoint.folder}; is the disk faulty?"
                     )
                 self._advance(entry.num_bytes)
 
     def _shards(self, shard_bytes: int | None) -> dict[str, list[str]]:
-        """Return the names of the tensors of each file, see `write`."""
+        """Assign tensors to files, as `write` describes."""
         groups: list[list[str]] = []
         room = 0
         for layer in self.layers:
@@ -159,10 +146,10 @@ class TensorTransfer:
         }
 
     def _write_files(self, files: Mapping[Path, list[str]]) -> None:
-        """Write safetensors files: threads read what follows and write what came before, this one changes the type."""
+        """Write safetensors files. Other threads read ahead and write behind, while this one casts."""
         source, unfinished = self.checkpoint, {path: names for path, names in files.items() if not path.is_file()}
-        left = (name for names in unfinished.values() for name in names)
-        tasks = (source.read_task(name, rows) for name in left for rows in source.row_ranges(name))
+        remaining = (name for names in unfinished.values() for name in names)
+        tasks = (source.read_task(name, rows) for name in remaining for rows in source.row_ranges(name))
         with WriteBehind() as behind, closing(prefetch(tasks)) as pieces:
             for path, names in unfinished.items():
                 part = path.with_name(path.name + ".part")
@@ -175,7 +162,7 @@ class TensorTransfer:
                         writer.put(piece, self.entries[name].dtype, checksum)
                         del piece
                         self.written(name, rows, checksum.hexdigest())
-                writer.finish(partial(part.replace, path))
+                writer.finish(partial(part.replace, path))  # a file has its final name only when it is complete
 
 
 def checksum_of(tensor: Tensor) -> str:
@@ -189,7 +176,7 @@ def _checksum_task(checkpoint: Checkpoint, name: str, rows: RowRange) -> SizedTa
 
 
 def _covers(ranges: Mapping[RowRange, str], num_rows: int) -> bool:
-    """Tell whether ranges of rows make up a whole tensor."""
+    """Tell whether ranges of rows cover a whole tensor."""
     end = 0
     for start, stop in sorted(ranges):
         if start != end:

@@ -76,7 +76,7 @@ def test_missing_extra_and_renamed_tensors_are_told_apart(shell, good: Path, bad
     assert done.code == 3
     assert "lm_head.bias is missing\n" in done.err
     assert "ln_1.bias is missing; transformer.h.0.ln_2.bias holds the same numbers: renamed" in done.err
-    assert "transformer.h.0.other is too many" in done.err
+    assert "transformer.h.0.other is extra" in done.err
 
 
 def test_two_tensors_that_changed_places_are_found(shell, good: Path, bad: Path) -> None:

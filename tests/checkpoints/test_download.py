@@ -195,7 +195,7 @@ def test_an_unknown_repository_or_revision_or_a_wrong_name_is_said(hub: Hub) -> 
 def test_a_repository_that_is_no_model_is_refused(hub: Hub, repository: Path, lacking: str) -> None:
     for name in {"config.json": ["config.json"], "weights": ["model.safetensors", "pytorch_model.bin"]}[lacking]:
         (repository / name).unlink()
-    with pytest.raises(UsageError, match=f"not a model that can be used: it has no {lacking}"):
+    with pytest.raises(UsageError, match=f"not a usable model: it has no {lacking}"):
         download()
 
 
@@ -233,7 +233,7 @@ def test_a_folder_that_holds_something_else_is_never_written_to(hub: Hub, reposi
         download(target=tmp_path / "mine")
     download(target=tmp_path / "theirs")
     (repository / "merges.txt").write_text("another version")
-    with pytest.raises(UsageError, match=f"theirs holds another version; to finish that one name revision {COMMIT}"):
+    with pytest.raises(UsageError, match=f"theirs holds another version; to finish that one, name revision {COMMIT}"):
         download(target=tmp_path / "theirs")
     with pytest.raises(UsageError, match=r"cannot write .*vocab\.json"):
         download(target=repository / "vocab.json" / "folder")

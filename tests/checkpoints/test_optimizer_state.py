@@ -170,7 +170,7 @@ def test_moments_that_fit_no_parameter_are_refused(tmp_path: Path) -> None:
     refused("named", rf"second moment of {bias} holds -1", DataError, exp_avg_sq={bias: -torch.ones_like(state[bias])})
     source = write_source(tmp_path / "source", state)
     for conversion, reason in (
-        (WITH_OPTIMIZER, "holds no optimizer's moments"),
+        (WITH_OPTIMIZER, "holds no optimizer state"),
         (Conversion(to="huggingface", with_optimizer=True), "--to folder"),
     ):
         with pytest.raises(UsageError, match=reason):

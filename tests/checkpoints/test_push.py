@@ -87,10 +87,10 @@ def test_the_token_is_sent_to_the_hub_and_shown_nowhere(hub: Hub, model: Path, s
 
 
 def test_without_a_token_or_a_network_nothing_is_asked(hub: Hub, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match="'mine' is not a repository's name; write owner/name"):
+    with pytest.raises(UsageError, match="'mine' is not a repository name; write owner/name"):
         push(files_to_push(model), "mine")
     monkeypatch.delenv("HF_TOKEN")
-    with pytest.raises(UsageError, match="set HF_TOKEN to a token that may write"):
+    with pytest.raises(UsageError, match="set HF_TOKEN to a token with write access"):
         push(files_to_push(model), NAME)
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

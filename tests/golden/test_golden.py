@@ -379,7 +379,7 @@ def point_to_base(folders: Path) -> None:
 def test_old_models_open(shell, old_folders) -> None:
     gone = shell(f"evaluate {old_folders}/lora")
     assert gone.code == 2
-    assert "is an adapter for /tmp/old/model, which is not there" in gone.said
+    assert "is an adapter for /tmp/old/model, which does not exist" in gone.said
     assert "base_model_name_or_path" in gone.said
     gone = shell(f"runs verify {old_folders}/lora")
     assert gone.code == 2

@@ -86,7 +86,7 @@ def test_a_head_that_is_the_embedding_once_more_is_dropped_and_any_other_refused
     state["lm_head.weight"][3, 5] += 1
     source = write_source(tmp_path / "trained apart", model, state)
     with pytest.raises(
-        DataError, match=r"lm_head\.weight in .* is not transformer\.wte\.weight, as tie_word_embedding"
+        DataError, match=r"lm_head\.weight in .* differs from transformer\.wte\.weight, but config\.json sets tie_word"
     ):
         convert(source, tmp_path / "other")
     (source / "config.json").write_text(

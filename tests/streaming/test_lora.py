@@ -431,7 +431,7 @@ def test_concurrent_merges_change_no_bit(foreign) -> None:
         ({"use_dora": True}, "use_dora True is not supported"),
         ({"peft_type": "IA3"}, "peft_type IA3 is not supported"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"base_model_name_or_path": "nowhere/at-all"}, "nowhere/at-all, which is not there"),
+        ({"base_model_name_or_path": "nowhere/at-all"}, "nowhere/at-all, which does not exist"),
     ],
 )
 def test_unsupported_adapters_are_rejected(change, message: str, shell, straight, tmp_path) -> None:
