@@ -27,6 +27,7 @@ os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_DATASETS_OFFL
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
+from support.faulty_machine import fill_disk, forbid_network, set_free_space, wrap_reads  # noqa: F401
 
 # `nohup` starts its children with SIGHUP ignored; tests send SIGHUP and expect the default handler.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -53,7 +53,7 @@ def _explain_missing(name: str, path: Path) -> str:
     """Explain why a name is not a model, and suggest the next command."""
     if path.suffix.lower() == ".gguf":
         return (
-            f"{path}: a GGUF file can be neither trained nor converted back: name the folder of the model that it was "
+            f"{path}: GGUF files can be neither trained nor converted back: name the folder of the model that it was "
             "made from (config.json and safetensors)"
         )
     if path.is_file():

@@ -1,4 +1,4 @@
-"""Checkpoints of the Cerebras model zoo: made here by h5py from the description of the format."""
+"""Test reading Cerebras checkpoints; h5py writes them from the description of the format."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def same(folder: Path, state: State) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("prefix", ["model.", "model.model."])
-def test_a_checkpoint_of_theirs_gives_every_bit_of_the_model(
+def test_mdl_converts_to_identical_bits(
     tmp_path: Path, state: State, params: Path, dtype: torch.dtype, prefix: str
 ) -> None:
     state = {name: tensor.to(dtype) for name, tensor in state.items()}
@@ -67,7 +67,7 @@ def test_a_checkpoint_of_theirs_gives_every_bit_of_the_model(
 
 @pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("positions", ["position_embeddings.weight", "position_embeddings.embed.weight"])
-def test_a_gpt2_of_theirs_gives_every_bit_of_the_model(tmp_path: Path, is_tied: bool, positions: str) -> None:
+def test_gpt2_mdl_converts_to_identical_bits(tmp_path: Path, is_tied: bool, positions: str) -> None:
     state, params = gpt2_state(is_tied), tmp_path / "params.yaml"
     params.write_text(GPT2.replace("TIED", str(is_tied).lower()))
     named = gpt2_theirs(state, f"embedding_layer.{positions}")
@@ -90,7 +90,7 @@ def test_a_gpt2_of_theirs_gives_every_bit_of_the_model(tmp_path: Path, is_tied: 
 
 
 @pytest.mark.parametrize("prefix", ["", "model."])
-def test_a_bin_with_their_names_is_read_too(tmp_path: Path, state: State, params: Path, prefix: str) -> None:
+def test_bin_with_cerebras_names_converts(tmp_path: Path, state: State, params: Path, prefix: str) -> None:
     folder = write_source(tmp_path / "source", theirs(state, prefix), "bin in shards")
     convert(folder, tmp_path / "a")  # its config.json is Hugging Face's
     torch.save(theirs(state, prefix), tmp_path / "weights.bin")
@@ -99,7 +99,7 @@ def test_a_bin_with_their_names_is_read_too(tmp_path: Path, state: State, params
     assert same(tmp_path / "b", state)
 
 
-def test_the_pickle_in_it_is_never_read_and_the_step_is(tmp_path: Path, state: State, params: Path) -> None:
+def test_mdl_pickle_is_ignored_step_is_read(tmp_path: Path, state: State, params: Path) -> None:
     source = write_mdl(tmp_path / "checkpoint.mdl", state)
     report = convert(source, tmp_path / "mesh", Conversion(config=params, to="mesh", mesh_shards=2))
     assert report.has_left_moments
@@ -117,7 +117,7 @@ def test_the_pickle_in_it_is_never_read_and_the_step_is(tmp_path: Path, state: S
         ("num_hidden_layers: 2 -> num_hidden_layers: 3", "missing"),
     ],
 )
-def test_parameters_that_would_compute_something_else_are_refused(
+def test_unsupported_parameters_are_rejected(
     tmp_path: Path, state: State, params: Path, change: str, reason: str
 ) -> None:
     old, _, new = change.partition(" -> ")
@@ -127,7 +127,7 @@ def test_parameters_that_would_compute_something_else_are_refused(
     assert not (tmp_path / "model").exists()
 
 
-def test_without_its_shape_it_is_refused(tmp_path: Path, state: State) -> None:
+def test_missing_shape_is_rejected(tmp_path: Path, state: State) -> None:
     with pytest.raises(UsageError, match="--config"):
         convert(write_mdl(tmp_path / "c.mdl", state), tmp_path / "model")
 
@@ -135,7 +135,7 @@ def test_without_its_shape_it_is_refused(tmp_path: Path, state: State) -> None:
 @pytest.mark.parametrize(
     "what", ["truncated", "a link", "another copy", "another tensor", "a wrong type", "a bomb", "no weights"]
 )
-def test_damage_is_said_with_file_and_tensor(tmp_path: Path, state: State, params: Path, what: str) -> None:
+def test_damage_error_names_file_and_tensor(tmp_path: Path, state: State, params: Path, what: str) -> None:
     path = write_mdl(tmp_path / "c.mdl", state)
     name = "model.transformer_decoder.layers.1.norm1.bias"
     with h5py.File(path, "r+") as file:

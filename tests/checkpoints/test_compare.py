@@ -1,4 +1,4 @@
-"""`convert --check A B`: a planted error of every kind is found and named."""
+"""Test `convert --check A B`: it finds and names every kind of planted error."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ def say(folder: Path, **fields: object) -> None:
     (folder / "config.json").write_text(json.dumps({**raw, **fields}))
 
 
-def test_the_same_model_in_all_forms_is_the_same(shell, good: Path, tmp_path: Path) -> None:
+def test_equal_models_in_all_formats_match(shell, good: Path, tmp_path: Path) -> None:
     convert(good, tmp_path / "folder")
     convert(good, tmp_path / "mesh", Conversion(to="mesh", mesh_shards=2))
     for one, other in ((good, "folder"), ("folder", "mesh"), ("mesh", good)):
@@ -46,7 +46,7 @@ def test_the_same_model_in_all_forms_is_the_same(shell, good: Path, tmp_path: Pa
         assert "in float32, bit for bit" in done.said
 
 
-def test_a_copy_in_another_type_is_the_same_if_rounding_alone_made_it(shell, good: Path, tmp_path: Path) -> None:
+def test_rounded_copy_matches(shell, good: Path, tmp_path: Path) -> None:
     convert(good, tmp_path / "half", Conversion(dtype="bf16"))
     assert "float32 as bfloat16, bit for bit" in shell(f"convert --check {good} half").said
     assert shell(f"convert --check half {good}").code == 3
@@ -54,7 +54,7 @@ def test_a_copy_in_another_type_is_the_same_if_rounding_alone_made_it(shell, goo
     assert done["types"] == ["float32", "bfloat16"]
 
 
-def test_a_flipped_bit_is_found_with_its_place(shell, good: Path, bad: Path) -> None:
+def test_flipped_bit_is_located(shell, good: Path, bad: Path) -> None:
     weight = load_file(bad / WEIGHTS)["transformer.h.1.mlp.fc_in.weight"]
     weight.view(torch.int32)[3, 2] ^= 1
     plant(bad, transformer__h__1__mlp__fc_in__weight=weight)
@@ -63,7 +63,7 @@ def test_a_flipped_bit_is_found_with_its_place(shell, good: Path, bad: Path) -> 
     assert "transformer.h.1.mlp.fc_in.weight differs: number 50 is" in done.err
 
 
-def test_missing_extra_and_renamed_tensors_are_told_apart(shell, good: Path, bad: Path) -> None:
+def test_missing_extra_and_renamed_tensors_are_reported(shell, good: Path, bad: Path) -> None:
     weights = load_file(bad / WEIGHTS)
     plant(
         bad,
@@ -79,7 +79,7 @@ def test_missing_extra_and_renamed_tensors_are_told_apart(shell, good: Path, bad
     assert "transformer.h.0.other is extra" in done.err
 
 
-def test_two_tensors_that_changed_places_are_found(shell, good: Path, bad: Path) -> None:
+def test_swapped_tensors_are_reported(shell, good: Path, bad: Path) -> None:
     weights = load_file(bad / WEIGHTS)
     k, v = (f"transformer.h.0.attn.{which}_proj.weight" for which in "kv")
     plant(bad, **{k.replace(".", "__"): weights[v], v.replace(".", "__"): weights[k]})
@@ -102,9 +102,7 @@ def test_two_tensors_that_changed_places_are_found(shell, good: Path, bad: Path)
         ({"n_inner": 32}, "n_inner is 32, expected 64"),
     ],
 )
-def test_a_config_that_says_another_model_is_found(
-    shell, good: Path, bad: Path, fields: dict[str, object], reason: str
-) -> None:
+def test_different_config_is_reported(shell, good: Path, bad: Path, fields: dict[str, object], reason: str) -> None:
     say(bad, **fields)
     done = shell(f"convert --check {good} {bad}")
     assert done.code == 3
@@ -124,9 +122,7 @@ def test_a_config_that_says_another_model_is_found(
         ({"tie_word_embeddings": True}, "tie_word_embeddings"),
     ],
 )
-def test_a_config_that_contradicts_its_own_tensors_is_found_by_both(
-    shell, bad: Path, fields: dict[str, object], reason: str
-) -> None:
+def test_config_contradicting_tensors_is_reported(shell, bad: Path, fields: dict[str, object], reason: str) -> None:
     say(bad, **fields)
     for command in (f"convert --check {bad} {bad}", f"convert {bad} out"):
         done = shell(command)
@@ -135,13 +131,13 @@ def test_a_config_that_contradicts_its_own_tensors_is_found_by_both(
     assert not Path("out").exists()
 
 
-def test_nothing_is_compared_with_nothing(shell, good: Path) -> None:
+def test_check_needs_two_checkpoints(shell, good: Path) -> None:
     assert shell(f"convert --check {good}").code == 2
     assert shell(f"convert --check {good} nowhere").code == 2
     assert "nowhere does not exist" in shell(f"convert --check {good} nowhere").err
 
 
-def test_masks_of_old_files_are_no_difference(shell, good: Path, bad: Path) -> None:
+def test_old_attention_masks_are_ignored(shell, good: Path, bad: Path) -> None:
     plant(bad, transformer__h__0__attn__masked_bias=torch.tensor(-1e9))
     assert shell(f"convert --check {good} {bad}").code == 0
     assert shell(f"convert --check {bad} {good}").code == 0

@@ -1,13 +1,12 @@
-"""Converting a checkpoint, and proving that nothing was lost."""
+"""Test conversion: equal bits, verification, resuming, full disks."""
 
-import errno
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections import namedtuple
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,13 +19,15 @@ from support.checkpoint_files import FORMS, State, logits, make_state, write_sou
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from gptj_ft.checkpoints import convert as convert_module
 from gptj_ft.checkpoints.architecture import read_architecture
 from gptj_ft.checkpoints.convert import Conversion, convert
 from gptj_ft.checkpoints.model_folder import Checkpoint, open_checkpoint
 from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.system import paths
 from gptj_ft.system.atomic import atomic_folder
+
+Read = Callable[..., Tensor]
+Wrap = Callable[[Callable[..., Tensor]], None]
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def source(tmp_path: Path, state: State) -> Path:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_converts_to_equal_logits(tmp_path: Path, state: State, form: str) -> None:
+def test_every_layout_converts_to_equal_logits(tmp_path: Path, state: State, form: str) -> None:
     source = write_source(tmp_path / "source", state, form)
     convert(source, tmp_path / "model")
     assert torch.equal(logits(tmp_path / "model"), logits(source))
@@ -49,7 +50,7 @@ def test_every_form_converts_to_equal_logits(tmp_path: Path, state: State, form:
 @pytest.mark.parametrize(
     ("choice", "stored"), [("keep", torch.float16), ("fp32", torch.float32), ("bf16", torch.bfloat16)]
 )
-def test_a_half_precision_source_becomes_what_was_asked_for(
+def test_half_precision_source_gets_requested_dtype(
     tmp_path: Path, state: State, choice: str, stored: torch.dtype
 ) -> None:
     half = {name: tensor.half() for name, tensor in state.items()}
@@ -61,7 +62,7 @@ def test_a_half_precision_source_becomes_what_was_asked_for(
     assert (report.dtype, report.bytes) == (str(stored).split(".")[1], report.parameters * stored.itemsize)
 
 
-def test_a_mixed_source_is_kept_tensor_by_tensor(tmp_path: Path, state: State) -> None:
+def test_mixed_dtypes_are_kept_per_tensor(tmp_path: Path, state: State) -> None:
     state["lm_head.bias"] = state["lm_head.bias"].bfloat16()
     state["lm_head.weight"] = state["lm_head.weight"].half()
     report = convert(write_source(tmp_path / "source", state), tmp_path / "model")
@@ -73,7 +74,7 @@ def test_a_mixed_source_is_kept_tensor_by_tensor(tmp_path: Path, state: State) -
     assert json.loads((tmp_path / "model/config.json").read_text())["dtype"] == "float32"
 
 
-def test_the_report_counts_what_was_written(tmp_path: Path, state: State) -> None:
+def test_report_counts_written_tensors(tmp_path: Path, state: State) -> None:
     masks = {f"transformer.h.{n}.attn.masked_bias": torch.tensor(-1e9) for n in range(2)}
     source = write_source(tmp_path / "source", {**state, **masks}, "bin")
     steps: list[tuple[int, int]] = []
@@ -89,7 +90,7 @@ def test_the_report_counts_what_was_written(tmp_path: Path, state: State) -> Non
     assert steps[-1] == (2 * report.bytes, 2 * report.bytes)
 
 
-def test_what_a_tuned_model_says_about_its_prompt_is_kept(tmp_path: Path, source: Path) -> None:
+def test_tuned_model_keeps_its_metadata(tmp_path: Path, source: Path) -> None:
     (source / "gptj_ft.json").write_text('{"prompt": "Q: {question}"}')
     (source / "tokenizer.json").write_text("{}")
     convert(source, tmp_path / "model")
@@ -97,7 +98,7 @@ def test_what_a_tuned_model_says_about_its_prompt_is_kept(tmp_path: Path, source
     assert (tmp_path / "model/tokenizer.json").read_text() == "{}"
 
 
-def test_nan_and_infinity_are_carried_over_and_said(tmp_path: Path, state: State) -> None:
+def test_nan_and_infinity_are_kept_and_reported(tmp_path: Path, state: State) -> None:
     state["lm_head.bias"][:2] = torch.tensor([float("nan"), float("inf")])
     report = convert(write_source(tmp_path / "source", state), tmp_path / "model", Conversion(dtype="fp16"))
     assert report.not_finite == ("lm_head.bias",)
@@ -106,7 +107,7 @@ def test_nan_and_infinity_are_carried_over_and_said(tmp_path: Path, state: State
         assert checkpoint.read("lm_head.bias")[1] == float("inf")
 
 
-def test_a_value_too_large_for_fp16_is_refused(tmp_path: Path, state: State) -> None:
+def test_fp16_overflow_is_rejected(tmp_path: Path, state: State) -> None:
     state["transformer.h.1.mlp.fc_out.bias"][3] = -70000.0
     source = write_source(tmp_path / "source", state)
     with pytest.raises(DataError, match=r"mlp\.fc_out\.bias holds 70000, too large for fp16"):
@@ -116,7 +117,7 @@ def test_a_value_too_large_for_fp16_is_refused(tmp_path: Path, state: State) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shard_bytes", [10**9, 3000])
-def test_hugging_face_to_folder_and_back_gives_every_bit_back(
+def test_hugging_face_round_trip_keeps_every_bit(
     tmp_path: Path, state: State, dtype: torch.dtype, shard_bytes: int
 ) -> None:
     weights = {name: tensor.to(dtype) for name, tensor in state.items()}
@@ -135,7 +136,7 @@ def test_hugging_face_to_folder_and_back_gives_every_bit_back(
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
 
 
-def test_pieces_of_any_size_make_the_same_bytes(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_piece_size_does_not_change_bytes(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     convert(source, tmp_path / "one", Conversion(dtype="bf16"))
     monkeypatch.setattr("gptj_ft.checkpoints.weight_file.PIECE_BYTES", 200)
     convert(source, tmp_path / "two", Conversion(dtype="bf16"))
@@ -167,9 +168,7 @@ module.convert(Path(sys.argv[1]), Path(sys.argv[2]), module.Conversion(to=sys.ar
     "to",
     ["folder", pytest.param("huggingface", marks=pytest.mark.slow), pytest.param("mesh", marks=pytest.mark.slow)],
 )
-def test_a_killed_conversion_looks_unfinished_and_is_gone_on_with(
-    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, to: str
-) -> None:
+def test_killed_conversion_is_incomplete_and_resumes(tmp_path: Path, source: Path, wrap_reads: Wrap, to: str) -> None:
     target = tmp_path / "out" / "model"
     conversion = Conversion(to=to, mesh_shards=2, shard_bytes=4000)  # type: ignore[arg-type]
     convert(source, tmp_path / "whole", conversion)
@@ -185,19 +184,18 @@ def test_a_killed_conversion_looks_unfinished_and_is_gone_on_with(
         with pytest.raises(DataError, match="differs"):
             convert(source, tmp_path / "damaged" / "model", conversion)
         assert list(damaged.parent.iterdir()) == []
-    read: list[str] = []
-    original = Checkpoint.read
+    names: list[str] = []
 
-    def counted(self: Checkpoint, name: str, *rows: int) -> Tensor:
-        if self.folder == source:
-            read.append(name)
-        return original(self, name, *rows)
+    def counted(read: Read, checkpoint: Checkpoint, name: str, *rows: int) -> Tensor:
+        if checkpoint.folder == source:
+            names.append(name)
+        return read(checkpoint, name, *rows)
 
-    monkeypatch.setattr(Checkpoint, "read", counted)
+    wrap_reads(counted)
     convert(source, target, replace(conversion, verify=False))
-    # What was done is not done again: the first tensors of all are not even read.
-    assert 0 < len(set(read)) < len(read_architecture(source).layers()) * 8
-    assert "transformer.wte.weight" not in read
+    # The first tensors are complete, so they are not even read.
+    assert 0 < len(set(names)) < len(read_architecture(source).layers()) * 8
+    assert "transformer.wte.weight" not in names
     assert list(target.parent.iterdir()) == [target]
     files = sorted(path.relative_to(tmp_path / "whole") for path in (tmp_path / "whole").rglob("*") if path.is_file())
     assert files == sorted(path.relative_to(target) for path in target.rglob("*") if path.is_file())
@@ -205,7 +203,7 @@ def test_a_killed_conversion_looks_unfinished_and_is_gone_on_with(
         assert (tmp_path / "whole" / file).read_bytes() == (target / file).read_bytes(), file
 
 
-def test_what_a_killed_conversion_of_something_else_left_is_not_used(tmp_path: Path, source: Path) -> None:
+def test_changed_source_restarts_killed_conversion(tmp_path: Path, source: Path) -> None:
     target = tmp_path / "model"
     arguments = [sys.executable, "-c", KILLED, str(source), str(target), "folder", "15"]
     assert subprocess.run(arguments, check=False).returncode == 9
@@ -216,18 +214,14 @@ def test_what_a_killed_conversion_of_something_else_left_is_not_used(tmp_path: P
         assert all(torch.equal(model.read(name), tensor + 1) for name, tensor in weights.items())
 
 
-def test_ctrl_c_keeps_what_was_done_and_an_error_does_not(
-    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read = Checkpoint.read
-
+def test_ctrl_c_keeps_progress_error_removes_it(tmp_path: Path, source: Path, wrap_reads: Wrap) -> None:
     def failing(error: BaseException) -> None:
-        def fails(self: Checkpoint, name: str, *rows: int) -> Tensor:
+        def fails(read: Read, checkpoint: Checkpoint, name: str, *rows: int) -> Tensor:
             if name == "lm_head.bias":
                 raise error
-            return read(self, name, *rows)
+            return read(checkpoint, name, *rows)
 
-        monkeypatch.setattr(Checkpoint, "read", fails)
+        wrap_reads(fails)
 
     failing(KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
@@ -239,19 +233,17 @@ def test_ctrl_c_keeps_what_was_done_and_an_error_does_not(
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_a_signal_says_that_what_was_converted_is_kept_and_the_same_command_goes_on(
-    tmp_path: Path, source: Path, shell, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read = Checkpoint.read
+def test_signal_keeps_progress_and_command_resumes(tmp_path: Path, source: Path, shell, wrap_reads: Wrap) -> None:
+    signals: list[int] = []
 
-    def signalled(self: Checkpoint, name: str, *rows: int) -> Tensor:
-        if name == "lm_head.bias":
+    def signalled(read: Read, checkpoint: Checkpoint, name: str, *rows: int) -> Tensor:
+        if name == "lm_head.bias" and not signals:
+            signals.append(signal.SIGUSR1)
             os.kill(os.getpid(), signal.SIGUSR1)
-        return read(self, name, *rows)
+        return read(checkpoint, name, *rows)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Checkpoint, "read", signalled)
-        done = shell("convert", source, tmp_path / "model")
+    wrap_reads(signalled)
+    done = shell("convert", source, tmp_path / "model")
     assert (done.code, "what was converted is kept, and the same command goes on from there" in done.said) == (
         130,
         True,
@@ -261,19 +253,10 @@ def test_a_signal_says_that_what_was_converted_is_kept_and_the_same_command_goes
 
 @pytest.mark.parametrize("call", ["fsync", "pwritev"])
 @pytest.mark.parametrize("to", ["folder", "huggingface", "mesh"])
-def test_a_full_disk_is_a_resource_error_and_leaves_nothing(
-    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, to: str, call: str
+def test_full_disk_during_conversion_leaves_nothing(
+    tmp_path: Path, source: Path, fill_disk: Callable[..., None], monkeypatch: pytest.MonkeyPatch, to: str, call: str
 ) -> None:
-    calls: list[int] = []
-    original = getattr(os, call)
-
-    def full(descriptor: int, *rest: object) -> object:
-        calls.append(descriptor)
-        if len(calls) > 4:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return original(descriptor, *rest)
-
-    monkeypatch.setattr(os, call, full)
+    fill_disk(call, after=4)
     monkeypatch.setattr("gptj_ft.system.write_behind.BUFFER_BYTES", 4096)
     num_open = psutil.Process().num_fds()
     with pytest.raises(ResourceError, match="no space left on the disk while writing"):
@@ -282,68 +265,65 @@ def test_a_full_disk_is_a_resource_error_and_leaves_nothing(
     assert psutil.Process().num_fds() == num_open
 
 
-def test_two_conversions_into_one_folder_do_not_mix(tmp_path: Path, source: Path) -> None:
+def test_target_in_use_is_rejected(tmp_path: Path, source: Path) -> None:
     with atomic_folder(tmp_path / "model", resume={}), pytest.raises(UsageError, match="is in use"):
         convert(source, tmp_path / "model")
 
 
-def test_no_verify_reads_nothing_back(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_verify_skips_read_back(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gptj_ft.checkpoints.transfer.checksum_of", None)
     assert convert(source, tmp_path / "model", Conversion(verify=False)).is_verified is False
     with pytest.raises(TypeError):
         convert(source, tmp_path / "other")
 
 
-def test_a_result_that_differs_never_appears(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = Checkpoint.read
+def test_differing_result_is_discarded(tmp_path: Path, source: Path, wrap_reads: Wrap) -> None:
+    def faulty(read: Read, checkpoint: Checkpoint, name: str, *rows: int) -> Tensor:
+        tensor = read(checkpoint, name, *rows)
+        return tensor + 1 if name == "lm_head.bias" and ".converting" in str(checkpoint.folder) else tensor
 
-    def faulty(self: Checkpoint, name: str, *rows: int) -> Tensor:
-        tensor = read(self, name, *rows)
-        return tensor + 1 if name == "lm_head.bias" and ".converting" in str(self.folder) else tensor
-
-    monkeypatch.setattr(Checkpoint, "read", faulty)
+    wrap_reads(faulty)
     with pytest.raises(DataError, match="differs"):
         convert(source, tmp_path / "out" / "model")
     assert list((tmp_path / "out").iterdir()) == []
 
 
 def flip_bit(path: Path) -> None:
-    """Change a number in the middle of a file's data."""
+    """Flip one bit near the end of a file's data."""
     data = bytearray(path.read_bytes())
     data[-100] ^= 1
     path.write_bytes(data)
 
 
-def test_a_bit_that_the_disk_flips_is_found_though_the_source_is_read_once(
-    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read, verify, reads = Checkpoint.read, convert_module._Work.verify, []
+def test_disk_bit_flip_fails_verification(tmp_path: Path, source: Path, wrap_reads: Wrap) -> None:
+    reads: list[str] = []
 
-    def counted(self: Checkpoint, name: str, *rows: int) -> Tensor:
-        if self.folder == source:
+    def counted(read: Read, checkpoint: Checkpoint, name: str, *rows: int) -> Tensor:
+        if checkpoint.folder == source:
             reads.append(name)
-        return read(self, name, *rows)
+        return read(checkpoint, name, *rows)
 
-    monkeypatch.setattr(Checkpoint, "read", counted)
+    wrap_reads(counted)
     report = convert(source, tmp_path / "out" / "model")
     assert report.is_verified
     assert len(reads) == len(set(reads)) == report.tensors
 
-    def verified(self: convert_module._Work, draft: Path) -> None:
-        flip_bit(draft / "model-00002-of-00004.safetensors")
-        verify(self, draft)
+    flipped: list[Path] = []
 
-    monkeypatch.setattr(convert_module._Work, "verify", verified)
+    def flipping(read: Read, checkpoint: Checkpoint, name: str, *rows: int) -> Tensor:
+        if ".converting" in str(checkpoint.folder) and not flipped:  # the first read back
+            flipped.append(checkpoint.folder)
+            flip_bit(checkpoint.folder / "model-00002-of-00004.safetensors")
+        return read(checkpoint, name, *rows)
+
+    wrap_reads(flipping)
     with pytest.raises(DataError, match=r"transformer\.h\.0\..* differs: number"):
         convert(source, tmp_path / "out" / "bad")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model"]
 
 
-def test_too_little_disk_is_found_before_anything_is_written(
-    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, 1 << 20))
+def test_low_disk_fails_before_writing(tmp_path: Path, source: Path, set_free_space: Callable[[int], None]) -> None:
+    set_free_space(1 << 20)
     with pytest.raises(ResourceError, match=r"needs 0\.0 GB, but .* has 0\.0 GB free"):
         convert(source, tmp_path / "out" / "model")
     assert list((tmp_path / "out").iterdir()) == []
@@ -353,7 +333,7 @@ def test_too_little_disk_is_found_before_anything_is_written(
     ("contradiction", "reason"),
     [({"tie_word_embeddings": True}, "tie_word_embeddings"), ({"activation_function": "gelu"}, "gelu_new")],
 )
-def test_a_config_that_would_compute_something_else_is_refused(
+def test_unsupported_config_is_rejected(
     tmp_path: Path, source: Path, contradiction: dict[str, object], reason: str
 ) -> None:
     raw = json.loads((source / "config.json").read_text())
@@ -363,7 +343,7 @@ def test_a_config_that_would_compute_something_else_is_refused(
     assert not (tmp_path / "model").exists()
 
 
-def test_weights_that_do_not_fit_are_refused_before_anything_is_written(tmp_path: Path, state: State) -> None:
+def test_misfit_weights_fail_before_writing(tmp_path: Path, state: State) -> None:
     del state["lm_head.bias"]
     source = write_source(tmp_path / "source", state)
     with pytest.raises(DataError, match=r"lm_head\.bias of shape \[64\] is missing"):
@@ -371,7 +351,7 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_written(tmp_path
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_an_existing_target_is_refused(tmp_path: Path, source: Path) -> None:
+def test_existing_target_is_rejected(tmp_path: Path, source: Path) -> None:
     convert(source, tmp_path / "model")
     with pytest.raises(UsageError, match="exists"):
         convert(source, tmp_path / "model")

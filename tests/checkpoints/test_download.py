@@ -1,6 +1,5 @@
-"""Downloading, against a small Hub on this machine."""
+"""Test downloads against a local Hub server."""
 
-import errno
 import hashlib
 import json
 import os
@@ -8,8 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import huggingface_hub
@@ -53,7 +51,7 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_only_what_is_needed_is_fetched_and_safetensors_win(hub: Hub, repository: Path) -> None:
+def test_needed_files_only_safetensors_preferred(hub: Hub, repository: Path) -> None:
     steps: list[tuple[int, int]] = []
     report = download(progress=lambda done, total: steps.append((done, total)))
     assert report.folder == paths.models() / "EleutherAI--gpt-j-6b"
@@ -71,13 +69,13 @@ def test_only_what_is_needed_is_fetched_and_safetensors_win(hub: Hub, repository
     assert (source["repository"], source["commit"], source["license"]) == (REPOSITORY, COMMIT, "apache-2.0")
 
 
-def test_bin_is_fetched_where_there_are_no_safetensors(hub: Hub, repository: Path) -> None:
+def test_bin_is_fallback_for_safetensors(hub: Hub, repository: Path) -> None:
     (repository / "model.safetensors").unlink()
     assert names(download().folder) == {*SMALL, "pytorch_model.bin", "source.json"}
 
 
 @pytest.mark.parametrize(("stem", "suffix"), [("model", "safetensors"), ("pytorch_model", "bin")])
-def test_shards_are_fetched_with_their_index(hub: Hub, repository: Path, stem: str, suffix: str) -> None:
+def test_shards_are_fetched_with_index(hub: Hub, repository: Path, stem: str, suffix: str) -> None:
     for name in ("model.safetensors", "pytorch_model.bin"):
         (repository / name).unlink()
     weights = {f"{stem}.{suffix}.index.json", *(f"{stem}-0000{n}-of-00002.{suffix}" for n in (1, 2))}
@@ -86,13 +84,13 @@ def test_shards_are_fetched_with_their_index(hub: Hub, repository: Path, stem: s
     assert names(download().folder) == {*SMALL, *weights, "source.json"}
 
 
-def test_config_comes_last_so_that_half_a_download_is_no_model(hub: Hub) -> None:
+def test_config_is_fetched_last(hub: Hub) -> None:
     download()
     assert hub.fetched()[-1] == "config.json"
     assert hub.fetched()[1:-1] == sorted(hub.fetched()[1:-1], key=[*SMALL[1:], "model.safetensors"].index)
 
 
-def test_a_second_download_fetches_nothing(hub: Hub) -> None:
+def test_second_download_fetches_nothing(hub: Hub) -> None:
     report = download()
     hub.requests.clear()
     again = download()
@@ -108,7 +106,7 @@ def test_dry_run_lists_and_writes_nothing(hub: Hub) -> None:
     assert not paths.home().exists()
 
 
-def test_a_cut_connection_is_resumed_within_the_call(hub: Hub, repository: Path) -> None:
+def test_cut_connection_resumes_in_same_call(hub: Hub, repository: Path) -> None:
     hub.cut_after, hub.cuts = 30_500, 2
     folder = download().folder
     assert (folder / "model.safetensors").read_bytes() == (repository / "model.safetensors").read_bytes()
@@ -119,7 +117,7 @@ def ranges(hub: Hub) -> list[str | None]:
     return [request.headers.get("range") for request in hub.requests if request.path.startswith("/cdn/")]
 
 
-def test_a_new_call_goes_on_where_the_last_one_stopped(hub: Hub, repository: Path) -> None:
+def test_next_call_resumes_partial_file(hub: Hub, repository: Path) -> None:
     def stop(done: int, total: int) -> None:
         if done > 60_000:
             raise KeyboardInterrupt
@@ -138,14 +136,14 @@ def test_a_new_call_goes_on_where_the_last_one_stopped(hub: Hub, repository: Pat
     assert names(folder) == {*SMALL, "model.safetensors", "source.json"}
 
 
-def test_a_connection_that_keeps_breaking_is_a_network_error(hub: Hub) -> None:
+def test_repeated_disconnects_are_network_error(hub: Hub) -> None:
     hub.cut_after, hub.cuts = 0, 1000
     with pytest.raises(NetworkError, match="type the same command again"):
         download()
     assert not paths.is_model(paths.download_folder(REPOSITORY))
 
 
-def test_a_damaged_transfer_is_found_by_its_hash(hub: Hub) -> None:
+def test_hash_mismatch_is_reported(hub: Hub) -> None:
     hub.damage = True
     with pytest.raises(NetworkError, match=r"config\.json arrived damaged"):
         download()
@@ -153,7 +151,7 @@ def test_a_damaged_transfer_is_found_by_its_hash(hub: Hub) -> None:
     assert paths.is_model(download().folder)
 
 
-def test_a_server_that_is_down_is_a_network_error(hub: Hub, tmp_path: Path) -> None:
+def test_server_down_is_network_error(hub: Hub, tmp_path: Path) -> None:
     with serve(tmp_path) as other:
         pass
     with pytest.raises(NetworkError, match=f"no connection to {other.url}.*check the network"):
@@ -173,16 +171,14 @@ def test_a_server_that_is_down_is_a_network_error(hub: Hub, tmp_path: Path) -> N
         (200, None, "does not answer as a Hugging Face Hub"),
     ],
 )
-def test_each_answer_of_the_server_is_one_line_that_says_what_to_do(
-    hub: Hub, status: int, code: str | None, message: str
-) -> None:
+def test_http_errors_become_one_actionable_line(hub: Hub, status: int, code: str | None, message: str) -> None:
     hub.status, hub.error_code = status, code
     with pytest.raises(NetworkError, match=message) as caught:
         download()
     assert "\n" not in str(caught.value)
 
 
-def test_an_unknown_repository_or_revision_or_a_wrong_name_is_said(hub: Hub) -> None:
+def test_unknown_or_invalid_repository_is_reported(hub: Hub) -> None:
     with pytest.raises(NetworkError, match="no repository EleutherAI/gpt-k"):
         download(DownloadRequest("EleutherAI/gpt-k"))
     with pytest.raises(NetworkError, match="has no such revision"):
@@ -192,14 +188,14 @@ def test_an_unknown_repository_or_revision_or_a_wrong_name_is_said(hub: Hub) -> 
 
 
 @pytest.mark.parametrize("lacking", ["config.json", "weights"])
-def test_a_repository_that_is_no_model_is_refused(hub: Hub, repository: Path, lacking: str) -> None:
+def test_repository_without_model_is_rejected(hub: Hub, repository: Path, lacking: str) -> None:
     for name in {"config.json": ["config.json"], "weights": ["model.safetensors", "pytorch_model.bin"]}[lacking]:
         (repository / name).unlink()
     with pytest.raises(UsageError, match=f"not a usable model: it has no {lacking}"):
         download()
 
 
-def test_offline_takes_what_was_fetched_before_and_asks_nobody(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_reuses_download_without_requests(hub: Hub, forbid_network: Callable[[], None]) -> None:
     with pytest.raises(UsageError, match=r"EleutherAI/gpt-j-6b is not in .*--offline forbids"):
         download(offline=True)
     assert hub.requests == []
@@ -208,7 +204,7 @@ def test_offline_takes_what_was_fetched_before_and_asks_nobody(hub: Hub, monkeyp
     for wanted in (DownloadRequest(), DownloadRequest(revision=COMMIT[:7])):
         again = download(wanted, offline=True)
         assert (again.folder, again.files, again.commit, again.fetched) == (report.folder, report.files, COMMIT, 0)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    forbid_network()
     assert download().commit == COMMIT
     with pytest.raises(UsageError, match=r"revision float16 is not in .*HF_HUB_OFFLINE forbids"):
         download(DownloadRequest(revision="float16"))
@@ -218,15 +214,14 @@ def test_offline_takes_what_was_fetched_before_and_asks_nobody(hub: Hub, monkeyp
     assert hub.requests == []
 
 
-def test_too_little_disk_is_found_before_anything_is_fetched(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, 1000))
+def test_low_disk_fails_before_fetching(hub: Hub, set_free_space: Callable[[int], None]) -> None:
+    set_free_space(1000)
     with pytest.raises(ResourceError, match=r"needs 0\.0 GB, but"):
         download()
     assert hub.fetched() == ["config.json"]
 
 
-def test_a_folder_that_holds_something_else_is_never_written_to(hub: Hub, repository: Path, tmp_path: Path) -> None:
+def test_foreign_folder_is_never_written(hub: Hub, repository: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.json").write_text("mine")
     with pytest.raises(UsageError, match="mine exists and is no download"):
@@ -239,9 +234,7 @@ def test_a_folder_that_holds_something_else_is_never_written_to(hub: Hub, reposi
         download(target=repository / "vocab.json" / "folder")
 
 
-def test_the_token_comes_from_the_environment_only_and_stays_with_the_hub(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_token_comes_from_environment_only(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "token").write_text("hf_stored")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
     download(target=tmp_path / "a")
@@ -252,14 +245,14 @@ def test_the_token_comes_from_the_environment_only_and_stays_with_the_hub(
     assert "hf_secret" not in repr(report) + (report.folder / "source.json").read_text()
 
 
-def test_nothing_is_told_about_the_caller(hub: Hub) -> None:
+def test_requests_reveal_nothing_about_caller(hub: Hub) -> None:
     download()
     agents = {request.headers["user-agent"] for request in hub.requests}
     assert all("torch" not in agent and "agent/" not in agent for agent in agents), agents
     assert all(request.path.startswith(("/api/models/", f"/{REPOSITORY}/", "/cdn/")) for request in hub.requests)
 
 
-def test_hf_endpoint_is_respected_in_a_fresh_process(hub: Hub, tmp_path: Path) -> None:
+def test_hf_endpoint_is_respected(hub: Hub, tmp_path: Path) -> None:
     code = "from gptj_ft.checkpoints.download import download; print(download(dry_run=True).commit)"
     environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
@@ -268,7 +261,7 @@ def test_hf_endpoint_is_respected_in_a_fresh_process(hub: Hub, tmp_path: Path) -
 
 @pytest.fixture
 def float16(hub: Hub, repository: Path, tmp_path: Path) -> Path:
-    """The branch of this name."""
+    """Add the branch `float16`."""
     folder = tmp_path / "float16"
     shutil.copytree(repository, folder)
     (folder / "model.safetensors").write_bytes(b"half" * (LARGE // 8))
@@ -276,9 +269,7 @@ def float16(hub: Hub, repository: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def test_fp16_is_the_branch_of_this_name_and_goes_into_a_folder_of_its_own(
-    hub: Hub, float16: Path, repository: Path
-) -> None:
+def test_fp16_branch_gets_its_own_folder(hub: Hub, float16: Path, repository: Path) -> None:
     half, whole = download(DownloadRequest(variant="fp16")), download(DownloadRequest(variant="fp32"))
     assert half.folder == paths.models() / "EleutherAI--gpt-j-6b-fp16"
     assert (half.commit, whole.commit) == ("f" * 40, COMMIT)
@@ -289,7 +280,7 @@ def test_fp16_is_the_branch_of_this_name_and_goes_into_a_folder_of_its_own(
     assert default_download() == half.folder
 
 
-def test_fp16_may_be_a_file_which_gets_the_name_that_it_is_read_by(hub: Hub, repository: Path) -> None:
+def test_fp16_file_is_stored_under_plain_name(hub: Hub, repository: Path) -> None:
     (repository / "model.fp16.safetensors").write_bytes(b"half" * (LARGE // 8))
     folder = download(DownloadRequest(variant="fp16")).folder
     assert names(folder) == {*SMALL, "model.safetensors", "source.json"}
@@ -297,7 +288,7 @@ def test_fp16_may_be_a_file_which_gets_the_name_that_it_is_read_by(hub: Hub, rep
     assert download(DownloadRequest(variant="fp16")).fetched == 0
 
 
-def test_a_variant_that_is_not_there_is_refused_with_what_to_do(hub: Hub, repository: Path) -> None:
+def test_missing_variant_suggests_convert(hub: Hub, repository: Path) -> None:
     with pytest.raises(UsageError, match=r"has no fp16 variant: its weights are float32.*convert --dtype fp16"):
         download(DownloadRequest(variant="fp16"))
     (repository / "config.json").write_text(json.dumps({**CONFIG, "torch_dtype": "float16"}))
@@ -306,7 +297,7 @@ def test_a_variant_that_is_not_there_is_refused_with_what_to_do(hub: Hub, reposi
         download(DownloadRequest(variant="fp32"))
 
 
-def test_a_model_that_is_not_supported_is_refused_before_its_weights_are_fetched(hub: Hub, repository: Path) -> None:
+def test_unsupported_model_fails_before_weights(hub: Hub, repository: Path) -> None:
     (repository / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(
         UsageError, match=r"^EleutherAI/gpt-j-6b/config\.json: this is a llama model; supported: gptj, gpt2"
@@ -316,7 +307,7 @@ def test_a_model_that_is_not_supported_is_refused_before_its_weights_are_fetched
     assert not paths.home().exists()
 
 
-def test_after_a_kill_it_goes_on_at_the_byte(hub: Hub, repository: Path) -> None:
+def test_killed_download_resumes_at_byte(hub: Hub, repository: Path) -> None:
     hub.stall_after = 61_000
     code = (
         "from huggingface_hub import constants\n"
@@ -345,7 +336,7 @@ def test_after_a_kill_it_goes_on_at_the_byte(hub: Hub, repository: Path) -> None
     assert (report.folder / "model.safetensors").read_bytes() == (repository / "model.safetensors").read_bytes()
 
 
-def test_a_server_that_says_nothing_any_more_is_given_up(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_server_times_out(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.1)
     hub.stall_after = 0
     with pytest.raises(NetworkError, match=r"no connection to .*timed out.*type the same command again") as caught:
@@ -354,22 +345,17 @@ def test_a_server_that_says_nothing_any_more_is_given_up(hub: Hub, monkeypatch: 
     assert not paths.is_model(paths.download_folder(REPOSITORY))
 
 
-def test_a_disk_that_gets_full_is_said_and_what_to_do(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
+def test_full_disk_during_download_is_reported(hub: Hub, fill_disk: Callable[..., None]) -> None:
     folder = paths.download_folder(REPOSITORY)
     download()
     (folder / "model.safetensors").unlink()
-    monkeypatch.setattr(os, "fsync", full)
+    fill_disk()
     with pytest.raises(ResourceError, match=r"no space left on the disk while writing .*make room"):
         download()
 
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
-def test_a_proxy_that_refuses_is_said_without_its_password(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch, scheme: str
-) -> None:
+def test_proxy_error_hides_password(hub: Hub, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
     hub.status = 407
     monkeypatch.setenv(f"{scheme.upper()}_PROXY", hub.url.replace("//", "//me:secret@"))
     huggingface_hub.close_session()
@@ -379,16 +365,14 @@ def test_a_proxy_that_refuses_is_said_without_its_password(
     assert "secret" not in str(caught.value)
 
 
-def test_a_password_in_the_address_of_a_mirror_is_not_shown(hub: Hub) -> None:
+def test_mirror_error_hides_password(hub: Hub) -> None:
     hub.status = 503
     with pytest.raises(NetworkError, match="http://127") as caught:
         download(DownloadRequest(endpoint=hub.url.replace("//", "//me:secret@")))
     assert "secret" not in str(caught.value)
 
 
-def test_the_token_is_not_sent_to_the_server_that_large_files_come_from(
-    hub: Hub, repository: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_token_is_not_sent_to_redirects(hub: Hub, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     with serve(repository) as storage:
         hub.storage = storage.url
@@ -398,7 +382,7 @@ def test_the_token_is_not_sent_to_the_server_that_large_files_come_from(
     assert all(request.headers["authorization"] == "Bearer hf_secret" for request in hub.requests)
 
 
-def test_a_refused_token_is_not_shown(hub: Hub, shell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejected_token_is_not_shown(hub: Hub, shell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     hub.status = 403
     done = shell("download --json")
@@ -407,7 +391,7 @@ def test_a_refused_token_is_not_shown(hub: Hub, shell, monkeypatch: pytest.Monke
     assert "hf_secret" not in done.out + done.err
 
 
-def test_the_command_shows_files_license_and_room_and_what_comes_next(hub: Hub, float16: Path, shell) -> None:
+def test_command_shows_files_license_space_next_step(hub: Hub, float16: Path, shell) -> None:
     done = shell("download --dry-run")
     assert "model.safetensors" in done.out
     assert "license apache-2.0" in done.said

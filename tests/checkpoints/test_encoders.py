@@ -1,4 +1,4 @@
-"""Files of encoders as they are found: what is read of them, what is left out, and what they lack."""
+"""Test converting published layouts of encoders: dropped heads and missing weights."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ POOLER = ("bert.pooler.dense.bias", "bert.pooler.dense.weight")
 
 
 def pretrained() -> Any:
-    """Return a random BERT with both heads of its pre-training."""
+    """Return a random BERT with both pre-training heads."""
     torch.manual_seed(0)
     model = transformers.BertForPreTraining(transformers.BertConfig(**CONFIG)).eval()
     for parameter in model.parameters():
@@ -56,7 +56,7 @@ def old_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def files_of(shape: str) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the tensors of a file as one finds it, and the classes that its config names."""
+    """Return the tensors of a published layout, and the classes in its config."""
     whole = {name: tensor.clone() for name, tensor in pretrained().state_dict().items()}
     ids = {"bert.embeddings.position_ids": torch.arange(24)[None]}
     if shape == "model without prefix":
@@ -92,9 +92,7 @@ def trunk_of(folder: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("form", ["safetensors", "bin"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_base_files_of_every_shape_become_a_folder_that_transformers_opens(
-    shape: str, form: str, tmp_path: Path
-) -> None:
+def test_base_checkpoint_layouts_open_in_transformers(shape: str, form: str, tmp_path: Path) -> None:
     source = write(tmp_path / "source", shape, form)
     report = convert(source, tmp_path / "model")
     own = pretrained().bert
@@ -122,7 +120,7 @@ def test_base_files_of_every_shape_become_a_folder_that_transformers_opens(
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("task", ["classification", "token-labels", "spans"])
-def test_what_a_head_begins_with_and_what_is_left_out_is_said(shape: str, task: str, tmp_path: Path) -> None:
+def test_new_and_dropped_head_weights_are_reported(shape: str, task: str, tmp_path: Path) -> None:
     source = write(tmp_path / "source", shape)
     labels = () if task == "spans" else LABELS
     architecture = trained_architecture(Recipe.model_validate({"task": task}), source, labels)
@@ -141,7 +139,7 @@ def test_what_a_head_begins_with_and_what_is_left_out_is_said(shape: str, task: 
 
 
 @pytest.mark.parametrize("kind", ["Roberta", "XLMRoberta"])
-def test_files_of_roberta_become_a_folder_that_transformers_opens(kind: str, tmp_path: Path) -> None:
+def test_roberta_conversion_opens_in_transformers(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**{**CONFIG, "max_position_embeddings": 26, "type_vocab_size": 1})
     model = getattr(transformers, f"{kind}ForMaskedLM")(config)
@@ -156,14 +154,14 @@ def test_files_of_roberta_become_a_folder_that_transformers_opens(kind: str, tmp
     assert read_architecture(tmp_path / "model").config.n_positions == 24
 
 
-def test_roberta_without_a_token_to_pad_with_is_refused(tmp_path: Path) -> None:
+def test_roberta_without_pad_token_is_rejected(tmp_path: Path) -> None:
     raw = {"model_type": "roberta", **CONFIG, "pad_token_id": None}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(DataError, match="pad_token_id must be the number of a token"):
         read_architecture(tmp_path)
 
 
-def test_a_weight_of_the_trunk_that_is_missing_is_an_error(tmp_path: Path) -> None:
+def test_missing_trunk_weight_is_error(tmp_path: Path) -> None:
     source = write(tmp_path / "source", "pre-training")
     tensors, _ = files_of("pre-training")
     del tensors["bert.encoder.layer.1.output.dense.bias"]
@@ -172,7 +170,7 @@ def test_a_weight_of_the_trunk_that_is_missing_is_an_error(tmp_path: Path) -> No
         convert(source, tmp_path / "model")
 
 
-def test_a_classifier_that_its_own_model_lacks_is_an_error(tmp_path: Path) -> None:
+def test_missing_own_classifier_is_error(tmp_path: Path) -> None:
     source = write(tmp_path / "source", "pre-training")
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "architectures": ["BertForSequenceClassification"]}))
@@ -180,7 +178,7 @@ def test_a_classifier_that_its_own_model_lacks_is_an_error(tmp_path: Path) -> No
         check_tensors(read_architecture(source), checkpoint)
 
 
-def test_a_folder_with_googles_own_config_converts(tmp_path: Path) -> None:
+def test_folder_with_google_config_converts(tmp_path: Path) -> None:
     source = write(tmp_path / "source", "first files", "bin")
     (source / "config.json").unlink()
     (source / "bert_config.json").write_text(json.dumps(GOOGLE))
@@ -194,7 +192,7 @@ def test_a_folder_with_googles_own_config_converts(tmp_path: Path) -> None:
         assert torch.equal(tensor, pretrained().bert.state_dict()[name]), name
 
 
-def test_an_encoder_is_listed_and_sent_like_any_model(tmp_path: Path) -> None:
+def test_encoder_is_listed_and_pushed(tmp_path: Path) -> None:
     folder = model_folder("google-bert/bert-nano")
     folder.parent.mkdir(parents=True)
     convert(write(tmp_path / "source", "masked language model"), folder)
@@ -206,7 +204,7 @@ def test_an_encoder_is_listed_and_sent_like_any_model(tmp_path: Path) -> None:
     assert "generation_config.json" not in names
 
 
-def test_a_model_that_writes_no_text_is_refused_and_predict_is_named(tmp_path: Path) -> None:
+def test_generate_with_encoder_suggests_predict(tmp_path: Path) -> None:
     torch.manual_seed(0)
     transformers.BertModel(transformers.BertConfig(**CONFIG)).save_pretrained(tmp_path / "base")
     transformers.BertForTokenClassification(transformers.BertConfig(**CONFIG)).save_pretrained(tmp_path / "tuned")
@@ -218,7 +216,7 @@ def test_a_model_that_writes_no_text_is_refused_and_predict_is_named(tmp_path: P
         assert error.value.exit_code == 2
 
 
-def test_a_repository_without_owner_does_not_take_the_place_of_its_converted_form() -> None:
+def test_ownerless_repository_and_conversion_use_different_folders() -> None:
     assert download_folder("bert-base-uncased") != model_folder("bert-base-uncased")
     assert download_folder("bert-base-uncased").name.split("--")[-1] == "bert-base-uncased"
 
@@ -235,7 +233,7 @@ def test_a_repository_without_owner_does_not_take_the_place_of_its_converted_for
         ("FacebookAI/xlm-roberta-base", 278_043_648),
     ],
 )
-def test_published_encoders_have_as_many_parameters_as_was_published(name: str, parameters: int) -> None:
+def test_published_encoders_have_published_parameter_counts(name: str, parameters: int) -> None:
     repository = name if "/" in name else f"google-bert/bert-{name}"
     published = find_published(repository)
     assert published is not None

@@ -1,13 +1,12 @@
-"""Reading and writing Hugging Face model folders."""
+"""Test reading and writing Hugging Face model folders."""
 
-import errno
 import json
 import os
 import subprocess
 import sys
 import weakref
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -41,7 +40,7 @@ def source(tmp_path: Path, state: State) -> Path:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_is_read_and_written_with_equal_logits(tmp_path: Path, state: State, form: str) -> None:
+def test_every_layout_keeps_logits(tmp_path: Path, state: State, form: str) -> None:
     source = write_source(tmp_path / "source", state, form)
     architecture, layers = layers_of(source)
     write_model(tmp_path / "model", architecture, iter(layers), dtype=None, source=source)
@@ -55,7 +54,7 @@ def test_safetensors_are_preferred_to_bin(tmp_path: Path, source: Path, state: S
         assert torch.equal(checkpoint.read("lm_head.bias"), state["lm_head.bias"])
 
 
-def test_the_model_folder_has_one_shard_per_layer_and_says_what_it_stores(tmp_path: Path, source: Path) -> None:
+def test_model_folder_has_one_shard_per_layer(tmp_path: Path, source: Path) -> None:
     for name in ("tokenizer.json", "vocab.json", "merges.txt", "LICENSE", "README.md"):
         (source / name).write_text(name)
     architecture, layers = layers_of(source)
@@ -75,7 +74,7 @@ def test_the_model_folder_has_one_shard_per_layer_and_says_what_it_stores(tmp_pa
         assert shard.get_tensor("transformer.h.0.ln_1.weight").dtype == torch.bfloat16
 
 
-def test_layers_are_taken_one_at_a_time(tmp_path: Path, source: Path) -> None:
+def test_layers_are_consumed_one_by_one(tmp_path: Path, source: Path) -> None:
     class Layer(dict[str, Tensor]):
         pass
 
@@ -94,7 +93,7 @@ def test_layers_are_taken_one_at_a_time(tmp_path: Path, source: Path) -> None:
     assert len(alive) == 4
 
 
-def test_masks_of_old_files_are_dropped(tmp_path: Path, state: State) -> None:
+def test_old_attention_masks_are_dropped(tmp_path: Path, state: State) -> None:
     masks = {f"transformer.h.{n}.attn.bias": torch.ones(1, 1, 32, 32, dtype=torch.bool) for n in range(2)}
     masks |= {f"transformer.h.{n}.attn.masked_bias": torch.tensor(-1e9) for n in range(2)}
     source = write_source(tmp_path / "source", {**state, **masks}, "bin")
@@ -102,7 +101,7 @@ def test_masks_of_old_files_are_dropped(tmp_path: Path, state: State) -> None:
         assert sorted(check_tensors(read_architecture(source), checkpoint)) == sorted(masks)
 
 
-def test_a_folder_without_weights_is_named_with_what_was_looked_for(source: Path) -> None:
+def test_missing_weights_error_lists_candidates(source: Path) -> None:
     (source / "model.safetensors").unlink()
     with pytest.raises(UsageError, match=r"holds no weights: looked for model\.safetensors.*pytorch_model\.bin"):
         open_checkpoint(source)
@@ -110,7 +109,7 @@ def test_a_folder_without_weights_is_named_with_what_was_looked_for(source: Path
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("left", [0.0, 0.001, 0.5, 0.999])
-def test_a_truncated_shard_is_found_when_it_is_opened(tmp_path: Path, state: State, form: str, left: float) -> None:
+def test_truncated_shard_fails_on_open(tmp_path: Path, state: State, form: str, left: float) -> None:
     source = write_source(tmp_path / "source", state, form)
     shard = sorted([*source.glob("*.safetensors"), *source.glob("*.bin")])[-1]
     os.truncate(shard, int(shard.stat().st_size * left))
@@ -118,7 +117,7 @@ def test_a_truncated_shard_is_found_when_it_is_opened(tmp_path: Path, state: Sta
         open_checkpoint(source)
 
 
-def test_a_damaged_header_is_found_when_it_is_opened(source: Path) -> None:
+def test_damaged_header_fails_on_open(source: Path) -> None:
     shard = source / "model.safetensors"
     good = shard.read_bytes()
     for damage in (good.replace(b'"F32"', b'"F3?"', 1), good.replace(b'"shape":[', b'"shape":[9', 1), good + b"\0"):
@@ -152,7 +151,7 @@ def test_index_and_shards_must_agree(tmp_path: Path, state: State) -> None:
         open_checkpoint(source)
 
 
-def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path, state: State) -> None:
+def test_pickle_with_code_is_rejected(tmp_path: Path, state: State) -> None:
     class Evil:
         def __reduce__(self) -> tuple[object, ...]:
             return (os.mkdir, (str(tmp_path / "ran"),))
@@ -163,7 +162,7 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path, state: State) -
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_zip_that_would_unfold_is_refused_before_it_does(tmp_path: Path, state: State) -> None:
+def test_compressed_zip_is_rejected_before_unpacking(tmp_path: Path, state: State) -> None:
     source = write_source(tmp_path / "source", state, "bin")
     path = source / "pytorch_model.bin"
     with zipfile.ZipFile(path) as archive:
@@ -175,7 +174,7 @@ def test_a_zip_that_would_unfold_is_refused_before_it_does(tmp_path: Path, state
         open_checkpoint(source)
 
 
-def test_views_and_transposed_tensors_of_a_pickle_are_read_as_they_are(tmp_path: Path, state: State) -> None:
+def test_pickled_views_and_transposes_read_correctly(tmp_path: Path, state: State) -> None:
     weights = {**state}
     both = torch.randn(3, 16, 16)
     for number, which in enumerate("qkv"):
@@ -189,9 +188,7 @@ def test_views_and_transposed_tensors_of_a_pickle_are_read_as_they_are(tmp_path:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_link_out_of_the_folder_is_refused_but_for_hugging_faces_own_cache(
-    tmp_path: Path, state: State, form: str
-) -> None:
+def test_outside_link_is_rejected_except_hf_cache(tmp_path: Path, state: State, form: str) -> None:
     source = write_source(tmp_path / "source", state, form)
     shard = sorted([*source.glob("*.safetensors"), *source.glob("*.bin")])[-1]
     shard.rename(tmp_path / "elsewhere")
@@ -218,14 +215,14 @@ def test_a_link_out_of_the_folder_is_refused_but_for_hugging_faces_own_cache(
     open_checkpoint(snapshot).close()
 
 
-def test_a_pickle_from_before_the_zip_format_is_refused_with_the_reason(tmp_path: Path, state: State) -> None:
+def test_legacy_pickle_is_rejected(tmp_path: Path, state: State) -> None:
     source = write_source(tmp_path / "source", state, "bin")
     torch.save(state, source / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     with pytest.raises(DataError, match=r"saved by PyTorch before 1\.6"):
         open_checkpoint(source)
 
 
-def test_every_misfit_is_named_with_shapes_and_file(tmp_path: Path, state: State) -> None:
+def test_misfit_error_names_shapes_and_file(tmp_path: Path, state: State) -> None:
     state["transformer.h.0.attn.q_proj.weight"] = torch.zeros(3, 5)
     state["transformer.h.0.ln_1.bias"] = torch.zeros(16, dtype=torch.int64)
     state["transformer.h.7.ln_1.bias"] = torch.zeros(16)
@@ -242,7 +239,7 @@ def test_every_misfit_is_named_with_shapes_and_file(tmp_path: Path, state: State
     assert message.endswith("and 1 more")
 
 
-def test_a_missing_tensor_is_named(tmp_path: Path, state: State) -> None:
+def test_missing_tensor_is_named(tmp_path: Path, state: State) -> None:
     del state["lm_head.bias"]
     source = write_source(tmp_path / "source", state)
     with (
@@ -252,7 +249,7 @@ def test_a_missing_tensor_is_named(tmp_path: Path, state: State) -> None:
         check_tensors(read_architecture(source), checkpoint)
 
 
-def test_an_existing_folder_is_never_touched(tmp_path: Path, source: Path) -> None:
+def test_existing_folder_is_never_touched(tmp_path: Path, source: Path) -> None:
     architecture, layers = layers_of(source)
     (tmp_path / "model").mkdir()
     with pytest.raises(UsageError, match="model exists; name another or remove it"):
@@ -260,29 +257,23 @@ def test_an_existing_folder_is_never_touched(tmp_path: Path, source: Path) -> No
     assert list((tmp_path / "model").iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_made_is_a_usage_error(tmp_path: Path, source: Path) -> None:
+def test_uncreatable_folder_is_usage_error(tmp_path: Path, source: Path) -> None:
     architecture, layers = layers_of(source)
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(UsageError, match=r"cannot write .*file/model"):
         write_model(tmp_path / "file" / "model", architecture, layers, dtype=None)
 
 
-def test_a_full_disk_is_a_resource_error_and_leaves_nothing(
-    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_during_write_leaves_nothing(tmp_path: Path, source: Path, fill_disk: Callable[..., None]) -> None:
     architecture, layers = layers_of(source)
-
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", full)
+    fill_disk()
     with pytest.raises(ResourceError, match="no space left on the disk while writing"):
         write_model(tmp_path / "out" / "model", architecture, layers, dtype=None)
     assert list((tmp_path / "out").iterdir()) == []
 
 
 @pytest.mark.parametrize("failing", [0, 2, 3])
-def test_an_interruption_leaves_nothing(tmp_path: Path, source: Path, failing: int) -> None:
+def test_interrupted_write_leaves_nothing(tmp_path: Path, source: Path, failing: int) -> None:
     architecture, layers = layers_of(source)
 
     def interrupted() -> Iterator[State]:
@@ -312,7 +303,7 @@ write_model(target, architecture, layers(), dtype=None)
 """
 
 
-def test_what_a_killed_writer_leaves_is_no_model_and_is_removed_by_the_next(tmp_path: Path, source: Path) -> None:
+def test_killed_writer_leaves_no_model(tmp_path: Path, source: Path) -> None:
     target = tmp_path / "out" / "model"
     assert subprocess.run([sys.executable, "-c", KILLED, source, target], check=False).returncode == 9
     (left,) = target.parent.iterdir()

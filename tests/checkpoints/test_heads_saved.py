@@ -1,4 +1,4 @@
-"""Tuned models with a head: whole or as an adapter, in `transformers` and `peft` as here."""
+"""Test saved models and adapters with a head; `transformers` and `peft` are the oracles."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def labels_of(task: str) -> tuple[str, ...]:
 
 
 def base_model(folder: Path, family: str) -> Path:
-    """Write a random model as it was pre-trained."""
+    """Write a random pre-trained model."""
     torch.manual_seed(0)
     own = {"bert": BERT, "gpt2": GPT2}.get(family, ROBERTA)
     config = transformers.AutoConfig.for_model(family, **own)
@@ -85,7 +85,7 @@ def documents() -> list[list[int]]:
 
 
 def batches_of(task: str, family: str) -> list[PackedBatch]:
-    """Return documents with something to predict of each; a text's label is read from one end of it."""
+    """Return documents of a task; one end of a text determines its label."""
     marks = []
     for number, length in enumerate(LENGTHS):
         at = (length - 1,) if family == "gpt2" else (0,)
@@ -101,7 +101,7 @@ def batches_of(task: str, family: str) -> list[PackedBatch]:
 
 
 def tune(base: Path, folder: Path, family: str, task: str, **options: Any) -> Path:
-    """Take three steps of a run, and write what comes of it."""
+    """Train for three steps and write the tuned model."""
     recipe = Recipe.model_validate({
         "task": task, "prompt": "{{ text }}", "completion": "{{ label }}", "on_long": "shorten", "dropout": 0.0,
         **options,
@@ -133,7 +133,7 @@ def lora(base: Path, folder: Path, family: str, task: str, **options: Any) -> Pa
 
 
 def logits_here(folder: Path, family: str, task: str) -> list[Tensor]:
-    """Return what the head gives for each document."""
+    """Return the head's outputs for each document."""
     recipe, batches = Recipe.model_validate({"task": task}), batches_of(task, family)
     with open_for_inference(folder, CPU, torch.float32) as (architecture, stack):
         assert architecture.task == task
@@ -146,7 +146,7 @@ def logits_here(folder: Path, family: str, task: str) -> list[Tensor]:
 
 
 def batch_order(batch: PackedBatch) -> list[int]:
-    """Return the numbers of the documents of a batch; all are of different lengths."""
+    """Identify the documents of a batch by their lengths, which all differ."""
     lengths = torch.as_tensor(batch.cu_seqlens).diff().tolist()
     return [LENGTHS.index(length) for length in lengths]
 
@@ -176,9 +176,7 @@ def assert_equal(ours: list[Tensor], theirs: list[Tensor], bound: float) -> None
 
 
 @pytest.mark.parametrize(("family", "task"), FORMS)
-def test_a_tuned_folder_opens_in_transformers_with_equal_logits_and_the_users_labels(
-    family: str, task: str, tmp_path: Path
-) -> None:
+def test_tuned_folder_matches_in_transformers(family: str, task: str, tmp_path: Path) -> None:
     folder = tune(base_model(tmp_path / "base", family), tmp_path / "tuned", family, task)
     model, info = class_of(task).from_pretrained(folder, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
@@ -195,9 +193,7 @@ def test_a_tuned_folder_opens_in_transformers_with_equal_logits_and_the_users_la
 
 
 @pytest.mark.parametrize(("family", "task"), FORMS)
-def test_an_adapter_with_its_head_gives_the_same_logits_here_in_peft_and_merged(
-    family: str, task: str, tmp_path: Path
-) -> None:
+def test_adapter_with_head_matches_peft(family: str, task: str, tmp_path: Path) -> None:
     base = base_model(tmp_path / "base", family)
     folder = lora(base, tmp_path / "adapter", family, task, merge=True)
     ours = logits_here(folder, family, task)
@@ -224,7 +220,7 @@ def test_an_adapter_with_its_head_gives_the_same_logits_here_in_peft_and_merged(
 
 @pytest.mark.parametrize(("family", "task"), [("bert", "classification"), ("gpt2", "classification"), ("bert", "spans"),
     ("gpt2", "token-labels"), ("roberta", "classification"), ("roberta", "token-labels")])  # fmt: skip
-def test_adapters_that_peft_made_open_with_their_head(family: str, task: str, tmp_path: Path) -> None:
+def test_peft_adapters_open_with_head(family: str, task: str, tmp_path: Path) -> None:
     base = base_model(tmp_path / "base", family)
     more = {} if task == "spans" else {"num_labels": 3}
     torch.manual_seed(3)
@@ -243,7 +239,7 @@ def test_adapters_that_peft_made_open_with_their_head(family: str, task: str, tm
     torch.testing.assert_close(found, torch.cat([theirs[number] for number in order]), rtol=1e-5, atol=1e-5)
 
 
-def test_a_pooler_that_the_model_lacks_is_trained_and_kept_with_the_adapter(tmp_path: Path) -> None:
+def test_missing_pooler_is_saved_with_adapter(tmp_path: Path) -> None:
     base = base_model(tmp_path / "base", "bert")
     tensors = load_file(base / "model.safetensors")
     kept = {name: tensor for name, tensor in tensors.items() if "pooler" not in name}
@@ -256,7 +252,7 @@ def test_a_pooler_that_the_model_lacks_is_trained_and_kept_with_the_adapter(tmp_
     assert_equal(ours, logits_there(theirs, "bert", "classification"), 1e-5)
 
 
-def test_a_head_for_other_labels_begins_anew_and_one_for_the_same_goes_on(tmp_path: Path) -> None:
+def test_head_restarts_only_for_other_labels(tmp_path: Path) -> None:
     base = base_model(tmp_path / "base", "bert")
     tuned = tune(base, tmp_path / "tuned", "bert", "classification")
     recipe = Recipe.model_validate({"task": "classification", "method": "lora"})
@@ -272,7 +268,7 @@ def test_a_head_for_other_labels_begins_anew_and_one_for_the_same_goes_on(tmp_pa
     assert_equal(ours, logits_there(theirs, "bert", "classification"), 1e-5)
 
 
-def test_targets_leave_out_the_head_that_is_trained_whole(tmp_path: Path) -> None:
+def test_lora_targets_exclude_head(tmp_path: Path) -> None:
     base = base_model(tmp_path / "base", "bert")
     folder = lora(base, tmp_path / "adapter", "bert", "classification", targets=["*"])
     names = load_file(folder / "adapter_model.safetensors")
@@ -283,7 +279,7 @@ def test_targets_leave_out_the_head_that_is_trained_whole(tmp_path: Path) -> Non
     assert_equal(ours, logits_there(theirs, "bert", "classification"), 1e-5)
 
 
-def test_patterns_choose_what_of_the_trunk_is_trained_beside_the_new_head(tmp_path: Path) -> None:
+def test_train_patterns_select_trunk_with_new_head(tmp_path: Path) -> None:
     base = base_model(tmp_path / "base", "bert")
     folder = tune(base, tmp_path / "tuned", "bert", "classification", train=["encoder.layer.1.*"])
     before, changed = load_file(base / "model.safetensors"), set()
@@ -295,7 +291,7 @@ def test_patterns_choose_what_of_the_trunk_is_trained_beside_the_new_head(tmp_pa
     assert changed == {"classifier.weight", "classifier.bias", "bert.encoder."}
 
 
-def test_an_adapter_without_a_part_of_its_head_is_refused(tmp_path: Path) -> None:
+def test_adapter_with_incomplete_head_is_rejected(tmp_path: Path) -> None:
     base = base_model(tmp_path / "base", "bert")
     folder = lora(base, tmp_path / "adapter", "bert", "classification")
     tensors = load_file(folder / "adapter_model.safetensors")
@@ -318,7 +314,7 @@ def test_an_adapter_without_a_part_of_its_head_is_refused(tmp_path: Path) -> Non
     assert "word_embeddings" in refusal(words, UsageError)
 
 
-def test_task_labels_and_template_are_kept_with_what_was_tuned(tmp_path: Path) -> None:
+def test_tuned_model_keeps_task_and_labels(tmp_path: Path) -> None:
     base = base_model(tmp_path / "base", "bert")
     whole = tune(base, tmp_path / "tuned", "bert", "multi-label", label_threshold=0.3)
     adapter = lora(base, tmp_path / "adapter", "bert", "multi-label", targets=["query"])
@@ -342,7 +338,7 @@ def test_task_labels_and_template_are_kept_with_what_was_tuned(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("task", ["classification", "multi-label", "token-labels"])
-def test_pipelines_of_transformers_say_the_users_labels(task: str, tmp_path: Path) -> None:
+def test_transformers_pipelines_return_user_labels(task: str, tmp_path: Path) -> None:
     folder = tune(base_model(tmp_path / "base", "bert"), tmp_path / "tuned", "bert", task)
     kind = "token-classification" if task == "token-labels" else "text-classification"
     pipe = transformers.pipeline(kind, model=str(folder))
@@ -360,7 +356,7 @@ def test_pipelines_of_transformers_say_the_users_labels(task: str, tmp_path: Pat
     assert found == pytest.approx(dict(zip(LABELS, expected.tolist(), strict=True)), abs=1e-6)
 
 
-def test_a_vocabulary_with_capitals_stays_cased_in_what_is_written(tmp_path: Path) -> None:
+def test_cased_vocabulary_stays_cased(tmp_path: Path) -> None:
     for is_cased in (False, True):
         base = base_model(tmp_path / f"base-{is_cased}", "bert")
         write_vocabulary(base, is_cased)
@@ -371,7 +367,7 @@ def test_a_vocabulary_with_capitals_stays_cased_in_what_is_written(tmp_path: Pat
         assert words == (["The", "lift"] if is_cased else ["the", "lift"])
 
 
-def test_a_shorter_limit_of_a_tokenizer_is_kept(tmp_path: Path) -> None:
+def test_shorter_tokenizer_limit_is_kept(tmp_path: Path) -> None:
     base = base_model(tmp_path / "base", "bert")
     (base / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 16, "do_lower_case": False}))
     convert(base, tmp_path / "model")
@@ -379,7 +375,7 @@ def test_a_shorter_limit_of_a_tokenizer_is_kept(tmp_path: Path) -> None:
     assert read_architecture(tmp_path / "model").config.n_positions == 48
 
 
-def test_adapters_on_an_encoder_from_the_command_line(shell, tmp_path: Path) -> None:
+def test_encoder_adapter_works_from_command_line(shell, tmp_path: Path) -> None:
     rows = [{"text": f"the {word} lift {n}", "label": label} for n in range(15) for word, label in WORDS]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = "--recipe classification --data rows.jsonl --model tiny-bert --method lora --lr 1e-2 --max-steps 2"

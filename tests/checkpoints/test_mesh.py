@@ -1,10 +1,10 @@
-"""Checkpoints of mesh-transformer-jax, read and written; the reference is `mesh_reference`, written on its own."""
+"""Test mesh-transformer-jax checkpoints against an independent writer and model, `mesh_reference`."""
 
 import json
 import os
 import shutil
 import tarfile
-from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +46,7 @@ def logits_of(folder: Path) -> np.ndarray:
 
 
 def canonical(shards: list[Leaves]) -> list[Leaves]:
-    """The same without what a Hugging Face model has no place for."""
+    """Return shards whose values a Hugging Face model can hold exactly."""
     result = [dict(leaves) for leaves in shards]
     for leaves in result:
         leaves["embedding_shard/~/linear", "b"] = np.zeros_like(leaves["embedding_shard/~/linear", "b"])
@@ -55,9 +55,7 @@ def canonical(shards: list[Leaves]) -> list[Leaves]:
 
 
 @pytest.mark.parametrize("form", ["slim", "full", "its parent", "tar", "tar.zst"])
-def test_a_checkpoint_converts_to_the_logits_that_its_shards_compute(
-    tmp_path: Path, shards: list[Leaves], config: Path, form: str
-) -> None:
+def test_checkpoint_keeps_logits_of_its_shards(tmp_path: Path, shards: list[Leaves], config: Path, form: str) -> None:
     source = reference.write(tmp_path / "mesh", shards, moments=(shards, shards) if form == "full" else ())
     if form.startswith("tar"):
         source = reference.pack(source, tmp_path / f"step_10_slim.{form}")
@@ -69,13 +67,13 @@ def test_a_checkpoint_converts_to_the_logits_that_its_shards_compute(
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_any_number_of_shards_is_read(tmp_path: Path, config: Path, count: int) -> None:
+def test_any_shard_count_is_read(tmp_path: Path, config: Path, count: int) -> None:
     shards = reference.random_shards(1, count)
     convert(reference.write(tmp_path / "mesh", shards), tmp_path / "model", Conversion(config=config))
     assert_allclose(logits_of(tmp_path / "model"), reference.forward(shards, TOKENS), rtol=1e-4, atol=2e-5)
 
 
-def test_bf16_is_kept_but_where_a_sum_needs_more(tmp_path: Path, shards: list[Leaves], config: Path) -> None:
+def test_bf16_sums_widen_when_inexact(tmp_path: Path, shards: list[Leaves], config: Path) -> None:
     source = reference.write(tmp_path / "mesh", shards, bf16=True)
     convert(source, tmp_path / "model", Conversion(config=config))
     with open_checkpoint(tmp_path / "model") as model:
@@ -86,7 +84,7 @@ def test_bf16_is_kept_but_where_a_sum_needs_more(tmp_path: Path, shards: list[Le
         assert np.array_equal(rows.t().contiguous().view(torch.uint16).numpy(), halves)
 
 
-def test_arrays_in_fortran_order_are_read(tmp_path: Path, shards: list[Leaves], config: Path) -> None:
+def test_fortran_order_is_read(tmp_path: Path, shards: list[Leaves], config: Path) -> None:
     turned = [{key: np.asfortranarray(array) for key, array in leaves.items()} for leaves in shards]
     convert(reference.write(tmp_path / "a", turned), tmp_path / "model-a", Conversion(config=config))
     convert(reference.write(tmp_path / "b", shards), tmp_path / "model-b", Conversion(config=config))
@@ -95,9 +93,7 @@ def test_arrays_in_fortran_order_are_read(tmp_path: Path, shards: list[Leaves], 
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_mesh_to_folder_to_mesh_gives_every_array_back(
-    tmp_path: Path, shards: list[Leaves], config: Path, bf16: bool
-) -> None:
+def test_mesh_round_trip_keeps_every_array(tmp_path: Path, shards: list[Leaves], config: Path, bf16: bool) -> None:
     source = reference.write(tmp_path / "mesh", canonical(shards), bf16=bf16)
     convert(source, tmp_path / "model", Conversion(config=config))
     convert(tmp_path / "model", tmp_path / "back", Conversion(to="mesh", mesh_shards=reference.SHARDS))
@@ -114,7 +110,7 @@ def test_mesh_to_folder_to_mesh_gives_every_array_back(
                 assert is_step or before[name].tobytes() == after[name].tobytes(), (file, name)
 
 
-def test_what_is_written_computes_the_same_and_says_its_shape(tmp_path: Path) -> None:
+def test_written_mesh_keeps_logits_and_shape(tmp_path: Path) -> None:
     state = make_state()[1]
     source = write_source(tmp_path / "source", state)
     convert(source, tmp_path / "mesh", Conversion(to="mesh", mesh_shards=2))
@@ -124,7 +120,7 @@ def test_what_is_written_computes_the_same_and_says_its_shape(tmp_path: Path) ->
         assert all(torch.equal(model.read(name), tensor) for name, tensor in state.items())
 
 
-def test_another_number_of_shards_and_step_are_kept(tmp_path: Path, shards: list[Leaves], config: Path) -> None:
+def test_shard_count_and_step_are_kept(tmp_path: Path, shards: list[Leaves], config: Path) -> None:
     source = reference.write(tmp_path / "mesh", canonical(shards), step=383500)
     convert(source, tmp_path / "two", Conversion(config=config, to="mesh", mesh_shards=2))
     assert sorted(path.name for path in (tmp_path / "two/step_383500").iterdir()) == ["shard_0", "shard_1"]
@@ -142,14 +138,14 @@ def test_another_number_of_shards_and_step_are_kept(tmp_path: Path, shards: list
         (Conversion(to="mesh", mesh_shards=2, dtype="fp16"), "stores fp32 or bf16"),
     ],
 )
-def test_what_mesh_cannot_hold_is_refused(tmp_path: Path, conversion: Conversion, reason: str) -> None:
+def test_unsupported_mesh_conversion_is_rejected(tmp_path: Path, conversion: Conversion, reason: str) -> None:
     source = write_source(tmp_path / "source", make_state()[1])
     with pytest.raises(UsageError, match=reason):
         convert(source, tmp_path / "out" / "mesh", conversion)
     assert not (tmp_path / "out" / "mesh").exists()
 
 
-def test_the_order_of_gptj_6b_is_that_of_strings() -> None:
+def test_gptj_6b_leaves_sort_as_strings() -> None:
     names = [leaf.name for leaf in leaves_of(families()["gptj"], 28)]
     assert len(names) == 286
     assert names[:2] == ["transformer.wte.weight"] * 2
@@ -160,7 +156,7 @@ def test_the_order_of_gptj_6b_is_that_of_strings() -> None:
     ]
 
 
-def test_without_a_config_only_the_shape_of_gptj_6b_is_assumed(
+def test_missing_config_assumes_gptj_6b(
     tmp_path: Path, shards: list[Leaves], config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = reference.write(tmp_path / "mesh", shards)
@@ -182,7 +178,7 @@ def test_without_a_config_only_the_shape_of_gptj_6b_is_assumed(
         ({"d_model": None}, "hidden_size|d_model"),
     ],
 )
-def test_a_config_that_contradicts_the_shards_is_refused(
+def test_config_contradicting_shards_is_rejected(
     tmp_path: Path, shards: list[Leaves], change: dict[str, object], reason: str
 ) -> None:
     source = reference.write(tmp_path / "mesh", shards)
@@ -194,7 +190,7 @@ def test_a_config_that_contradicts_the_shards_is_refused(
 
 
 def damage(step: Path, what: str) -> str:
-    """Damage a checkpoint; return what must be said."""
+    """Damage a checkpoint; return the expected message."""
     npz = step / "shard_2" / "7.npz"
     if what == "a shard is missing":
         shutil.rmtree(step / "shard_2")
@@ -243,7 +239,7 @@ def damage(step: Path, what: str) -> str:
     ["a shard is missing", "the last shard is missing", "a file is missing", "a link", "truncated", "a flipped bit",
      "compressed", "code", "another type", "another shape", "one array more"],
 )  # fmt: skip
-def test_damage_is_said_with_file_and_array(tmp_path: Path, shards: list[Leaves], config: Path, what: str) -> None:
+def test_damage_error_names_file_and_array(tmp_path: Path, shards: list[Leaves], config: Path, what: str) -> None:
     step = reference.write(tmp_path / "mesh", shards)
     reason = damage(step, what)
     with pytest.raises(DataError, match=reason):
@@ -252,9 +248,7 @@ def test_damage_is_said_with_file_and_array(tmp_path: Path, shards: list[Leaves]
 
 
 @pytest.mark.parametrize("what", ["truncated", "not zstandard", "a link", "no checkpoint", "two checkpoints"])
-def test_a_damaged_archive_is_refused_and_nothing_is_left(
-    tmp_path: Path, shards: list[Leaves], config: Path, what: str
-) -> None:
+def test_damaged_archive_leaves_nothing(tmp_path: Path, shards: list[Leaves], config: Path, what: str) -> None:
     step = reference.write(tmp_path / "mesh", shards)
     path = tmp_path / "a.tar.zst"
     if what == "a link":
@@ -277,21 +271,20 @@ def test_a_damaged_archive_is_refused_and_nothing_is_left(
 
 
 @pytest.mark.parametrize("form", ["tar", "tar.zst"])
-def test_an_archive_that_does_not_fit_on_the_disk_is_refused_before_it_is_unpacked(
-    tmp_path: Path, shards: list[Leaves], config: Path, monkeypatch: pytest.MonkeyPatch, form: str
+def test_low_disk_fails_before_unpacking(
+    tmp_path: Path, shards: list[Leaves], config: Path, set_free_space: Callable[[int], None], form: str
 ) -> None:
     path = tmp_path / f"a.{form}"
     reference.pack(reference.write(tmp_path / "mesh", shards), path)
     size = path.stat().st_size
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, size // 2))
+    set_free_space(size // 2)
     reason = rf"{path.name} unpacks to {size / 1e9:.1f} GB, but .* GB free"
     with pytest.raises(ResourceError, match=reason):
         convert(path, tmp_path / "out" / "model", Conversion(config=config))
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_no_name_in_an_archive_leads_out_of_the_folder(tmp_path: Path, shards: list[Leaves], config: Path) -> None:
+def test_archive_names_cannot_escape_folder(tmp_path: Path, shards: list[Leaves], config: Path) -> None:
     step = reference.write(tmp_path / "mesh", shards)
     with tarfile.open(tmp_path / "a.tar", "w") as archive:
         archive.add(step, "../../step_10")

@@ -1,4 +1,4 @@
-"""An optimizer's moments carried over from other systems, and training that goes on with them."""
+"""Test converting optimizer state from other programs, and training from it."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ def squared(leaves: reference.Leaves) -> reference.Leaves:
     return {key: array**2 for key, array in leaves.items()}
 
 
-def test_the_moments_of_a_full_mesh_checkpoint_are_joined_like_their_weights(tmp_path: Path, shell) -> None:
+def test_full_mesh_moments_join_like_weights(tmp_path: Path, shell) -> None:
     config = tmp_path / "mesh.json"
     config.write_text(json.dumps(reference.SHAPE))
     first, second = reference.random_shards(5), [squared(leaves) for leaves in reference.random_shards(6)]
@@ -62,7 +62,7 @@ def test_the_moments_of_a_full_mesh_checkpoint_are_joined_like_their_weights(tmp
 
 
 class Theirs(nn.Module):
-    """The modules of a model of the Cerebras model zoo, made in its order; the values do not matter."""
+    """Modules of a Cerebras model in their order of creation; the values do not matter."""
 
     def __init__(self, named: State) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Theirs(nn.Module):
         for layer in self.transformer_decoder.layers:
             layer.self_attn = nn.Module()
             for part in ("q", "k", "v", "output"):
-                setattr(layer.self_attn, f"proj_{part}_dense_layer", nn.Linear(width, width, bias=has_biases))
+                layer.self_attn.add_module(f"proj_{part}_dense_layer", nn.Linear(width, width, bias=has_biases))
             layer.norm1 = nn.LayerNorm(width)
             if has_biases:
                 layer.norm3 = nn.LayerNorm(width)
@@ -93,7 +93,7 @@ class Theirs(nn.Module):
             self.lm_head.weight = self.embedding_layer.word_embeddings.weight
 
     def keys(self, form: str) -> dict[str, str]:
-        """Return what their optimizer calls each parameter."""
+        """Return the optimizer's key of each parameter."""
         names = {id(parameter): f"model.{name}" for name, parameter in self.named_parameters()}
         if form == "named":
             return {name: name for name in names.values()}
@@ -112,7 +112,7 @@ class Theirs(nn.Module):
 
 
 def write_moments_mdl(path: Path, named: tuple[State, State, State], form: str, power: float | None) -> Path:
-    """Write weights and moments by Cerebras' names; the powers as they are after some updates."""
+    """Write weights and moments under Cerebras' names, with the power of beta2 after some updates."""
     keys = Theirs(named[0]).keys(form)
     with h5py.File(path, "w") as file:
         for name, tensor in named[0].items():
@@ -134,7 +134,7 @@ def write_moments_mdl(path: Path, named: tuple[State, State, State], form: str, 
         *((model, form) for model in ("gpt2", "tied gpt2") for form in ("named", "in two groups")),
     ],
 )
-def test_the_moments_of_an_mdl_find_their_parameters_by_name_or_number(tmp_path: Path, model: str, form: str) -> None:
+def test_mdl_moments_match_parameters(tmp_path: Path, model: str, form: str) -> None:
     params, is_tied = tmp_path / "params.yaml", model == "tied gpt2"
     params.write_text(PARAMS if model == "gptj" else GPT2.replace("TIED", str(is_tied).lower()))
     state = make_state()[1] if model == "gptj" else gpt2_state(is_tied)
@@ -152,7 +152,7 @@ def test_the_moments_of_an_mdl_find_their_parameters_by_name_or_number(tmp_path:
         assert_same_weights(tensors_of(tmp_path / "model/optimizer" / kind), expected)
 
 
-def test_moments_that_fit_no_parameter_are_refused(tmp_path: Path) -> None:
+def test_misfit_moments_are_rejected(tmp_path: Path) -> None:
     params, state = tmp_path / "params.yaml", make_state()[1]
     params.write_text(PARAMS)
 
@@ -181,7 +181,7 @@ UPDATES = 7
 
 
 def model_with_moments(folder: Path) -> dict[str, State]:
-    """Save a model with moments that seven updates may have left; return these."""
+    """Save a model with plausible moments after seven updates; return the moments."""
     model = random_gptj(vocab_size=40, n_positions=32, n_embd=16, n_layer=2, n_head=2, rotary_dim=4)
     model.save_pretrained(folder)
     generator = torch.Generator().manual_seed(3)
@@ -198,7 +198,7 @@ OPTIONS = {"schedule": "constant", "warmup": 0, "weight_decay": 0.1, "clip_norm"
 
 
 def oracle_weights(session: TrainSetup, moments: dict[str, State]) -> State:
-    """Train the same with `transformers` and `torch.optim.AdamW`, which is given the moments and their step."""
+    """Train the reference: `transformers` and `torch.optim.AdamW` with these moments and their step."""
     model = AutoModelForCausalLM.from_pretrained(session.model)
     named, recipe = dict(model.named_parameters()), session.recipe
     groups = [
@@ -222,7 +222,7 @@ def oracle_weights(session: TrainSetup, moments: dict[str, State]) -> State:
     return {name: parameter.detach() for name, parameter in named.items()}
 
 
-def test_a_run_goes_on_with_moments_as_torch_does_in_every_placement_and_after_power_cuts(tmp_path: Path) -> None:
+def test_run_continues_moments_as_torch(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     moments = model_with_moments(tmp_path / "model")
     session = small_session(tmp_path / "model", **OPTIONS)
@@ -253,7 +253,7 @@ def test_a_run_goes_on_with_moments_as_torch_does_in_every_placement_and_after_p
     assert not torch.allclose(weights_of(fresh.model)[name], ours[name], rtol=1e-3)
 
 
-def test_damaged_moments_stop_a_run_before_it_begins_and_an_adapter_needs_none(tmp_path: Path) -> None:
+def test_damaged_moments_fail_before_training(tmp_path: Path) -> None:
     model_with_moments(tmp_path)
     session = small_session(tmp_path, train="h.1.mlp.*", **OPTIONS)
     assert session.updates_before == UPDATES

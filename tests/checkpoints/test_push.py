@@ -1,15 +1,14 @@
-"""Sending a model folder to a small Hub on this machine."""
+"""Test pushing a model folder to a local Hub server."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import NOTES
-from huggingface_hub import constants
 from support.hub_server import COMMIT, Hub, Pushed, reachable
 
 from gptj_ft.checkpoints.adapter import write_adapter
@@ -34,7 +33,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A tuned model among things that are nobody's business, with paths of this machine in its configuration."""
+    """Write a tuned model among private files, with local paths in its config."""
     folder = make_tiny(tmp_path / "Acme" / "model", [note for note, _ in NOTES], seed=0)
     (folder / "README.md").write_text("---\nlicense: apache-2.0\n---\n# A model\n")
     old = ModelMetadata(
@@ -54,7 +53,7 @@ def sent_to(hub: Hub) -> dict[str, bytes]:
     return hub.pushed[NAME].files
 
 
-def test_the_repository_gets_the_model_and_nothing_else(hub: Hub, model: Path) -> None:
+def test_push_sends_only_model_files(hub: Hub, model: Path) -> None:
     steps: list[tuple[int, int]] = []
     parcels = files_to_push(model)
     pushed = push(parcels, NAME, progress=lambda done, total: steps.append((done, total)))
@@ -68,7 +67,7 @@ def test_the_repository_gets_the_model_and_nothing_else(hub: Hub, model: Path) -
     assert hub.pushed[NAME].commits == ["Model, by gptj-ft"]
 
 
-def test_nothing_that_is_sent_names_folders_or_files_of_this_machine(hub: Hub, model: Path) -> None:
+def test_pushed_files_name_no_local_paths(hub: Hub, model: Path) -> None:
     push(files_to_push(model), NAME)
     bodies = b"".join(request.body for request in hub.requests)
     assert not [name for name, content in sent_to(hub).items() if b"Acme" in content]
@@ -78,7 +77,7 @@ def test_nothing_that_is_sent_names_folders_or_files_of_this_machine(hub: Hub, m
     assert (tuning["base_model"], tuning["data"], tuning["template"]) == ("", {"rows": 3}, {"prompt": "{{ text }}"})
 
 
-def test_the_token_is_sent_to_the_hub_and_shown_nowhere(hub: Hub, model: Path, shell) -> None:
+def test_push_never_shows_token(hub: Hub, model: Path, shell) -> None:
     done = shell(f"convert {model} --push {NAME} --json")
     assert done.code == 0, done.err
     assert {request.headers.get("authorization") for request in hub.requests} == {None, "Bearer hf_secret"}
@@ -86,20 +85,22 @@ def test_the_token_is_sent_to_the_hub_and_shown_nowhere(hub: Hub, model: Path, s
     assert "hf_secret" not in done.out + done.err
 
 
-def test_without_a_token_or_a_network_nothing_is_asked(hub: Hub, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_token_or_network_sends_nothing(
+    hub: Hub, model: Path, monkeypatch: pytest.MonkeyPatch, forbid_network: Callable[[], None]
+) -> None:
     with pytest.raises(UsageError, match="'mine' is not a repository name; write owner/name"):
         push(files_to_push(model), "mine")
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(UsageError, match="set HF_TOKEN to a token with write access"):
         push(files_to_push(model), NAME)
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    forbid_network()
     with pytest.raises(UsageError, match="HF_HUB_OFFLINE is set"):
         push(files_to_push(model), NAME)
     assert hub.requests == []
 
 
-def test_dry_run_shows_what_would_go_and_asks_nobody(hub: Hub, model: Path, shell) -> None:
+def test_dry_run_lists_files_without_requests(hub: Hub, model: Path, shell) -> None:
     done = shell(f"convert {model} --push {NAME} --dry-run --json")
     names = [file["name"] for file in done.json["files"]]
     assert {"config.json", "README.md", "model-00001-of-00004.safetensors"} <= set(names)
@@ -112,14 +113,14 @@ def test_dry_run_shows_what_would_go_and_asks_nobody(hub: Hub, model: Path, shel
     assert hub.requests == []
 
 
-def test_what_goes_is_said_before_it_goes(hub: Hub, model: Path, shell) -> None:
+def test_files_are_listed_before_upload(hub: Hub, model: Path, shell) -> None:
     hub.status = 503
     done = shell(f"convert {model} --push {NAME}")
     assert done.code == NetworkError.exit_code
     assert done.err.index(f"go to {NAME}, private") < done.err.index("answered 503")
 
 
-def test_public_is_what_was_asked_for_and_never_by_accident(hub: Hub, model: Path, shell) -> None:
+def test_public_repository_needs_public_option(hub: Hub, model: Path, shell) -> None:
     hub.pushed[NAME] = Pushed(private=False)
     with pytest.raises(UsageError, match="me/mine is public, so everybody would see the model: add --public"):
         push(files_to_push(model), NAME)
@@ -130,7 +131,7 @@ def test_public_is_what_was_asked_for_and_never_by_accident(hub: Hub, model: Pat
     assert shell("convert --public").code == 2
 
 
-def test_after_an_interruption_what_has_arrived_is_not_sent_again(hub: Hub, model: Path) -> None:
+def test_interrupted_push_resumes(hub: Hub, model: Path) -> None:
     def stop(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
@@ -144,7 +145,7 @@ def test_after_an_interruption_what_has_arrived_is_not_sent_again(hub: Hub, mode
     assert len(hub.stored) == 4
 
 
-def test_a_refused_upload_is_one_line(hub: Hub, model: Path) -> None:
+def test_rejected_upload_is_one_line(hub: Hub, model: Path) -> None:
     hub.cuts = 1
     with pytest.raises(
         NetworkError, match=f"answered 403 for {NAME}; .*HF_TOKEN is a token that may write it"
@@ -154,7 +155,7 @@ def test_a_refused_upload_is_one_line(hub: Hub, model: Path) -> None:
     assert "hf_secret" not in str(caught.value)
 
 
-def test_what_is_no_model_or_leads_elsewhere_is_not_sent(model: Path, tmp_path: Path) -> None:
+def test_non_models_and_links_are_rejected(model: Path, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("{}")
     (model / "source.json").symlink_to(tmp_path / "secret")
     with pytest.raises(DataError, match=r"source\.json is a link to .*secret, out of the folder"):
@@ -167,7 +168,7 @@ def test_what_is_no_model_or_leads_elsewhere_is_not_sent(model: Path, tmp_path: 
         files_to_push(tmp_path)
 
 
-def test_an_adapter_is_sent_with_the_name_of_its_base_on_the_hub(hub: Hub, model: Path, tmp_path: Path, shell) -> None:
+def test_pushed_adapter_names_its_hub_base(hub: Hub, model: Path, tmp_path: Path, shell) -> None:
     architecture, recipe = read_architecture(model), resolve({"method": "lora"}, environment={}).recipe
     (model / "source.json").write_text(Origin("EleutherAI/gpt-j-6b", COMMIT, "apache-2.0").to_text())
     metrics = {"steps": 1, "validation_loss": 1.0, "baseline_validation_loss": 2.0}
@@ -190,14 +191,14 @@ def test_an_adapter_is_sent_with_the_name_of_its_base_on_the_hub(hub: Hub, model
         assert fact in card, fact
 
 
-def test_a_merge_is_sent_and_not_what_it_is_made_of(model: Path, shell) -> None:
+def test_merged_push_sends_only_result(model: Path, shell) -> None:
     done = shell(f"convert {model} --merge {model} --push {NAME} --dry-run")
     assert done.code == 2
     assert "--push sends a model folder as it is" in done.err
     assert shell(f"convert {model} --dtype bf16 --push {NAME}").code == 2
 
 
-def test_a_conversion_can_be_sent_at_once(hub: Hub, model: Path, tmp_path: Path, shell) -> None:
+def test_convert_and_push_in_one_command(hub: Hub, model: Path, tmp_path: Path, shell) -> None:
     done = shell(f"convert {model} {tmp_path}/half --dtype bf16 --push {NAME} --json")
     assert done.code == 0, done.err
     assert json.loads(sent_to(hub)["config.json"])["dtype"] == "bfloat16"

@@ -1,4 +1,4 @@
-"""Checkpoints of google-research/bert, read without TensorFlow."""
+"""Test reading google-research/bert checkpoints without TensorFlow."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def model_of(kind: str) -> Any:
 
 
 def write(folder: Path, state: dict[str, Tensor], **options: Any) -> Path:
-    """Write a folder as Google's archives have it."""
+    """Write a folder like those in Google's archives."""
     folder.mkdir()
     (folder / "bert_config.json").write_text(json.dumps(CONFIG))
     (folder / "vocab.txt").write_text("".join(f"{word}\n" for word in ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "the")))
@@ -46,9 +46,7 @@ def write(folder: Path, state: dict[str, Tensor], **options: Any) -> Path:
 
 @pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize(("num_files", "block_entries"), [(1, 1000), (3, 7)])
-def test_a_folder_of_google_becomes_one_that_transformers_opens(
-    kind: str, num_files: int, block_entries: int, tmp_path: Path
-) -> None:
+def test_google_folder_opens_in_transformers(kind: str, num_files: int, block_entries: int, tmp_path: Path) -> None:
     model = model_of(kind)
     source = write(tmp_path / "L-12", model.state_dict(), num_files=num_files, block_entries=block_entries)
     report = convert(source, tmp_path / "model")
@@ -66,7 +64,7 @@ def test_a_folder_of_google_becomes_one_that_transformers_opens(
     assert theirs.config.num_labels == (3 if kind == "labels" else 2)
 
 
-def test_every_way_of_naming_a_checkpoint_finds_it(tmp_path: Path) -> None:
+def test_checkpoint_is_found_by_any_name(tmp_path: Path) -> None:
     source = write(tmp_path / "source", model_of("labels").state_dict())
     for name in ("bert_model.ckpt", "bert_model.ckpt.index", "bert_model.ckpt.data-00000-of-00001"):
         assert find_bundle(source / name) == source / "bert_model.ckpt.index"
@@ -79,7 +77,7 @@ def test_every_way_of_naming_a_checkpoint_finds_it(tmp_path: Path) -> None:
         convert(source, tmp_path / "again", Conversion(format="tensorflow"))
 
 
-def test_a_checkpoint_of_another_program_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_of_other_program_is_rejected(tmp_path: Path) -> None:
     source = write(tmp_path / "source", model_of("labels").state_dict())
     name = "layer_with_weights-0/kernel/.ATTRIBUTES/VARIABLE_VALUE"
     write_bundle(source / "bert_model.ckpt", {name: torch.ones(2, 2)})
@@ -90,7 +88,7 @@ def test_a_checkpoint_of_another_program_is_refused(tmp_path: Path) -> None:
         convert(source, tmp_path / "model")
 
 
-def test_what_is_not_read_is_refused_with_the_reason(tmp_path: Path) -> None:
+def test_unsupported_bundles_are_rejected(tmp_path: Path) -> None:
     tensors = {"bert/x": torch.arange(6.0)}
     for options, reason in (
         ({"compression": 1}, "a block of it is compressed"),
@@ -102,7 +100,7 @@ def test_what_is_not_read_is_refused_with_the_reason(tmp_path: Path) -> None:
             open_bundle(index)
 
 
-def test_damage_of_any_byte_is_noticed(tmp_path: Path) -> None:
+def test_any_damaged_byte_is_detected(tmp_path: Path) -> None:
     tensors = {"bert/a": torch.arange(6.0).reshape(2, 3), "bert/b": torch.tensor(3), "bert/c": torch.ones(2).bfloat16()}
     index = write_bundle(tmp_path / "x", tensors, block_entries=2).with_name("x.index")
     data, whole = tmp_path / "x.data-00000-of-00001", index.read_bytes()

@@ -1,4 +1,4 @@
-"""The small random model made on the spot."""
+"""Test the tiny random model and its tokenizer."""
 
 import hashlib
 import json
@@ -37,7 +37,7 @@ make_tiny(Path(sys.argv[1]), TEXTS, 7, **SMALL)
 """
 
 
-def test_texts_and_seed_decide_every_byte_in_any_process(tmp_path: Path) -> None:
+def test_texts_and_seed_determine_every_byte(tmp_path: Path) -> None:
     make_tiny(tmp_path / "here", TEXTS, 7, **SMALL)
     subprocess.run(
         [sys.executable, "-c", MAKE, tmp_path / "there", Path(__file__).parent],
@@ -49,14 +49,14 @@ def test_texts_and_seed_decide_every_byte_in_any_process(tmp_path: Path) -> None
     assert digest(tmp_path / "here") != digest(tmp_path / "other")
 
 
-def test_pieces_of_words_are_numbered_the_same_each_time() -> None:
+def test_wordpiece_ids_are_deterministic() -> None:
     texts = [f"Room {n} is cold and dark at night." for n in range(30)]
     vocabularies = [train_wordpiece(texts, 200).get_vocab() for _ in range(6)]
     assert all(each == vocabularies[0] for each in vocabularies)
     assert vocabularies[0].keys() >= {"[PAD]", "##2", "night", "cold"}
 
 
-def test_transformers_opens_an_encoder_and_its_tokenizer(tmp_path: Path) -> None:
+def test_transformers_opens_encoder_and_tokenizer(tmp_path: Path) -> None:
     folder = make_tiny(tmp_path / "tiny", TEXTS, 0, model_type="bert")
     model, tokenizer = AutoModel.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     assert not (folder / "generation_config.json").exists()
@@ -70,7 +70,7 @@ def test_transformers_opens_an_encoder_and_its_tokenizer(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("family", ["roberta", "xlm-roberta"])
-def test_transformers_opens_an_encoder_that_frames_texts_as_roberta_does(tmp_path: Path, family: str) -> None:
+def test_transformers_opens_roberta_like_encoder(tmp_path: Path, family: str) -> None:
     folder = make_tiny(tmp_path / "tiny", TEXTS, 0, model_type=family)
     model, tokenizer = AutoModel.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     assert model.config.model_type == family
@@ -114,19 +114,19 @@ def test_frequent_words_become_one_token(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("texts", [[], ["a"], [""]])
-def test_the_smallest_corpus_is_enough(tmp_path: Path, texts: list[str]) -> None:
+def test_one_short_text_is_enough(tmp_path: Path, texts: list[str]) -> None:
     folder = make_tiny(tmp_path / "tiny", texts, 0, **SMALL)
     assert json.loads((folder / "config.json").read_text())["vocab_size"] == 320  # 256 bytes and one, rounded up
 
 
-def test_the_tokenizer_stops_at_its_target(tmp_path: Path) -> None:
+def test_vocabulary_stops_at_target(tmp_path: Path) -> None:
     texts = [f"word{number} twice word{number}" for number in range(500)]
     folder = make_tiny(tmp_path / "tiny", texts, 0, vocab_target=300, **SMALL)
     assert len(AutoTokenizer.from_pretrained(folder)) == 300
 
 
 @pytest.mark.parametrize("family", DECODERS)
-def test_weights_start_as_those_of_transformers(tmp_path: Path, family: str) -> None:
+def test_weights_start_as_in_transformers(tmp_path: Path, family: str) -> None:
     folder = make_tiny(tmp_path / "tiny", TEXTS, 0, model_type=family, initializer_range=0.1)
     with open_checkpoint(folder) as checkpoint:
         assert check_tensors(read_architecture(folder), checkpoint) == []
@@ -142,6 +142,6 @@ def test_weights_start_as_those_of_transformers(tmp_path: Path, family: str) -> 
                 assert abs(float(tensor.mean())) < 0.005, name
 
 
-def test_an_existing_folder_is_refused(tmp_path: Path) -> None:
+def test_existing_folder_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="exists"):
         make_tiny(tmp_path, TEXTS, 0)

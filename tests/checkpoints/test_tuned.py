@@ -1,4 +1,4 @@
-"""What a tuned model folder holds for other tools and people: settings, chat template, card; and what it does not."""
+"""Test the texts of a tuned model folder: settings, chat template, card; no private paths."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def base(tmp_path: Path) -> Path:
 
 
 def tuned(base: Path, recipe: Recipe, target: Path) -> Path:
-    """Write the base as if it had been tuned by a recipe."""
+    """Write the base model as if a recipe had tuned it."""
     architecture = read_architecture(base)
     files = metadata_files(TunedModel(recipe, base, architecture, DATA, METRICS))
     with open_checkpoint(base) as checkpoint:
@@ -58,7 +58,7 @@ def program_of(card: str) -> str:
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_the_chat_template_makes_the_tokens_that_the_model_was_trained_on(name: str, base: Path) -> None:
+def test_chat_template_produces_training_tokens(name: str, base: Path) -> None:
     recipe, messages = preset(name), [{"role": "user", "content": "Is it {{ here }}?\n\n{% No %}. \n"}]
     fields = fields_of(recipe.prompt)
     template = chat_template(recipe)
@@ -83,7 +83,7 @@ def test_the_chat_template_makes_the_tokens_that_the_model_was_trained_on(name: 
         "{% raw %}{{ kept }}{% endraw %} {{ document }}",
     ],
 )
-def test_white_space_of_a_template_is_kept_where_blocks_are_trimmed(prompt: str, base: Path) -> None:
+def test_template_white_space_is_kept(prompt: str, base: Path) -> None:
     recipe, text = build({"prompt": prompt, "completion": "{{ summary }}"}), "one\ntwo"
     tokenizer, template = load_tokenizer(base), chat_template(recipe)
     messages = [{"role": "system", "content": "x"}, {"role": "user", "content": text}]
@@ -92,14 +92,14 @@ def test_white_space_of_a_template_is_kept_where_blocks_are_trimmed(prompt: str,
     assert tokenizer(theirs)["input_ids"] == encode_prompt(recipe, tokenizer, {"document": text}, 2000).ids
 
 
-def test_a_template_that_comes_out_otherwise_there_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unportable_chat_template_is_omitted(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = preset("summarization")
     assert chat_template(recipe) is not None
     monkeypatch.setattr("gptj_ft.data.chat._portable", lambda source: source + " ")
     assert chat_template(recipe) is None
 
 
-def test_the_generation_settings_are_those_of_the_recipe_and_valid_elsewhere(base: Path, tmp_path: Path) -> None:
+def test_generation_config_matches_recipe(base: Path, tmp_path: Path) -> None:
     end = read_architecture(base).raw["eos_token_id"]
     sampled = GenerationConfig.from_pretrained(tuned(base, preset("chat"), tmp_path / "a"))
     sampled.validate(strict=True)
@@ -121,7 +121,7 @@ def test_the_generation_settings_are_those_of_the_recipe_and_valid_elsewhere(bas
     assert (greedy.eos_token_id, greedy.pad_token_id, greedy.bos_token_id) == (end, end, end)
 
 
-def test_other_tools_find_what_they_expect(base: Path, tmp_path: Path) -> None:
+def test_other_tools_read_the_folder(base: Path, tmp_path: Path) -> None:
     folder = tuned(base, preset("summarization"), tmp_path / "tuned")
     model, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(loading[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
@@ -139,7 +139,7 @@ def test_other_tools_find_what_they_expect(base: Path, tmp_path: Path) -> None:
         ("autocomplete", "generate ..."),
     ],
 )
-def test_the_program_in_the_card_writes_what_generate_writes(
+def test_card_program_matches_generate(
     base: Path, tmp_path: Path, shell, monkeypatch: pytest.MonkeyPatch, name: str, line: str
 ) -> None:
     recipe = preset(name, generation={"max_new_tokens": 24, "stop": ["e"], "temperature": 0.0})
@@ -155,7 +155,7 @@ def test_the_program_in_the_card_writes_what_generate_writes(
     assert "--field context" in card if name == "qa" else "--field" not in card
 
 
-def test_the_card_says_what_the_model_is_and_has_been_through(base: Path, tmp_path: Path) -> None:
+def test_card_describes_model_and_training(base: Path, tmp_path: Path) -> None:
     folder = tuned(base, preset("qa"), tmp_path / "tuned")
     card = (folder / "README.md").read_text()
     head = yaml.safe_load(card.split("---\n")[1])
@@ -174,20 +174,20 @@ def test_the_card_says_what_the_model_is_and_has_been_through(base: Path, tmp_pa
     assert read_origin(folder) == Origin("EleutherAI/gpt-j-6b", "c" * 40, "apache-2.0")
 
 
-def test_a_prompt_with_fences_stays_whole_in_the_card(base: Path, tmp_path: Path) -> None:
+def test_prompt_with_fences_survives_in_card(base: Path, tmp_path: Path) -> None:
     prompt = "```\n{{ document }}\n```\nSummary:"
     recipe = build({"prompt": prompt, "completion": "{{ summary }}"})
     assert f"````jinja\n{prompt}\n````" in (tuned(base, recipe, tmp_path / "tuned") / "README.md").read_text()
 
 
-def test_a_converted_tuned_model_keeps_card_template_and_origin(base: Path, tmp_path: Path) -> None:
+def test_conversion_keeps_card_template_and_origin(base: Path, tmp_path: Path) -> None:
     folder = tuned(base, preset("summarization"), tmp_path / "tuned")
     convert(folder, tmp_path / "half", Conversion(dtype="bf16"))
     for name in ("README.md", "chat_template.jinja", "generation_config.json", "gptj_ft.json", "source.json"):
         assert (tmp_path / "half" / name).read_bytes() == (folder / name).read_bytes()
 
 
-def test_a_run_names_nothing_private_and_still_finds_its_baseline(
+def test_tuned_model_names_no_private_paths(
     rows_file: Path, tmp_path: Path, shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     private = tmp_path / "Acme-GmbH"

@@ -108,8 +108,8 @@ def test_a_model_that_is_not_there_is_told_by_what_its_name_looks_like(shell, tm
     for name, said in (
         ("runs/nope", "no such run 'runs/nope'; there are: runs/qa-1, runs/qa-2"),
         ("runs/qa-1", "runs/qa-1 has no tuned model yet; to finish that run: gptj-ft finetune --resume runs/qa-1"),
-        ("m/model.gguf", "m/model.gguf: GGUF files cannot be trained"),
-        ("m/nowhere.gguf", "GGUF files cannot be trained"),
+        ("m/model.gguf", "m/model.gguf: GGUF files can be neither trained"),
+        ("m/nowhere.gguf", "GGUF files can be neither trained"),
         ("m/weights.bin", "m/weights.bin is a file; a model is a folder"),
         ("m/nothere", "no model 'm/nothere': neither a folder nor"),
         ("./m/nothere", "no model './m/nothere': neither a folder nor"),
