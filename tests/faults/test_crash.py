@@ -21,7 +21,6 @@ from support.small_run import (
     PowerCut,
     assert_same_weights,
     cut_and_resume,
-    cut_points,
     new_run,
     small_session,
     train,
@@ -63,7 +62,7 @@ def test_power_cut_costs_only_the_current_step(part: int, session: TrainSetup, s
     shutil.rmtree(tmp_path / "run")
     assert total > 100
     # Each part takes every eleventh operation; the slow test takes all.
-    for last in cut_points(total, part, 22):
+    for last in range(part, total, 22):
         check(session, straight, tmp_path, [last])
 
 
@@ -73,7 +72,7 @@ def test_power_cut_with_deferred_updates(stride: int, session: TrainSetup, strai
     late = replace(session, plan=replace(session.plan, costs=costs, budget=budget))
     total = count_operations(late, tmp_path)
     shutil.rmtree(tmp_path / "run")
-    for last in cut_points(total, 3, stride):
+    for last in range(3, total, stride):
         check(late, straight, tmp_path, [last])
 
 
@@ -86,7 +85,7 @@ def test_power_cut_with_tied_weights(stride: int, tmp_path: Path) -> None:
     shutil.rmtree(run.folder)
     total = count_operations(session, tmp_path)
     shutil.rmtree(run.folder)
-    for last in cut_points(total, 5, stride):
+    for last in range(5, total, stride):
         check(session, straight, tmp_path, [last])
 
 
@@ -94,7 +93,7 @@ def test_power_cut_with_tied_weights(stride: int, tmp_path: Path) -> None:
 def test_power_cut_at_every_disk_operation(session: TrainSetup, straight, tmp_path: Path) -> None:
     total = count_operations(session, tmp_path)
     shutil.rmtree(tmp_path / "run")
-    for last in cut_points(total):
+    for last in range(total):
         check(session, straight, tmp_path, [last])
 
 

@@ -87,21 +87,18 @@ class Power:
         return guarded
 
 
-def cut_points(count: int, first: int = 0, stride: int = 1) -> range:
-    """Return the operations at which to cut the power of a run.
-
-    It leaves out the last three: thread timing changes the number of operations by one.
-    """
-    return range(first, count - 3, stride)
-
-
 def cut_and_resume(session: TrainSetup, run: Run, cuts: Sequence[int]) -> None:
     """Cut the power at the n-th operation of each session in turn, then complete the run."""
     for last in cuts:
         with pytest.MonkeyPatch.context() as patch:
-            Power(patch, last)
-            with pytest.raises(PowerCut):
+            power = Power(patch, last)
+            try:
                 train(session, run)
+            except PowerCut:
+                continue
+            # Thread timing changes the number of operations: a cut near the end may come too late.
+            assert power.count <= last, "the run goes on after the cut"
+            break
     if not run.model.exists():  # the last operations come after the model is there
         train(session, run)
 
