@@ -13,7 +13,7 @@ def lines(server: ForkServer) -> list[dict[str, Any]]:
     return server.run_module("support.simulated_checkup")
 
 
-def test_an_accelerator_passes_every_part_without_a_race(lines: list[dict[str, Any]]) -> None:
+def test_accelerator_passes_every_part(lines: list[dict[str, Any]]) -> None:
     found = lines[0]
     assert found["works"], found["verdict"]
     assert found["races"] == 0
@@ -37,7 +37,7 @@ def test_an_accelerator_passes_every_part_without_a_race(lines: list[dict[str, A
         ("a cap that nothing enforces", 4, "were taken under a cap of"),
     ],
 )
-def test_a_fault_of_an_accelerator_is_found(fault: str, code: int, says: str, lines: list[dict[str, Any]]) -> None:
+def test_planted_fault_is_found(fault: str, code: int, says: str, lines: list[dict[str, Any]]) -> None:
     (part,) = (line for line in lines[1:] if line["fault"] == fault)
     assert (part["state"], part["exit_code"]) == ("failed", code)
     assert says in part["problem"]

@@ -33,16 +33,14 @@ def numbers(cases: list[dict[str, Any]]) -> str:
     return found
 
 
-def test_a_refused_registration_costs_speed_and_nothing_else(cases: list[dict[str, Any]], numbers: str) -> None:
+def test_refused_pinning_costs_only_speed(cases: list[dict[str, Any]], numbers: str) -> None:
     for case in chosen(cases, "no memory is locked", "some memory is locked"):
         assert case["code"] == 0, case
         assert "refuses to pin more host memory" in case["said"]
         assert case["numbers"] == numbers
 
 
-def test_a_device_without_memory_ends_a_run_in_one_line_and_a_resume_in_the_same_bits(
-    cases: list[dict[str, Any]], numbers: str
-) -> None:
+def test_run_resumes_after_device_memory_error(cases: list[dict[str, Any]], numbers: str) -> None:
     for case in chosen(cases, *OF_MEMORY):
         assert case["code"] == 4, case
         assert "gptj-ft: device memory ran out: CUDA out of memory" in case["said"]
@@ -51,9 +49,7 @@ def test_a_device_without_memory_ends_a_run_in_one_line_and_a_resume_in_the_same
         assert case["numbers"] == numbers, case
 
 
-def test_a_lost_device_ends_a_run_in_one_line_and_a_resume_in_the_same_bits(
-    cases: list[dict[str, Any]], numbers: str
-) -> None:
+def test_run_resumes_after_device_loss(cases: list[dict[str, Any]], numbers: str) -> None:
     for case in chosen(cases, "lost"):
         assert case["code"] == 4, case
         assert "gptj-ft: the device failed: CUDA error: unspecified launch failure" in case["said"]
@@ -64,12 +60,12 @@ def test_a_lost_device_ends_a_run_in_one_line_and_a_resume_in_the_same_bits(
 
 
 @pytest.mark.parametrize("device", ["sim:9", "sim:1", "cuda:0"])
-def test_a_device_that_is_not_there_is_refused(device: str, cases: list[dict[str, Any]]) -> None:
+def test_missing_device_is_rejected(device: str, cases: list[dict[str, Any]]) -> None:
     (case,) = chosen(cases, f"--device {device}")
     assert case["code"] == 2
     assert device.split(":")[0] in case["said"]
     assert "Traceback" not in case["said"]
 
 
-def test_no_fault_makes_a_race(cases: list[dict[str, Any]]) -> None:
+def test_no_fault_causes_a_race(cases: list[dict[str, Any]]) -> None:
     assert [case for case in cases if case["races"]] == []

@@ -36,13 +36,13 @@ def reduced(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("scenario", ["full", "tied", "lora", "part", "read", "write", "run"])
-def test_an_accelerator_gives_the_same_bits_wherever_the_model_is(scenario: str, reduced: list[dict[str, Any]]) -> None:
+def test_placement_changes_no_bit(scenario: str, reduced: list[dict[str, Any]]) -> None:
     cases = [case for case in reduced if case["scenario"] == scenario]
     assert len(cases) >= 3
     check(cases)
 
 
-def test_every_copy_beside_the_computation_is_of_locked_memory(reduced: list[dict[str, Any]]) -> None:
+def test_overlapped_copies_use_pinned_memory(reduced: list[dict[str, Any]]) -> None:
     # Single rows of an embedding that stays off the device are gathered into memory of their own; and so is what lies
     # in its file in no one piece.
     cases = [case for case in reduced if "strided" not in case["group"]]
@@ -50,7 +50,7 @@ def test_every_copy_beside_the_computation_is_of_locked_memory(reduced: list[dic
     assert {where for where in found if "read_rows" not in where} == set()
 
 
-def test_an_accelerator_agrees_with_the_cpu(lines: list[dict[str, Any]]) -> None:
+def test_accelerator_agrees_with_cpu(lines: list[dict[str, Any]]) -> None:
     (found,) = (line["agreement"] for line in lines if "agreement" in line)
     for dtype, (ours, theirs) in found.items():
         assert ours == pytest.approx(theirs, rel=1e-4 if dtype == "fp32" else 5e-2), dtype
@@ -63,14 +63,12 @@ def waits(lines: list[dict[str, Any]]) -> dict[tuple[str, str, int], dict[str, i
     return {(each["method"], each["model"], each["micro_batches"]): dict(each["waits"]) for each in found}
 
 
-def test_a_step_waits_for_the_device_nowhere_in_the_layer_loop(waits: dict[Any, dict[str, int]]) -> None:
+def test_layer_loop_never_waits_for_device(waits: dict[Any, dict[str, int]]) -> None:
     assert waits["full", "deep gptj", 3] == waits["full", "gptj", 3]
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_a_step_waits_for_the_device_once_a_micro_batch_and_twice_more(
-    method: str, waits: dict[Any, dict[str, int]]
-) -> None:
+def test_step_waits_once_per_micro_batch(method: str, waits: dict[Any, dict[str, int]]) -> None:
     # This device has no generator, so that it is handed its masks of dropout; those there are draw them themselves.
     found = {what: count for what, count in waits[method, "gptj", 3].items() if "models/dropout.py" not in what}
     assert sum(found.values()) <= 3 + 2, found
@@ -79,7 +77,7 @@ def test_a_step_waits_for_the_device_once_a_micro_batch_and_twice_more(
 
 
 @pytest.mark.slow
-def test_no_schedule_of_an_accelerator_changes_a_bit(server: ForkServer) -> None:
+def test_no_schedule_changes_a_bit(server: ForkServer) -> None:
     cases = server.run_module("support.simulated", "--all")
     assert len(cases) >= LEAST_CASES
     check(cases)

@@ -18,7 +18,7 @@ def missed(found: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def test_a_sample_of_missing_waits_is_found(server: ForkServer) -> None:
+def test_sampled_missing_waits_are_found(server: ForkServer) -> None:
     found = server.run_module(MUTATIONS, "--only", "block_reader", "--cases", "2")
     assert len(found) >= 2
     assert missed(found) == []
