@@ -10,10 +10,26 @@ import sys
 import tomllib
 import zipfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "gptj_ft"
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(tree_of(path)))
+
+
+@cache
+def text_of(node: ast.AST) -> str:
+    return ast.unparse(node)
 
 
 def test_streaming_core_names_no_family() -> None:
@@ -38,7 +54,7 @@ def test_public_names_are_unique_per_package() -> None:
     places: dict[tuple[str, str], set[Path]] = {}
     for path in PACKAGE.rglob("*.py"):
         package = path.relative_to(PACKAGE).parts[0]
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        for node in tree_of(path).body:
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
             names = [target.id for target in targets if isinstance(target, ast.Name)]
             names += [node.name] if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
@@ -51,7 +67,7 @@ def test_public_names_are_unique_per_package() -> None:
 
 def test_no_test_imports_another() -> None:
     for path in (ROOT / "tests").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes_of(path):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             assert not [name for name in names if name.startswith("test_")], f"{path}: what it shares is for support/"
@@ -61,7 +77,7 @@ def test_scripts_import_existing_names() -> None:
     scripts = [path for folder in ("benchmarks", "examples", "docs") for path in (ROOT / folder).rglob("*.py")]
     assert scripts
     for path in scripts:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes_of(path):
             if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "gptj_ft":
                 module = importlib.import_module(str(node.module))
                 for name in (alias.name for alias in node.names):
@@ -120,7 +136,7 @@ def imported_modules() -> set[str]:
     """Return the third-party top-level modules that the package imports."""
     found = set()
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes_of(path):
             if isinstance(node, ast.Import):
                 found |= {name.name.partition(".")[0] for name in node.names}
             elif isinstance(node, ast.ImportFrom) and not node.level:
@@ -182,7 +198,7 @@ def test_docstring_arguments_exist() -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {name}"
         for path in sorted((ROOT / "gptj_ft").rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in nodes_of(path)
         if isinstance(node, ast.FunctionDef | ast.ClassDef)
         for name in sorted(documented_arguments(node) - arguments(node))
     ]
@@ -198,7 +214,7 @@ def described(docstring: str) -> list[str]:
 def docstrings() -> Iterator[tuple[str, str]]:
     """Yield the place and the text of every docstring of the package."""
     for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes_of(path):
             if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef):
                 name = "" if isinstance(node, ast.Module) else f":{node.lineno} {node.name}"
                 yield f"{path.relative_to(ROOT)}{name}", ast.get_docstring(node) or ""
@@ -217,7 +233,7 @@ def defines(body: list[ast.stmt], names: list[str]) -> bool:
         return True
     for node in body:
         if isinstance(node, ast.ClassDef) and node.name == names[0]:
-            return defines(node.body, names[1:]) or (len(names) == 2 and f"self.{names[1]}" in ast.unparse(node))
+            return defines(node.body, names[1:]) or (len(names) == 2 and f"self.{names[1]}" in text_of(node))
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         found = [each.id for target in targets if target for each in ast.walk(target) if isinstance(each, ast.Name)]
         if names in [[each] for each in (*found, getattr(node, "name", None))]:
@@ -226,8 +242,7 @@ def defines(body: list[ast.stmt], names: list[str]) -> bool:
 
 
 def test_docstring_references_exist() -> None:
-    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
-    modules = {path.relative_to(ROOT).with_suffix("").parts: tree.body for path, tree in trees.items()}
+    modules = {path.relative_to(ROOT).with_suffix("").parts: tree_of(path).body for path in PACKAGE.rglob("*.py")}
     modules = {parts[:-1] if parts[-1] == "__init__" else parts: body for parts, body in modules.items()}
 
     def is_there(names: list[str]) -> bool:
