@@ -13,6 +13,7 @@ import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import pytest
 
@@ -145,9 +146,12 @@ def equal_layers_measured_once() -> Iterator[None]:
 
     def once(measure: Callable[..., LayerCost]) -> Callable[..., LayerCost]:
         known: dict[tuple[object, ...], LayerCost] = {}
+        pickled: WeakKeyDictionary[torch.nn.Module, bytes] = WeakKeyDictionary()  # a third of a millisecond each
 
         def measured(layer: torch.nn.Module, *given: object) -> LayerCost:
-            key = pickle.dumps(layer), *given
+            if layer not in pickled:
+                pickled[layer] = pickle.dumps(layer)
+            key = pickled[layer], *given
             if key not in known:
                 known[key] = measure(layer, *given)
             return known[key]
