@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gptj_ft.distributed.pipeline import assign
+from gptj_ft.distributed.pipeline import assign_layers
 from gptj_ft.distributed.scale_out import LATENCY, Network, waiting_seconds
 from gptj_ft.models.layout import NO_PARAMETERS
 
@@ -76,7 +76,7 @@ class Cluster:
     @property
     def owners(self) -> list[int]:
         """Rank of each layer: embedding, blocks, head."""
-        return assign([NO_PARAMETERS] * (self.blocks + 2), self.stages)
+        return assign_layers([NO_PARAMETERS] * (self.blocks + 2), self.stages)
 
     @property
     def forecast(self) -> float:

@@ -107,6 +107,7 @@ def prepare_run(
     >>> run = gptj_ft.prepare_run("summarization", data="my.jsonl", model="tiny")
     >>> run.setup.plan.costs.seconds_per_step
     """
+    from gptj_ft.distributed.training import DistributedTraining
     from gptj_ft.training.finetune import options_on_resume, prepare_new_run, resume_run
 
     reporter = reporter or Reporter()
@@ -115,8 +116,9 @@ def prepare_run(
     if resume is not None:
         given = recipe if isinstance(recipe, Resolved) else options_on_resume(*_split(options, recipe))
         reporter.on_activity("reading the run")
-        return resume_run(Path(resume), given, start, group, reporter)
-    return prepare_new_run(fetched(resolved_options(recipe, options), offline, reporter), reporter, group=group)
+        return resume_run(Path(resume), given, start, DistributedTraining(group), reporter)
+    resolved = fetched(resolved_options(recipe, options), offline, reporter)
+    return prepare_new_run(resolved, reporter, parallel=DistributedTraining(group))
 
 
 def finetune(

@@ -1,9 +1,10 @@
-"""Check that the processes of a run are alike: for the same bits, and to understand each other."""
+"""Check that all ranks of a run have the same versions and settings."""
 
 from __future__ import annotations
 
 import platform
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ from gptj_ft.system.group import Group
 from gptj_ft.system.machine import cpu_kernels
 
 
-def facts_here() -> dict[str, Any]:
-    """Return the facts that must be the same in all processes, for the same bits or a common language."""
+def local_environment() -> dict[str, Any]:
+    """Return the versions and settings of this process that decide bits or the messages between ranks."""
     return {
         "gptj-ft": __version__,
         "Python": platform.python_version(),
@@ -26,35 +27,35 @@ def facts_here() -> dict[str, Any]:
     }
 
 
-def check_alike(said: list[dict[str, Any]], threads: int | None = None) -> None:
-    """Check that the facts of all processes are those of the first.
+def check_same_environment(messages: Sequence[dict[str, Any]], threads: int | None = None) -> None:
+    """Check that the environment of every rank equals that of rank 0.
 
     Args:
-        said: facts of each.
-        threads: CPU threads that all of them will have, whatever they have now; ``None``: those that they have now.
+        messages: one of each rank, with its `local_environment` as ``facts``.
+        threads: CPU threads that the recipe sets on every rank.
 
     Raises:
-        UsageError: one is not.
+        UsageError: a rank differs.
     """
-    first = dict(said[0]["facts"])
+    first = dict(messages[0]["facts"])
     if threads is not None:
-        del first["threads"]
-    for rank, each in enumerate(said[1:], start=2):
+        del first["threads"]  # the recipe overrides the current number
+    for rank, message in enumerate(messages[1:], start=2):
         for name, value in first.items():
-            if (other := each["facts"].get(name)) != value:
-                how = f": --set threads={min(value, other)} makes it so" if name == "threads" and other else ""
+            if (other := message["facts"].get(name)) != value:
+                fix = f"; use --set threads={min(value, other)}" if name == "threads" and other else ""
                 raise UsageError(
                     f"process {rank} has {name} {other!r}, process 1 has {value!r}: it must be the same on all "
-                    f"machines{how}"
+                    f"machines{fix}"
                 )
 
 
-def threads_note(group: Group) -> str:
-    """Say that each of several processes has fewer CPU threads than one alone would have; mostly nothing."""
+def thread_warning(group: Group) -> str:
+    """Warn that each of several ranks has fewer CPU threads than a single process would have; usually empty."""
     alone, now = group.threads_alone, torch.get_num_threads()
     if alone in (None, now):
         return ""
     return (
         f"each of {group.size} processes computes with {now} thread{'s' if now > 1 else ''}, one alone with {alone}: "
-        f"results may differ from its in their last bits, unless both have --set threads={now}"
+        f"the last bits of results may differ, unless both use --set threads={now}"
     )

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from gptj_ft.distributed.control import ENDING_SECONDS, PeerFailed, host_control, join_control
-from gptj_ft.distributed.process_group import NCCL, SLOW, Processes
+from gptj_ft.distributed.process_group import NCCL, NO_TIMEOUT, ProcessGroup
 from gptj_ft.errors import UsageError
 from gptj_ft.system.group import ALONE, Group
 
@@ -44,18 +44,18 @@ class Membership:
     Attributes:
         rank: number of the process, from 0.
         size: number of processes.
-        on_this_machine: processes on this machine.
+        local_size: processes on this machine.
         address: host and port of the rendezvous; ``None``: all are on this machine, and meet in a file.
         store: file of the rendezvous; ``None``: there is an address.
-        number_here: number of the process among those of this machine, from 0.
+        local_rank: number of the process among those of this machine, from 0.
     """
 
     rank: int
     size: int
-    on_this_machine: int
+    local_size: int
     address: tuple[str, int] | None = None
     store: Path | None = None
-    number_here: int = 0
+    local_rank: int = 0
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Membership | None:
@@ -234,7 +234,7 @@ def threads_of(member: Membership) -> int:
     if member.store is not None and (given := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
         return max(1, int(given))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // member.on_this_machine)
+    return max(1, cores // member.local_size)
 
 
 @contextmanager
@@ -279,9 +279,9 @@ def connected(member: Membership, token: str, look: Callable[[], None] = lambda:
             raise PeerFailed("process 1 is gone, before all had come", 1, 0) from error
         control = join_control((there, port), member.rank, token, name, START_SECONDS)
     alone = threads_alone if member.store else None
-    group = Processes(control, member.on_this_machine, member.number_here, alone)
+    group = ProcessGroup(control, member.local_size, member.local_rank, alone)
     try:
-        dist.init_process_group("gloo", store=store, rank=member.rank, world_size=member.size, timeout=SLOW)
+        dist.init_process_group("gloo", store=store, rank=member.rank, world_size=member.size, timeout=NO_TIMEOUT)
         control.ending_seconds = ENDING_SECONDS
         yield group
     except BaseException as error:

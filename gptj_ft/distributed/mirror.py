@@ -1,9 +1,8 @@
-"""Keep each layer of a checkpoint on two disks, where the processes that share the layers have disks of their own.
+"""Keep each layer of a checkpoint on two disks, where pipeline ranks have disks of their own.
 
-A layer's file lies in the checkpoint's folder of the process that trains it, and its mirror under the same name in the
-same checkpoint's folder on the next disk. So a checkpoint is there as long as each of its layers is on some disk, and
-what goes on from it (`migrate.agree`) need not know which files are mirrors. The older checkpoint and its mirrors stay
-until those of the newer are whole.
+A layer's file lies in the checkpoint folder of its owner. Its mirror has the same name, in the same folder on another
+disk. `migrate` treats both alike, so that the loss of one disk loses no layer. The previous checkpoint with its mirrors
+stays until the mirrors of the new one are complete.
 """
 
 from __future__ import annotations
@@ -18,16 +17,46 @@ import torch
 import xxhash
 
 from gptj_ft.config.run_folder import Run
-from gptj_ft.distributed.pipeline import Relay
+from gptj_ft.distributed.pipeline import Partition
 from gptj_ft.errors import DataError
 from gptj_ft.streaming.stores.state_file import layer_path, stamp_of
 from gptj_ft.system.direct_io import RESUME
 from gptj_ft.system.files import create_file, disk_errors, new_name, remove, sync_path, write_file
-from gptj_ft.system.group import Group, Handover
+from gptj_ft.system.group import Group, PendingTransfer
+from gptj_ft.training.parallel import Mirrors
+
+PART_BYTES = 16 * 2**20  # of a file, per transfer
 
 
-def disks_of(group: Group, folder: Path) -> list[int]:
-    """Return the disk of each process's run folder: the rank of the first process that sees the same one."""
+class DiskMirrors(Mirrors):
+    """The mirrors of a run.
+
+    Args:
+        partition: owner rank of each layer.
+        trained: trained layers of all ranks.
+    """
+
+    def __init__(self, partition: Partition, run: Run, trained: Sequence[int]) -> None:
+        self._partition, self._run, self._trained = partition, run, trained
+        self._disks = find_disks(partition.group, run.folder)
+        self.is_active = len(set(self._disks)) > 1
+        if not self.is_active:
+            self.note = "nothing is mirrored: all processes that share the layers have the same disk"
+
+    def mirror_existing(self, best: int | None) -> None:
+        # A lost disk or a kill may have left these without mirrors.
+        messages = self._partition.group.gather("found", {"steps": list(self._run.whole_checkpoints())})
+        complete = set.intersection(*(set(each["steps"]) for each in messages))
+        for step in sorted(complete & {best, max(complete, default=None)}):
+            self.mirror(step)
+
+    def mirror(self, step: int) -> None:
+        if mirror_checkpoint(self._partition, self._run, self._trained, self._disks, step):
+            self.newest = step
+
+
+def find_disks(group: Group, folder: Path) -> list[int]:
+    """Return an id of each rank's disk: the lowest rank that sees the same run folder."""
     mark = folder / f"{secrets.token_hex(8)}.mark"
     write_file(mark, b"")
     try:
@@ -38,26 +67,25 @@ def disks_of(group: Group, folder: Path) -> list[int]:
         remove(mark)
 
 
-PART_BYTES = 16 * 2**20  # of a file on its way to another process
-
-
 @dataclass(frozen=True)
-class Way:
-    """A layer's file on its way from one process to another; its size in bytes."""
+class FileCopy:
+    """The transfer of one layer's file."""
 
     source: int
     target: int
     layer: int
-    size: int
+    size: int  # bytes
 
 
-def ways_of(holders: Sequence[Mapping[str, int]], owners: Sequence[int], disks: Sequence[int]) -> Iterator[Way]:
-    """Yield the transfers that put each layer on two disks; none of a layer that is nowhere.
+def plan_copies(
+    holders: Sequence[Mapping[str, int]], owners: Sequence[int], disks: Sequence[int]
+) -> Iterator[FileCopy]:
+    """Yield the transfers after which each layer is on two disks; none for a layer that is on no disk.
 
     Args:
-        holders: size of each layer's file that each process sees.
-        owners: rank of the process that trains each layer.
-        disks: disk of each process.
+        holders: size of each layer's file that a rank sees, by rank.
+        owners: rank of each layer.
+        disks: disk of each rank.
     """
     for layer, owner in enumerate(owners):
         having = [rank for rank, sizes in enumerate(holders) if str(layer) in sizes]
@@ -66,83 +94,82 @@ def ways_of(holders: Sequence[Mapping[str, int]], owners: Sequence[int], disks: 
         source = owner if owner in having else having[0]
         following = [(source + steps) % len(disks) for steps in range(1, len(disks))]
         target = next(rank for rank in following if disks[rank] != disks[source])
-        yield Way(source, target, layer, holders[source][str(layer)])
+        yield FileCopy(source, target, layer, holders[source][str(layer)])
 
 
-def mirror(relay: Relay, run: Run, trained: Sequence[int], disks: Sequence[int], step: int) -> bool:
-    """Have every layer of a checkpoint on two disks; tell whether all are.
+def mirror_checkpoint(partition: Partition, run: Run, trained: Sequence[int], disks: Sequence[int], step: int) -> bool:
+    """Put every layer of a checkpoint on two disks; return False if one is on no disk.
 
-    Each file has its name when all of it is on the disk, and is what was sent.
+    A mirror gets its name after it is written, synced and compared with the digest of the sender.
 
     Args:
-        relay: owner process of each layer.
-        run: run that has the checkpoint.
-        trained: the layers that are trained, of all processes.
-        disks: disk of each process, see `disks_of`; there are two at least.
-        step: step of the checkpoint.
+        trained: trained layers of all ranks.
+        disks: disk of each rank; at least two differ.
 
     Raises:
-        ResourceError: a disk is full or fails; older mirrors are still there.
-        DataError: something else has arrived than was sent.
+        ResourceError: a disk is full or fails; older mirrors are intact.
+        DataError: a received file differs from the sent one.
     """
-    group, prefix = relay.group, run.checkpoint(step) / "layer"
+    group, prefix = partition.group, run.checkpoint(step) / "layer"
     paths = {layer: layer_path(prefix, layer) for layer in trained}
-    here = {str(layer): path.stat().st_size for layer, path in paths.items() if stamp_of(path) == step}
-    holders = [each["has"] for each in group.gather("layers to mirror", {"has": here})]
-    ways, digests = list(ways_of(holders, relay.owners, disks)), dict[str, str]()
-    leaving = [way for way in ways if way.source == group.rank]
-    coming = [way for way in ways if way.target == group.rank]
+    local = {str(layer): path.stat().st_size for layer, path in paths.items() if stamp_of(path) == step}
+    holders = [each["has"] for each in group.gather("layers to mirror", {"has": local})]
+    copies, digests = list(plan_copies(holders, partition.owners, disks)), dict[str, str]()
+    sending = [copy for copy in copies if copy.source == group.rank]
+    receiving = [copy for copy in copies if copy.target == group.rank]
     with disk_errors(prefix.parent, RESUME):
-        moves = list[Iterator[Handover]]()
+        streams = list[Iterator[PendingTransfer]]()
         for rank in range(group.size):
-            moves.append(_send(group, [way for way in leaving if way.target == rank], paths, digests))
-            moves.append(_receive(group, [way for way in coming if way.source == rank], paths, digests))
-        _take_turns(moves)
-        said = group.gather("mirrors written", {"of": digests})
-        for way in coming:
-            name = str(way.layer)
-            if digests[name] != said[way.source]["of"][name]:
-                raise DataError(f"{paths[way.layer]} is not what {group.names[way.source]} has sent; resume the run")
-            os.replace(new_name(paths[way.layer]), paths[way.layer])
-        if coming:
+            streams.append(_send_files(group, [copy for copy in sending if copy.target == rank], paths, digests))
+            streams.append(_recv_files(group, [copy for copy in receiving if copy.source == rank], paths, digests))
+        _interleave(streams)
+        messages = group.gather("mirrors written", {"of": digests})
+        for copy in receiving:
+            name = str(copy.layer)
+            if digests[name] != messages[copy.source]["of"][name]:
+                raise DataError(f"{paths[copy.layer]} is not what {group.names[copy.source]} has sent; resume the run")
+            os.replace(new_name(paths[copy.layer]), paths[copy.layer])
+        if receiving:
             sync_path(prefix.parent)
-    group.gather("mirrors whole", {})
+    group.barrier("mirrors whole")
     return all(any(str(layer) in each for each in holders) for layer in trained)
 
 
-def _take_turns(moves: Sequence[Iterator[Handover]]) -> None:
-    """Move files, a part of each at a time: processes that send each other would wait for one another for ever."""
-    while moves:
-        begun = [(each, handover) for each in moves if (handover := next(each, None))]
-        for _, handover in begun:
-            handover.wait()
-        moves = [each for each, _ in begun]
+def _interleave(streams: Sequence[Iterator[PendingTransfer]]) -> None:
+    """Run one transfer of every stream at a time: with one stream after the other, two senders would deadlock."""
+    while streams:
+        started = [(stream, transfer) for stream in streams if (transfer := next(stream, None))]
+        for _, transfer in started:
+            transfer.wait()
+        streams = [stream for stream, _ in started]
 
 
-def _send(group: Group, ways: Sequence[Way], paths: Mapping[int, Path], digests: dict[str, str]) -> Iterator[Handover]:
-    """Give files to a process, and yield each part on its way; note their digests."""
-    for way in ways:
+def _send_files(
+    group: Group, copies: Sequence[FileCopy], paths: Mapping[int, Path], digests: dict[str, str]
+) -> Iterator[PendingTransfer]:
+    """Yield the transfer of each part of some files to one rank; add their digests."""
+    for copy in copies:
         digest = xxhash.xxh3_128()
-        with paths[way.layer].open("rb") as file:
+        with paths[copy.layer].open("rb") as file:
             while part := file.read(PART_BYTES):
                 digest.update(part)
-                yield group.send(way.target, torch.frombuffer(bytearray(part), dtype=torch.uint8))
-        digests[str(way.layer)] = digest.hexdigest()
+                yield group.send(copy.target, torch.frombuffer(bytearray(part), dtype=torch.uint8))
+        digests[str(copy.layer)] = digest.hexdigest()
 
 
-def _receive(
-    group: Group, ways: Sequence[Way], paths: Mapping[int, Path], digests: dict[str, str]
-) -> Iterator[Handover]:
-    """Take files from a process, under the names of new ones, and yield each part on its way; note their digests."""
-    for way in ways:
+def _recv_files(
+    group: Group, copies: Sequence[FileCopy], paths: Mapping[int, Path], digests: dict[str, str]
+) -> Iterator[PendingTransfer]:
+    """Yield the transfer of each part of some files from one rank, into draft files; add their digests."""
+    for copy in copies:
         digest = xxhash.xxh3_128()
-        with os.fdopen(create_file(new_name(paths[way.layer])), "wb") as file:
-            for start in range(0, way.size, PART_BYTES):
-                part = torch.empty(min(PART_BYTES, way.size - start), dtype=torch.uint8)
-                yield group.receive(way.source, part)
+        with os.fdopen(create_file(new_name(paths[copy.layer])), "wb") as file:
+            for start in range(0, copy.size, PART_BYTES):
+                part = torch.empty(min(PART_BYTES, copy.size - start), dtype=torch.uint8)
+                yield group.recv(copy.source, part)  # the caller waits before it resumes this generator
                 content = part.numpy().tobytes()
                 digest.update(content)
                 file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        digests[str(way.layer)] = digest.hexdigest()
+        digests[str(copy.layer)] = digest.hexdigest()

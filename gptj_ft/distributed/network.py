@@ -29,7 +29,7 @@ def measure_network(group: Group) -> Network:
             "--network auto measures the network between processes, and there is one: start it on every machine, by "
             "torchrun ... -m gptj_ft plan --network auto, or name a rate, such as --network 10Gbit"
         )
-    group.gather("network", {})  # one that fails before is noticed here at once
+    group.barrier("network")  # one that fails before is noticed here at once
     latency = median(_exchange(group, 8) for _ in range(SMALL_MESSAGES))
     seconds, size = _slowest(group, _exchange(group, FIRST_BYTES)), FIRST_BYTES
     if (more := int(min(MOST_BYTES, LONGEST_TRANSFER / seconds * FIRST_BYTES))) > size:
@@ -42,7 +42,7 @@ def _exchange(group: Group, size: int) -> float:
     out, coming = torch.ones(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
     start = time.perf_counter()
     both = [
-        group.receive((group.rank - 1) % group.size, coming),
+        group.recv((group.rank - 1) % group.size, coming),
         group.send((group.rank + 1) % group.size, out),
     ]
     for each in both:

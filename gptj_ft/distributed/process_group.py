@@ -1,8 +1,7 @@
-"""Exchange facts and tensors with the other processes of a run.
+"""Groups of several processes: facts through `control`, tensors through torch.distributed.
 
-Facts are lines of JSON over a star of connections through process 0 (`distributed.control`). Tensors are raw bytes from
-one process to another through torch's gloo, or from one GPU to another through NCCL. Nothing on the wire is ever
-unpickled.
+Facts are JSON lines and tensors raw bytes: nothing on the wire is unpickled. torch's object collectives would unpickle,
+and let whoever reaches the port run code.
 """
 
 from __future__ import annotations
@@ -15,35 +14,32 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from gptj_ft.distributed.control import Control
-from gptj_ft.system.group import Handover, Link, Waited
+from gptj_ft.system.group import ALONE, Group, Link, PendingTransfer, WaitTimer
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-SLOW = timedelta(hours=24)  # slow is not dead: that is for `control` to tell
-NCCL = "GPTJ_FT_NCCL"  # 1: hidden states go from GPU to GPU, where that can be done
+NO_TIMEOUT = timedelta(hours=24)  # `control` detects dead peers; slow ones may take as long as they need
+NCCL = "GPTJ_FT_NCCL"  # 1: activations go from GPU to GPU where possible
 
 
-class Processes:
-    """Several processes, connected.
+class ProcessGroup(Group):
+    """All processes of a run, connected.
 
     Args:
         control: connection for facts, liveness and errors.
-        on_this_machine: processes on this machine.
-        number_here: number of this process among those.
-        threads_alone: CPU threads that this process would have if there were no others.
+        local_size: processes on this machine.
+        local_rank: number of this process among them.
+        threads_alone: CPU threads that this process would have without the others.
     """
 
-    def __init__(
-        self, control: Control, on_this_machine: int, number_here: int, threads_alone: int | None = None
-    ) -> None:
-        self.rank, self.size, self.on_this_machine = control.rank, control.size, on_this_machine
-        self.number_here: int | None = number_here
-        self.threads_alone, self.waited = threads_alone, Waited()
-        self.names: Sequence[str] = control.names
+    def __init__(self, control: Control, local_size: int, local_rank: int, threads_alone: int | None = None) -> None:
+        self.rank, self.size, self.names = control.rank, control.size, control.names
+        self.local_size, self.local_rank, self.threads_alone = local_size, local_rank, threads_alone
+        self.waited = WaitTimer()
         self._control = control
-        self._direct: list[Any] = []  # communicators of NCCL
+        self._nccl: list[Any] = []  # communicators
 
     def connect(self, device: torch.device, links: Sequence[Link]) -> str:
         import torch
@@ -55,42 +51,42 @@ class Processes:
         own = f"{platform.node()} {device_id(device)}" if can else ""
         if len({each["device"] for each in self.gather("devices", {"device": own})} - {""}) < self.size:
             return "through host memory (gloo)"
-        # NCCL has no tags: in the communicator of two processes, a transfer waits for the one before it, whichever
-        # direction that has. A receive is asked for long before its time, and those for the way down while the way up
-        # goes on: a send behind it, which the other process needs first, would never leave. So each way and each
-        # direction has communicators, in which both ends have the same order: that of the layers and micro-batches.
-        self._direct = [dist.new_group(backend="nccl", timeout=SLOW) for _ in range(4)]
-        # torch makes them at the first transfer, where each end waits for the other's: now, while nothing else does.
-        for source, to, down in links:
+        # NCCL has no tags: a communicator of two ranks does one transfer at a time, whatever its direction. Receives
+        # are posted early, those of backward while forward still sends. In one communicator, a send behind such a
+        # receive would wait for ever. So each pass and each direction has its own, in which both ends have the order
+        # of layers and micro-batches.
+        self._nccl = [dist.new_group(backend="nccl", timeout=NO_TIMEOUT) for _ in range(4)]
+        # torch creates a communicator at its first transfer, which blocks both ends: do it before anything overlaps.
+        for source, target, down in links:
             if self.rank == source:
-                self.send(to, torch.zeros(1, device=device), down).wait()
-            elif self.rank == to:
-                self.receive(source, torch.zeros(1, device=device), down).wait()
+                self.send(target, torch.zeros(1, device=device), down).wait()
+            elif self.rank == target:
+                self.recv(source, torch.zeros(1, device=device), down).wait()
         return "from device to device (NCCL)"
 
     def wire(self, device: torch.device) -> torch.device:
         import torch
 
-        return device if self._direct else torch.device("cpu")
+        return device if self._nccl else torch.device("cpu")
 
-    def send(self, to: int, values: Tensor, tag: int = 0) -> Handover:
+    def send(self, target: int, values: Tensor, tag: int = 0) -> PendingTransfer:
         import torch.distributed as dist
 
         assert values.is_contiguous()
-        way = self._way(values, self.rank, to, tag)
-        return self._started(lambda: dist.isend(values, to, way, tag), values)
+        communicator = self._communicator(values, self.rank, target, tag)
+        return self._start(lambda: dist.isend(values, target, communicator, tag), values)
 
-    def receive(self, source: int, out: Tensor, tag: int = 0) -> Handover:
+    def recv(self, source: int, out: Tensor, tag: int = 0) -> PendingTransfer:
         import torch.distributed as dist
 
-        way = self._way(out, source, self.rank, tag)
-        return self._started(lambda: dist.irecv(out, source, way, tag), out)
+        communicator = self._communicator(out, source, self.rank, tag)
+        return self._start(lambda: dist.irecv(out, source, communicator, tag), out)
 
-    def _way(self, values: Tensor, source: int, to: int, tag: int) -> Any:
-        """Return the communicator that a tensor travels by; ``None``: gloo's."""
-        return None if values.device.type == "cpu" else self._direct[2 * (tag % 2) + (source < to)]
+    def _communicator(self, values: Tensor, source: int, target: int, tag: int) -> Any:
+        """Return the NCCL communicator of a transfer; None for gloo."""
+        return None if values.device.type == "cpu" else self._nccl[2 * (tag % 2) + (source < target)]
 
-    def _started(self, start: Callable[[], Any], values: Tensor) -> Handover:
+    def _start(self, start: Callable[[], Any], values: Tensor) -> PendingTransfer:
         try:
             return _Work(start(), values, self._control, self.waited)
         except RuntimeError as error:
@@ -104,7 +100,7 @@ class Processes:
         import torch.distributed as dist
 
         self._control.close(error)
-        # With an error, others may be gone: what is on its way to them ends with the process.
+        # After an error, peers may be gone, and destroying the group would wait for them.
         if error is None and dist.is_initialized():
             with suppress(RuntimeError):
                 dist.destroy_process_group()
@@ -113,7 +109,7 @@ class Processes:
 class _Work:
     """A transfer of gloo or NCCL; keeps its tensor alive."""
 
-    def __init__(self, work: Any, values: Tensor, control: Control, waited: Waited) -> None:
+    def __init__(self, work: Any, values: Tensor, control: Control, waited: WaitTimer) -> None:
         self._work, self._values, self._control, self._waited = work, values, control, waited
 
     def wait(self) -> None:
@@ -122,3 +118,41 @@ class _Work:
                 self._work.wait()
         except RuntimeError as error:
             raise self._control.failure_behind(error) from error
+
+
+class Subgroup(Group):
+    """Some ranks of a group, numbered from 0.
+
+    Args:
+        ranks: ranks in the group, this one included.
+    """
+
+    def __init__(self, group: Group, ranks: Sequence[int]) -> None:
+        self._group, self._ranks = group, tuple(ranks)
+        self.rank, self.size = self._ranks.index(group.rank), len(ranks)
+        self.local_size, self.local_rank, self.threads_alone = group.local_size, group.local_rank, group.threads_alone
+        self.names = [group.names[rank] for rank in ranks]
+        self.waited = group.waited
+
+    def connect(self, device: torch.device, links: Sequence[Link]) -> str:
+        return self._group.connect(device, [(self._ranks[a], self._ranks[b], down) for a, b, down in links])
+
+    def wire(self, device: torch.device) -> torch.device:
+        return self._group.wire(device)
+
+    def send(self, target: int, values: Tensor, tag: int = 0) -> PendingTransfer:
+        return self._group.send(self._ranks[target], values, tag)
+
+    def recv(self, source: int, out: Tensor, tag: int = 0) -> PendingTransfer:
+        return self._group.recv(self._ranks[source], out, tag)
+
+    def gather(self, topic: str, facts: Mapping[str, Any], among: Sequence[int] = ()) -> list[dict[str, Any]]:
+        return self._group.gather(topic, facts, [self._ranks[rank] for rank in among or range(self.size)])
+
+    def close(self, error: BaseException | None = None) -> None:
+        self._group.close(error)
+
+
+def subgroup(group: Group, ranks: Sequence[int]) -> Group:
+    """Return the group of some ranks, this one included."""
+    return group if len(ranks) == group.size else ALONE if len(ranks) == 1 else Subgroup(group, ranks)

@@ -1,9 +1,9 @@
-"""Share the rows of a step between processes: each has a whole model, and sums the gradients of its rows.
+"""Data parallelism with bits that do not depend on the number of ranks.
 
-A *lane* is a share of the rows, fixed by their lengths and the number of lanes; inside it, gradients are summed over
-micro-batches as ever. The sums of the lanes are added by a tree that their number alone decides. So the bits of a step
-depend on how many lanes there are, and not on how many processes compute them. While processes exchange the sums of a
-layer, in a thread of their own, the next layer computes.
+The rows of a step are divided into row shards (option ``lanes``), by their lengths alone. Each shard sums its gradients
+over micro-batches in order, and a tree over the shards adds these sums. The bits of a step depend on the number of
+shards, not on the number of ranks that compute them. Ranks exchange the sums of one layer in a thread while the next
+layer computes.
 """
 
 from __future__ import annotations
@@ -18,86 +18,71 @@ from torch import Tensor
 
 from gptj_ft.system.group import Group
 
-Node = tuple[int, int]  # of the tree: its first lane, and how many there are below it
+Node = tuple[int, int]  # of the tree: first shard, number of shards below
 
 
-def lanes_of(lengths: Sequence[int], num_lanes: int) -> list[list[int]]:
-    """Deal rows out to lanes: the longest first, each to the lane with the fewest tokens (LPT).
+def shard_rows(lengths: Sequence[int], num_shards: int) -> list[list[int]]:
+    """Return the rows of each shard: longest first, each to the shard with the fewest tokens (LPT scheduling).
 
-    Args:
-        lengths: tokens of each row of the step.
-        num_lanes: number of lanes; with fewer rows, some have none.
-
-    Returns: the rows of each lane, in their order.
+    With fewer rows than shards, some shards are empty.
     """
-    lanes: list[list[int]] = [[] for _ in range(num_lanes)]
-    tokens = [0] * num_lanes
+    shards: list[list[int]] = [[] for _ in range(num_shards)]
+    tokens = [0] * num_shards
     for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
-        lane = min(range(num_lanes), key=lambda lane: (tokens[lane], lane))
-        lanes[lane].append(row)
-        tokens[lane] += lengths[row]
-    return [sorted(lane) for lane in lanes]
+        shard = min(range(num_shards), key=lambda shard: (tokens[shard], shard))
+        shards[shard].append(row)
+        tokens[shard] += lengths[row]
+    return [sorted(shard) for shard in shards]
 
 
-def lanes_of_rank(rank: int, size: int, num_lanes: int) -> range:
-    """Return the lanes that a process computes."""
-    return range(rank * num_lanes // size, (rank + 1) * num_lanes // size)
+def local_shards(rank: int, size: int, num_shards: int) -> range:
+    """Return the shards of a rank."""
+    return range(rank * num_shards // size, (rank + 1) * num_shards // size)
 
 
-def nodes_of(lanes: range) -> list[Node]:
-    """Return the largest parts of the tree that lie in neighbouring lanes."""
+def tree_nodes(shards: range) -> list[Node]:
+    """Return the largest complete subtrees of neighbouring shards."""
     nodes: list[Node] = []
-    for lane in lanes:
-        nodes.append((lane, 1))
-        while len(nodes) > 1 and _are_halves(nodes[-2], nodes[-1]):
+    for shard in shards:
+        nodes.append((shard, 1))
+        while len(nodes) > 1 and _are_siblings(nodes[-2], nodes[-1]):
             (start, count), _ = nodes[-2:]
             nodes[-2:] = [(start, 2 * count)]
     return nodes
 
 
-def _are_halves(left: Node, right: Node) -> bool:
+def _are_siblings(left: Node, right: Node) -> bool:
     return left[1] == right[1] and left[0] % (2 * left[1]) == 0 and left[0] + left[1] == right[0]
 
 
-def add_up(parts: dict[Node, Tensor], node: Node) -> Tensor:
-    """Add the parts of a node of the tree, in place: split at the largest power of two below its number of lanes."""
+def tree_sum(parts: dict[Node, Tensor], node: Node) -> Tensor:
+    """Add the parts below a node, in place; it splits at the largest power of two below its number of shards."""
     if node in parts:
         return parts[node]
     start, count = node
     half = 1 << ((count - 1).bit_length() - 1)
-    left, right = add_up(parts, (start, half)), add_up(parts, (start + half, count - half))
+    left, right = tree_sum(parts, (start, half)), tree_sum(parts, (start + half, count - half))
     return left.add_(right)
 
 
-class Summing(threading.Thread):
-    """The sums over all lanes of a layer's gradients, on their way between processes.
+class PendingSum(threading.Thread):
+    """The all-reduce of one layer's gradients. A daemon: it must not keep alive a process whose peer has died."""
 
-    It does not keep a process from ending that waits for one that is gone.
-
-    Args:
-        lanes: lanes of the step.
-        parts: sums of the lanes of this process, in host memory, for each of the layer's flat gradients.
-    """
-
-    def __init__(self, lanes: LaneSums, parts: Sequence[dict[Node, Tensor]]) -> None:
+    def __init__(self, sums: ShardSums, parts: Sequence[dict[Node, Tensor]]) -> None:
         super().__init__(daemon=True)
-        self._lanes, self._parts = lanes, parts
+        self._sums, self._parts = sums, parts
         self._totals: list[Tensor] = []
         self._error: BaseException | None = None
 
     def run(self) -> None:
         try:
-            self._totals = [self._lanes.exchange(parts) for parts in self._parts]
+            self._totals = [self._sums.all_reduce(parts) for parts in self._parts]
         except BaseException as error:
             self._error = error
         self._parts = []
 
-    def end(self) -> list[Tensor]:
-        """Return the sums, one for each of the gradients.
-
-        Raises:
-            PeerFailed: another process is gone.
-        """
+    def result(self) -> list[Tensor]:
+        """Wait; return one sum for each gradient, or raise the error of the thread."""
         self.join()
         if self._error is not None:
             raise self._error
@@ -105,98 +90,93 @@ class Summing(threading.Thread):
 
 
 @dataclass
-class LaneSums:
-    """Sums the gradients of one step over lanes, and over the processes that have them.
+class ShardSums:
+    """The gradient sums of one step."""
 
-    Attributes:
-        group: processes; each has all layers.
-        num_lanes: lanes of the step, at least one for each process.
-        ends: micro-batches up to the end of each lane of this process.
-        weight: divisor of the sum of the losses of all lanes.
-        num_targets: targets of all lanes.
-    """
-
-    group: Group
-    num_lanes: int
-    ends: Sequence[int]
-    weight: float
-    num_targets: int
+    group: Group  # replicas; each has all of the summed layers
+    num_shards: int  # at least one for each replica
+    ends: Sequence[int]  # number of local micro-batches up to the end of each local shard
+    weight: float  # divisor of the loss, over all shards
+    num_targets: int  # over all shards
 
     def __post_init__(self) -> None:
-        self._own = lanes_of_rank(self.group.rank, self.group.size, self.num_lanes)
-        assert len(self.ends) == len(self._own)
-        self._closed = 0
+        self._local = local_shards(self.group.rank, self.group.size, self.num_shards)
+        assert len(self.ends) == len(self._local)
+        self._num_closed = 0
         self._parts: list[dict[Node, Tensor]] = []
-        self._last: Summing | None = None
+        self._last: PendingSum | None = None
 
     def begin(self, sums: Sequence[Tensor]) -> None:
-        """Begin a layer, whose gradients are summed in these tensors."""
-        self._closed, self._parts = 0, [{} for _ in sums]
+        """Start a layer; backward sums its gradients into these tensors."""
+        self._num_closed, self._parts = 0, [{} for _ in sums]
 
-    def close(self, sums: Sequence[Tensor], done: int) -> None:
-        """Put away the sums of the lanes that end when so many micro-batches are done."""
-        while self._closed < len(self.ends) and self.ends[self._closed] == done:
-            lane = self._own[self._closed]
-            self._closed += 1
+    def close(self, sums: Sequence[Tensor], num_done: int) -> None:
+        """Set aside the sums of every shard that ends after ``num_done`` micro-batches, and zero the tensors."""
+        # An empty shard ends where the one before ends: the loop may close several at once.
+        while self._num_closed < len(self.ends) and self.ends[self._num_closed] == num_done:
+            shard = self._local[self._num_closed]
+            self._num_closed += 1
             for parts, flat in zip(self._parts, sums, strict=True):
-                parts[lane, 1] = flat.clone()
-                for node in nodes_of(range(self._own[0], lane + 1)):
-                    total = add_up(parts, node)
+                parts[shard, 1] = flat.clone()
+                # Merge complete subtrees at once: memory grows with the logarithm of the number of shards.
+                for node in tree_nodes(range(self._local[0], shard + 1)):
+                    total = tree_sum(parts, node)
                     for part in [part for part in parts if node[0] <= part[0] < node[0] + node[1]]:
                         del parts[part]
                     parts[node] = total
                 flat.zero_()
 
-    def start(self) -> Summing:
-        """Begin to sum up a layer over all lanes of all processes, when the layer before has been."""
+    def start(self) -> PendingSum:
+        """Start the all-reduce of the layer, after that of the layer before."""
         if self._last is not None:
-            self._last.end()  # everywhere in the same order
-        self._last = Summing(self, [{node: part.to("cpu") for node, part in parts.items()} for parts in self._parts])
+            self._last.result()  # one at a time: every rank sends layers in the same order
+        self._last = PendingSum(self, [{node: part.to("cpu") for node, part in parts.items()} for parts in self._parts])
         self._parts = []
         self._last.start()
         return self._last
 
     def total(self, sums: Sequence[Tensor]) -> None:
-        """Put the sums over all lanes of all processes into these tensors."""
+        """Sum the layer over all shards of all ranks, into these tensors."""
         if self.group.size == 1:
-            totals = [add_up(parts, (0, self.num_lanes)) for parts in self._parts]
+            totals = [tree_sum(parts, (0, self.num_shards)) for parts in self._parts]
             self._parts = []
         else:
-            totals = self.start().end()
+            totals = self.start().result()
         for total, flat in zip(totals, sums, strict=True):
             flat.copy_(total)
 
-    def exchange(self, parts: dict[Node, Tensor]) -> Tensor:
-        """Add a span of the elements here, the others elsewhere, and hand the totals round; return all of them.
+    # torch.distributed.all_reduce would add in an order of its own, so that bits depend on the number of ranks.
+    def all_reduce(self, parts: dict[Node, Tensor]) -> Tensor:
+        """Reduce-scatter in the order of the tree, then all-gather; return the sum over all shards.
 
         Args:
-            parts: sums of the lanes of this process, in host memory.
+            parts: sums of the local shards, in host memory.
         """
         group, size = self.group, self.group.size
         numel = len(next(iter(parts.values())))
         cuts = [numel * rank // size for rank in range(size + 1)]
         spans = [slice(start, end) for start, end in pairwise(cuts)]
         others = [rank for rank in range(size) if rank != group.rank]
-        mine = spans[group.rank]
-        leaving = [group.send(rank, parts[node][spans[rank]]) for rank in others for node in nodes_of(self._own)]
-        coming = []
-        arrived = {node: part[mine].clone() for node, part in parts.items()}
+        own_span = spans[group.rank]
+        sending = [group.send(rank, parts[node][spans[rank]]) for rank in others for node in tree_nodes(self._local)]
+        receiving = []
+        received = {node: part[own_span].clone() for node, part in parts.items()}
         for rank in others:
-            for node in nodes_of(lanes_of_rank(rank, size, self.num_lanes)):
-                arrived[node] = torch.empty(mine.stop - mine.start)
-                coming.append(group.receive(rank, arrived[node]))
-        for each in coming:
-            each.wait()
-        total = add_up(arrived, (0, self.num_lanes))
+            for node in tree_nodes(local_shards(rank, size, self.num_shards)):
+                received[node] = torch.empty(own_span.stop - own_span.start)
+                receiving.append(group.recv(rank, received[node]))
+        for transfer in receiving:
+            transfer.wait()
+        total = tree_sum(received, (0, self.num_shards))
         result = torch.empty(numel)
-        coming = [group.receive(rank, result[spans[rank]]) for rank in others]
-        leaving += [group.send(rank, total) for rank in others]
-        result[mine] = total
-        for each in [*coming, *leaving]:
-            each.wait()
+        receiving = [group.recv(rank, result[spans[rank]]) for rank in others]
+        sending += [group.send(rank, total) for rank in others]
+        result[own_span] = total
+        for transfer in [*receiving, *sending]:
+            transfer.wait()
         return result
 
-    def losses(self, values: Sequence[Sequence[float]]) -> list[list[float]]:
-        """Return series of numbers, one for each piece of each lane, with those of the other processes, by lane."""
-        found = [each["series"] for each in self.group.gather("losses of lanes", {"series": [*map(list, values)]})]
-        return [[value for each in found for value in each[number]] for number in range(len(values))]
+    def gather_losses(self, series: Sequence[Sequence[float]]) -> list[list[float]]:
+        """Extend series of loss terms, one value per micro-batch, to those of all ranks, in shard order."""
+        messages = self.group.gather("losses of lanes", {"series": [*map(list, series)]})
+        return [[value for each in messages for value in each["series"][number]] for number in range(len(series))]

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 
 from gptj_ft.config.options import Recipe
-from gptj_ft.distributed.pipeline import assign
+from gptj_ft.distributed.pipeline import assign_layers
 from gptj_ft.errors import UsageError
 from gptj_ft.models.layout import NO_PARAMETERS, Kind, Layout
 from gptj_ft.planning.costs import exported_elements
@@ -408,7 +408,7 @@ def part_of(load: Workload, layers: Sequence[int]) -> Workload:
 def forecast_share(job: Job, stages: int, replicas: int) -> Share:
     """Forecast a way to share a run."""
     load = replica_of(job.load, replicas)
-    owners = tuple(assign(load.layouts, stages))
+    owners = tuple(assign_layers(load.layouts, stages))
     parts: dict[tuple[Workload, bool], list[int]] = {}
     for rank in range(stages):
         own = [layer for layer, owner in enumerate(owners) if owner == rank]

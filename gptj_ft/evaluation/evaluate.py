@@ -21,8 +21,8 @@ from gptj_ft.evaluation.comparison import Evaluation, ModelComparison, compare_m
 from gptj_ft.evaluation.label_evaluation import LabelledEvaluation, plan_labelled
 from gptj_ft.evaluation.lm_eval.tasks import LoadedTasks, compare_on_tasks, plan_on_tasks
 from gptj_ft.evaluation.text_evaluation import EvaluationPlan, plan_on_rows
+from gptj_ft.generation.workers import NO_WORKERS, Workers
 from gptj_ft.planning.inference_plan import InferencePlan
-from gptj_ft.system.group import ALONE, Group
 from gptj_ft.system.paths import is_adapter, is_model, models
 from gptj_ft.system.signals import stop_says
 
@@ -40,7 +40,7 @@ class EvaluateRequest:
         baseline: model to compare with; ``auto``: what it was tuned from; ``none``.
         data: rows; ``None``: those that the model's run held out.
         limit: most rows, the first ones; ``None``: all.
-        group: processes that the rows are dealt out to.
+        workers: ranks that share the work.
     """
 
     model: Path
@@ -48,7 +48,7 @@ class EvaluateRequest:
     baseline: str = "auto"
     data: str | None = None
     limit: int | None = None
-    group: Group = ALONE
+    workers: Workers = NO_WORKERS
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class TasksRequest:
         tasks: tasks with their rows.
         baseline: model to compare with, as in `EvaluateRequest`.
         limit: most questions of each task, the first ones; ``None``: all.
-        group: processes that the questions are dealt out to.
+        workers: ranks that share the work.
     """
 
     model: Path
@@ -69,7 +69,7 @@ class TasksRequest:
     tasks: LoadedTasks
     baseline: str = "auto"
     limit: int | None = None
-    group: Group = ALONE
+    workers: Workers = NO_WORKERS
 
 
 class PlannedEvaluation(Protocol):
@@ -120,7 +120,7 @@ class PairedEvaluation:
         recipe, asked = fitted(request.recipe, models.values(), data), request.recipe.max_length
         runs: dict[str, EvaluationPlan | LabelledEvaluation]
         plan = plan_on_rows if recipe.task == "language-model" else plan_labelled
-        runs = {name: plan(each, recipe, data, request.limit, request.group) for name, each in models.items()}
+        runs = {name: plan(each, recipe, data, request.limit, request.workers) for name, each in models.items()}
         note = ""
         if recipe.max_length < asked:
             length = f"{recipe.max_length:,}, the context of the model, and not {asked:,}"
@@ -138,7 +138,7 @@ class PairedEvaluation:
         """
         baseline, models = _models(request)
         runs = {
-            name: plan_on_tasks(each, request.recipe, request.tasks, request.limit, request.group)
+            name: plan_on_tasks(each, request.recipe, request.tasks, request.limit, request.workers)
             for name, each in models.items()
         }
         return cls(request, baseline, runs, partial(compare_on_tasks, seed=request.recipe.seed), "questions")

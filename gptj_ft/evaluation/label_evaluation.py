@@ -25,6 +25,7 @@ from gptj_ft.evaluation.metrics.label_scores import LabelScores
 from gptj_ft.evaluation.metrics.statistic import Ratio, Statistic
 from gptj_ft.evaluation.readout import Outputs, Readout, RowAnswer, RowOutput, loss_of, readout_of
 from gptj_ft.generation.generator import InferenceSetup
+from gptj_ft.generation.workers import NO_WORKERS, Workers
 from gptj_ft.models.batch import Marks
 from gptj_ft.models.registry import Architecture
 from gptj_ft.planning.inference_plan import InferencePlan, TokenBudget
@@ -32,7 +33,6 @@ from gptj_ft.planning.resources import check_lengths
 from gptj_ft.streaming.objective import Objective, StepLoss, objective_of
 from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.scoring import head_outputs
-from gptj_ft.system.group import ALONE, Group
 from gptj_ft.system.paths import home
 
 NO_TOKEN_LIMIT = 2**62  # tokens: no limit
@@ -203,7 +203,7 @@ class LabelledEvaluation:
 
 
 def plan_labelled(
-    folder: Path, recipe: Recipe, data: Path, limit: int | None, group: Group = ALONE
+    folder: Path, recipe: Recipe, data: Path, limit: int | None, workers: Workers = NO_WORKERS
 ) -> LabelledEvaluation:
     """Plan an evaluation of labelled rows.
 
@@ -212,13 +212,13 @@ def plan_labelled(
         recipe: task, templates, device.
         data: file of rows, or prepared data.
         limit: most rows, the first ones; ``None``: all.
-        group: processes that the rows are dealt out to.
+        workers: ranks that share the work.
 
     Raises:
         UsageError: the model has no head for the task.
         ResourceError: the model does not fit in memory.
     """
-    setup = InferenceSetup.of(folder, recipe, group=group)
+    setup = InferenceSetup.of(folder, recipe, workers=workers)
     check_head(folder, recipe, setup.architecture)
     check_lengths(recipe, setup.architecture)
     prepared = read_labelled(setup, data)

@@ -26,11 +26,11 @@ from gptj_ft.evaluation.likelihood import label_candidates, losses, passes
 from gptj_ft.evaluation.metrics.language_model import RowLoss, language_model
 from gptj_ft.evaluation.row_job import ResultCache
 from gptj_ft.generation.generator import InferenceSetup, check_writes
+from gptj_ft.generation.workers import NO_WORKERS, Workers
 from gptj_ft.models.registry import Architecture
 from gptj_ft.planning.inference_plan import InferencePlan
 from gptj_ft.planning.resources import check_lengths
 from gptj_ft.streaming.offloaded_model import OffloadedModel
-from gptj_ft.system.group import ALONE, Group
 from gptj_ft.system.paths import home, is_adapter
 
 if TYPE_CHECKING:
@@ -193,7 +193,9 @@ class EvaluationPlan:
         self.journal.close()
 
 
-def plan_on_rows(folder: Path, recipe: Recipe, data: Path, limit: int | None, group: Group = ALONE) -> EvaluationPlan:
+def plan_on_rows(
+    folder: Path, recipe: Recipe, data: Path, limit: int | None, workers: Workers = NO_WORKERS
+) -> EvaluationPlan:
     """Plan an evaluation, or resume one that was interrupted.
 
     Args:
@@ -201,12 +203,12 @@ def plan_on_rows(folder: Path, recipe: Recipe, data: Path, limit: int | None, gr
         recipe: templates, metrics, generation settings, device.
         data: file of rows, or prepared data.
         limit: most rows, the first ones; ``None``: all.
-        group: processes that the rows are dealt out to.
+        workers: ranks that share the work.
 
     Raises:
         ResourceError: the model does not fit in memory.
     """
-    setup, own = InferenceSetup.of(folder, recipe, group=group), tokenizer_folder(folder)
+    setup, own = InferenceSetup.of(folder, recipe, workers=workers), tokenizer_folder(folder)
     check_writes(setup)
     tokenizer = load_tokenizer(own) if has_tokenizer(own) else None
     check_lengths(recipe, setup.architecture)

@@ -16,11 +16,10 @@ from gptj_ft.data.chat import MESSAGES, asked
 from gptj_ft.data.encode import Prompt, encode_prompt
 from gptj_ft.data.template import fields_of, stripped
 from gptj_ft.data.tokenization import load_tokenizer
-from gptj_ft.distributed.exchange import lent
-from gptj_ft.distributed.served_model import announce_model
 from gptj_ft.errors import UsageError, did_you_mean
 from gptj_ft.generation.decoding import generate_tokens, text_of
 from gptj_ft.generation.hf_model import StreamedModel
+from gptj_ft.generation.workers import NO_WORKERS, Workers
 from gptj_ft.models.registry import Architecture
 from gptj_ft.planning.inference_plan import InferencePlan, InferenceWorkload, plan_inference
 from gptj_ft.planning.plan import device_cap
@@ -29,7 +28,6 @@ from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.open import open_for_inference
 from gptj_ft.system import machine
 from gptj_ft.system.dtypes import PRECISION_NAMES
-from gptj_ft.system.group import ALONE, Group
 from gptj_ft.system.plain_text import command_line
 
 if TYPE_CHECKING:
@@ -55,7 +53,7 @@ class InferenceSetup:
         architecture: family and configuration of the model.
         device: device that computes.
         dtype: data type of the computation.
-        group: processes that what is computed is dealt out to; all but the first are in `distributed.replica`.
+        workers: ranks that share read-only work.
     """
 
     folder: Path
@@ -63,19 +61,19 @@ class InferenceSetup:
     architecture: Architecture
     device: torch.device
     dtype: torch.dtype
-    group: Group = field(default=ALONE, kw_only=True)
+    workers: Workers = field(default=NO_WORKERS, kw_only=True)
 
     @classmethod
     def of(
-        cls, folder: Path, recipe: Recipe, *, group: Group = ALONE, number_here: int | None = None, **more: Any
+        cls, folder: Path, recipe: Recipe, *, workers: Workers = NO_WORKERS, local_rank: int | None = None, **more: Any
     ) -> Self:
         """Read the configuration of a model folder.
 
         Args:
             folder: model folder.
             recipe: options of computing.
-            group: processes that what is computed is dealt out to.
-            number_here: number of this process on its machine, if another one leads its group.
+            workers: ranks that share read-only work.
+            local_rank: local rank of a worker.
             **more: attributes of a subclass.
 
         Raises:
@@ -83,11 +81,11 @@ class InferenceSetup:
         """
         if recipe.threads is not None:
             torch.set_num_threads(recipe.threads)
-        here = group.number_here if number_here is None else number_here
-        device = machine.choose_device(recipe.device, recipe.device_memory, here)
+        local_rank = workers.group.local_rank if local_rank is None else local_rank
+        device = machine.choose_device(recipe.device, recipe.device_memory, local_rank)
         architecture = tuned_architecture(folder)
         dtype = inference_dtype(recipe, architecture, device)
-        return cls(folder, recipe, architecture, device, dtype, group=group, **more)
+        return cls(folder, recipe, architecture, device, dtype, workers=workers, **more)
 
     @property
     def context(self) -> int:
@@ -107,7 +105,7 @@ class InferenceSetup:
         """
         size, settings = weight_bytes(self.folder), self.recipe.generation
         reads = InferenceWorkload.of(self.architecture, self.dtype, settings, adapter_bytes=size, **workload)
-        free = free_resources(self.device, disk, self.recipe.device, self.group)
+        free = free_resources(self.device, disk, self.recipe.device, self.workers.group)
         return plan_inference(self.recipe, reads, free, before)
 
     @contextmanager
@@ -118,9 +116,9 @@ class InferenceSetup:
             UsageError: another process is of another version, or has other threads, another command, another model.
         """
         recipe = self.recipe.model_copy(update={"precision": PRECISION_NAMES[self.dtype]})
-        announce_model(self.group, self.folder, recipe, weights=weights, cap=cap)
+        self.workers.announce(self.folder, recipe, weights, cap)
         opened = open_for_inference(self.folder, self.device, self.dtype, weights, self.recipe.read_ahead, cap)
-        with opened as (architecture, offloaded), lent(offloaded, self.group):
+        with opened as (architecture, offloaded), self.workers.attached(offloaded):
             yield architecture, offloaded
 
 

@@ -50,10 +50,10 @@ class Target:
         Raises:
             UsageError: there is no such device.
         """
-        device = machine.choose_device(recipe.device, recipe.device_memory, group.number_here)
+        device = machine.choose_device(recipe.device, recipe.device_memory, group.local_rank)
         free = free_resources(device, folder, recipe.device, group)
         found = rates(device, folder)
-        found = replace(found, disk=found.disk.shared(group.on_this_machine))
+        found = replace(found, disk=found.disk.shared(group.local_size))
         return cls(device, recipe.precision, free, found)
 
     @classmethod
@@ -114,7 +114,7 @@ def free_resources(device: torch.device, folder: Path, name: str, group: Group =
         name: name that the device was chosen by.
         group: processes of the run.
     """
-    processes = group.on_this_machine
+    processes = group.local_size
     taken = disk_bytes(files_in(folder))
     host = machine.free_memory(torch.device("cpu"))
     is_shared = shares_memory(device)

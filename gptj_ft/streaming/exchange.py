@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gptj_ft.models.batch import PackedBatch
+from gptj_ft.models.layout import Layout
 from gptj_ft.streaming.objective import Objective, StepLoss
 
 if TYPE_CHECKING:
@@ -93,6 +94,30 @@ class Exchange:
     def has(self, layer: int) -> bool:
         """Tell whether a layer is local."""
         return True
+
+    def shard_rows(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Divide the rows of a step into row shards.
+
+        Args:
+            lengths: tokens of each row.
+        """
+        return [list(range(len(lengths)))]
+
+    def begin_step(self, shards: Sequence[Sequence[PackedBatch]], objective: Objective) -> Sequence[PackedBatch]:
+        """Return the local micro-batches of a step, from those of every row shard."""
+        (batches,) = shards
+        return batches
+
+    def gather_layers(
+        self, layers: Iterator[dict[str, Tensor]], layouts: Sequence[Layout]
+    ) -> Iterator[dict[str, Tensor]]:
+        """Yield the parameters of every layer on rank 0; other ranks send theirs while they iterate.
+
+        Args:
+            layers: parameters of each layer, fp32; empty for remote layers.
+            layouts: layouts of all layers.
+        """
+        return layers
 
     def open_channel(
         self, layers: Sequence[int], num_tokens: Sequence[int], dtype: torch.dtype, device: torch.device

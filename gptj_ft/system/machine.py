@@ -61,7 +61,7 @@ def _onednn_limit() -> str:
     return "" if limit in ("ALL", "DEFAULT") else limit
 
 
-def choose_device(name: str, cap: int | None = None, number_here: int | None = None) -> torch.device:
+def choose_device(name: str, cap: int | None = None, local_rank: int | None = None) -> torch.device:
     """Return the device of a run, an accelerator with its number, and make it torch's current one.
 
     Like the current device, the sums of its products are torch's state, of the whole process: they are in fp32 from
@@ -70,7 +70,7 @@ def choose_device(name: str, cap: int | None = None, number_here: int | None = N
     Args:
         name: ``auto``, ``cpu``, or the type of an accelerator, with or without a number.
         cap: most bytes of its memory that are to be used; default: what is free.
-        number_here: number of this process among those of its run on this machine, which take the accelerators in turn
+        local_rank: number of this process among those of its run on this machine, which take the accelerators in turn
             if the name has no number; default: there are no others, and it takes torch's current one.
 
     Raises:
@@ -106,8 +106,8 @@ def choose_device(name: str, cap: int | None = None, number_here: int | None = N
         advice = "update its driver" if reasons else "install torch for it"
         raise UsageError(f"--device {name}: torch sees no such device here{why}; use --device cpu, or {advice}")
     index, count = device.index, int(module.device_count())
-    if index is None and number_here is not None:
-        index = number_here % max(1, count)
+    if index is None and local_rank is not None:
+        index = local_rank % max(1, count)
     elif index is None:
         index = module.current_device() if hasattr(module, "current_device") else 0
     if index >= count:

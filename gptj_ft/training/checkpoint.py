@@ -266,12 +266,12 @@ def _new_checkpoint(run: Run, group: Group, state: RunState) -> Iterator[Path]:
         if run.writes:
             keep_folder(final.parent)
             create_folder(temporary)
-        group.gather("checkpoint begun", {})
+        group.barrier("checkpoint begun")
         yield temporary
-        group.gather("checkpoint written", {})
+        group.barrier("checkpoint written")
         if run.writes:
             _publish(temporary, final, state)
-        group.gather("checkpoint published", {})
+        group.barrier("checkpoint published")
     except (OSError, ResourceError) as error:
         if run.writes:
             discard(temporary)

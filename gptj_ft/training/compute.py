@@ -8,62 +8,58 @@ from functools import partial
 from itertools import accumulate
 
 from gptj_ft.data.batches import rows_of_step
-from gptj_ft.distributed.exchange import SharedExchange
-from gptj_ft.distributed.row_shards import LaneSums, lanes_of, lanes_of_rank
-from gptj_ft.distributed.straggler import Pace, pace_of
 from gptj_ft.errors import GptjFtError, NotFinite
 from gptj_ft.models.batch import PackedBatch
 from gptj_ft.models.dropout import seed_of
 from gptj_ft.planning.flops import count_flops
 from gptj_ft.streaming.adamw import AdamW
+from gptj_ft.streaming.exchange import Exchange
 from gptj_ft.streaming.objective import StepLoss
 from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.scoring import evaluate_losses
 from gptj_ft.streaming.step import train_step
 from gptj_ft.training.nonfinite import explain_gradient, explain_loss
+from gptj_ft.training.parallel import StepWork
 from gptj_ft.training.reporter import StepReport
 from gptj_ft.training.setup import TrainSetup
 from gptj_ft.training.throughput import Stopwatch, Throughput
 
 
-def compute_step(setup: TrainSetup, offloaded: OffloadedModel, optimizer: AdamW) -> tuple[StepReport, Pace]:
+def compute_step(setup: TrainSetup, offloaded: OffloadedModel, optimizer: AdamW) -> tuple[StepReport, StepWork]:
     """Take the next optimizer step; return its figures, and how fast this process has done its part of it.
 
     Raises:
         NotFinite, DataError: as `guarded_step`.
     """
-    recipe, stopwatch, waited = setup.recipe, Stopwatch(offloaded), setup.group.waited.seconds
+    recipe, stopwatch, waited = setup.recipe, Stopwatch(offloaded), setup.parallel.world.waited.seconds
     rows = rows_of_step(optimizer.step, len(setup.train), recipe.batch_size, recipe.seed)
-    batches, lanes = batches_of_step(setup, rows, optimizer.step)
+    batches = batches_of_step(setup, offloaded.exchange, rows, optimizer.step)
     # As in the Trainer of `transformers`, a skipped step takes its rows and its number, but no place in the schedule.
     lr, scale = setup.schedule.lr(optimizer.num_updates + 1), optimizer.loss_scale
     optimizer.begin_step(lr)
-    if lanes:
-        assert isinstance(offloaded.exchange, SharedExchange)
-        offloaded.exchange.lanes = lanes
     loss, grad_norm = guarded_step(setup, offloaded, optimizer, batches)
     counts = stopwatch.read(sum(setup.train.lengths[row] for row in rows), loss.num_targets)
     count = partial(count_flops, offloaded.layouts, kept=offloaded.budget.num_kept_layers, frozen=offloaded.frozen)
     flops = count(counts.tokens, counts.target_tokens)
     own = count(sum(len(batch.tokens_T) for batch in batches), sum(batch.num_targets for batch in batches))
-    pace = pace_of(counts.seconds, setup.group.waited.seconds - waited, own.hardware)
+    waited = setup.parallel.world.waited.seconds - waited
+    work = StepWork(max(0.0, counts.seconds - waited), own.hardware)
     throughput = Throughput.of(counts, flops, setup.plan.rates.compute.matmul(setup.dtype))
     report = StepReport(
         optimizer.step, loss.mean, loss.z_mean, lr, grad_norm, counts, throughput, scale.scale if scale else None
     )
-    return report, pace
+    return report, work
 
 
-def batches_of_step(setup: TrainSetup, rows: Sequence[int], step: int) -> tuple[list[PackedBatch], LaneSums | None]:
-    """Return the micro-batches of a step, those that this process computes; and their lanes, if there are several.
+def batches_of_step(setup: TrainSetup, exchange: Exchange, rows: Sequence[int], step: int) -> list[PackedBatch]:
+    """Pack the rows of a step into micro-batches; return the local ones.
 
     Args:
-        setup: recipe and rows.
         rows: rows of the step.
         step: optimizer steps done.
     """
     recipe, tokens = setup.recipe, setup.recipe.micro_batch_tokens
-    # By the place of a document among those of the step, so that it does not matter what it is computed together with.
+    # A document's dropout seed has its place among those of the step: the packing does not matter.
     firsts = list(accumulate((len(setup.train.row(row)) for row in rows), initial=0)) if setup.drops else []
 
     def packed(places: Sequence[int]) -> list[PackedBatch]:
@@ -73,16 +69,8 @@ def batches_of_step(setup: TrainSetup, rows: Sequence[int], step: int) -> tuple[
         numbers = [number for place in places for number in range(firsts[place], firsts[place + 1])]
         return setup.train.batches(chosen, tokens, lambda document: seed_of((recipe.seed, step, numbers[document])))
 
-    if setup.lanes == 1:
-        return [batch.to(setup.device) for batch in packed(range(len(rows)))], None
-    lanes = [packed(places) for places in lanes_of([setup.train.lengths[row] for row in rows], setup.lanes)]
-    group = setup.peers
-    own = [lanes[lane] for lane in lanes_of_rank(group.rank, group.size, setup.lanes)]
-    every = [batch for lane in lanes for batch in lane]
-    weight = sum(setup.objective.weight(batch) for batch in every)
-    ends = list(accumulate(map(len, own)))
-    sums = LaneSums(group, setup.lanes, ends, weight, sum(batch.num_targets for batch in every))
-    return [batch.to(setup.device) for lane in own for batch in lane], sums
+    shards = [packed(places) for places in exchange.shard_rows([setup.train.lengths[row] for row in rows])]
+    return [batch.to(setup.device) for batch in exchange.begin_step(shards, setup.objective)]
 
 
 def guarded_step(
@@ -100,7 +88,7 @@ def guarded_step(
     try:
         loss = train_step(offloaded, optimizer, batches, setup.objective)
     except NotFinite:
-        if setup.group.size > 1:
+        if setup.parallel.world.size > 1:
             raise  # where it appeared is found by passes in which all would have to take part
         optimizer.flush()
         again = partial(evaluate_losses, offloaded, batches, setup.objective)
@@ -108,7 +96,7 @@ def guarded_step(
     try:
         return loss, optimizer.finish_step()
     except GptjFtError as error:
-        if setup.group.size > 1:
+        if setup.parallel.world.size > 1:
             raise
         if not math.isfinite(loss.mean):  # so forward overflows fp16, where no scale of the loss is of any help
             done = optimizer.step - 1 if optimizer.num_updates else 0

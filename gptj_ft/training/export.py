@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gptj_ft.checkpoints.adapter import TASK_TYPES, MergedCheckpoint, open_adapter, write_adapter
@@ -15,7 +14,6 @@ from gptj_ft.checkpoints.metadata import TunedModel, metadata_files
 from gptj_ft.checkpoints.model_folder import layer_tensors, open_checkpoint, write_model
 from gptj_ft.config.run_folder import MERGED, Run
 from gptj_ft.data.dataset import load_dataset
-from gptj_ft.distributed.pipeline import Relay
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.lora import is_transposed, name_of, targets_in
 from gptj_ft.models.trainable import Selection, select
@@ -69,37 +67,12 @@ def export_model(
     trained = TunedModel(setup.recipe, setup.model, setup.architecture, data, metrics)
     is_last, whole = exported.step == state.step, setup.whole or setup.selection
     own = trained_parameters(offloaded) if is_last else parameters(run.checkpoint(exported.step), offloaded.layouts)
-    layers = every_layer(setup.relay, own, whole)
-    if setup.group.rank == 0:
+    layers = offloaded.exchange.gather_layers(own, whole.trained)
+    if setup.parallel.world.rank == 0:
         write_outcome(run.model, trained, whole, layers)
-    elif not setup.is_replica:
+    elif not setup.parallel.is_replica:
         for _ in layers:
             pass
-
-
-def every_layer(relay: Relay, own: Iterator[dict[str, Tensor]], whole: Selection) -> Iterator[dict[str, Tensor]]:
-    """Yield the trained parameters of every layer, in process 0; other processes hand theirs on meanwhile.
-
-    Args:
-        relay: owner process of each layer.
-        own: trained parameters of each layer, fp32; empty for layers of others.
-        whole: layouts of all layers.
-    """
-    group = relay.group
-    for layer, owner in enumerate(relay.owners):
-        here = next(own)
-        if owner == 0 or not whole.trained[layer].numel:
-            yield here
-            continue
-        shapes = whole.trained[layer].shapes
-        if group.rank == owner:
-            for name in shapes:
-                group.send(0, here[name].contiguous()).wait()
-        elif group.rank == 0:
-            here = {name: torch.empty(shape) for name, shape in shapes.items()}
-            for values in here.values():
-                group.receive(owner, values).wait()
-        yield here
 
 
 def write_outcome(target: Path, trained: TunedModel, selection: Selection, layers: Iterator[dict[str, Tensor]]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,11 +34,6 @@ from gptj_ft.data.readers.rows import PLACES_SHOWN, Occurrences, format_places
 from gptj_ft.data.readers.source import FileOptions, identify
 from gptj_ft.data.split import split
 from gptj_ft.data.tokenization import load_row_tokenizer
-from gptj_ft.distributed.environment import threads_note
-from gptj_ft.distributed.migrate import share_folder
-from gptj_ft.distributed.network import measure_network
-from gptj_ft.distributed.scale_out import Network
-from gptj_ft.distributed.worker import announce, hear_plan, own_run
 from gptj_ft.errors import DataError, Interrupted, NotFinite, UsageError
 from gptj_ft.models.published import Published, find_published
 from gptj_ft.models.registry import Architecture
@@ -52,13 +47,13 @@ from gptj_ft.planning.workload import RowLengths, StepTokens, Workload
 from gptj_ft.system.accelerator import is_accelerator
 from gptj_ft.system.digests import read_sealed, write_sealed
 from gptj_ft.system.files import hidden_name, keep_folder, remove, replace_text, sync_path, sync_tree, write_file
-from gptj_ft.system.group import ALONE, Group
 from gptj_ft.system.lock import LOCK, locked
 from gptj_ft.system.machine import choose_device
 from gptj_ft.system.paths import is_model, is_tuned
 from gptj_ft.system.signals import StopRequest, stop_says
 from gptj_ft.system.units import clock
 from gptj_ft.training.loop import Session, TrainResult, train, warn
+from gptj_ft.training.parallel import ONE_PROCESS, Parallel
 from gptj_ft.training.reporter import Reporter
 from gptj_ft.training.retention import check_keep, find_checkpoint, go_back
 from gptj_ft.training.runs import tidy
@@ -148,7 +143,6 @@ class PreparedRun:
         rows: training and validation rows, to be saved there.
         run: the folder, when it exists already.
         start: step of the checkpoint that it goes back to first; ``None``: it goes on where it stopped.
-        network: network between the processes that share it; ``None``: there is one.
     """
 
     setup: TrainSetup
@@ -157,7 +151,6 @@ class PreparedRun:
     rows: tuple[Prepared, Prepared | None]
     run: Run | None
     start: int | None = None
-    network: Network | None = None
 
     def train(self, reporter: Reporter | None = None, session: Session | None = None) -> TrainResult:
         """Train the run, see `train_run`."""
@@ -170,7 +163,7 @@ def planning(device: torch.device, folder: Path) -> str:
 
 
 def prepare_new_run(
-    resolved: Resolved, reporter: Reporter | None = None, target: Target | None = None, group: Group = ALONE
+    resolved: Resolved, reporter: Reporter | None = None, target: Target | None = None, parallel: Parallel = ONE_PROCESS
 ) -> PreparedRun:
     """Read everything that a new run needs, and plan it; writes nothing but a tiny model.
 
@@ -178,46 +171,45 @@ def prepare_new_run(
         resolved: options with their origins.
         reporter: receiver of activities.
         target: device and resources to plan for; default: this machine, which it can then be trained on.
-        group: processes that share it.
+        parallel: ranks that share it.
 
     Raises:
         GptjFtError: whatever stands in its way.
     """
     recipe, reporter = resolved.recipe, reporter or Reporter()
     check_tracker(recipe.report_to)
-    use_threads(recipe, group, reporter)
+    use_threads(recipe, parallel, reporter)
     folder = choose_folder(recipe)
     reporter.on_activity("reading the rows")
     inputs = gather(recipe)
-    reporter.on_activity("planning" if target else planning(_device_here(recipe, group, reporter), folder))
+    reporter.on_activity("planning" if target else planning(_local_device(recipe, parallel, reporter), folder))
     final = recipe.model_copy(update={"model": str(inputs.model.resolve()), "output": str(folder)})
-    setup = _setup(final, inputs.model, (inputs.train, inputs.validation), folder, target, group)
+    setup = make_run_setup(final, inputs.model, (inputs.train, inputs.validation), folder, target, parallel)
     origins = dict(resolved.origins)
     if final.precision == "auto":
         origins["precision"] = "chosen by measuring"
+    _measure_network(setup.parallel, reporter)
     resolved, rows = Resolved(setup.recipe, origins), (inputs.train, inputs.validation)
-    return PreparedRun(setup, inputs.report, resolved, rows, None, network=_network(group, reporter))
+    return PreparedRun(setup, inputs.report, resolved, rows, None)
 
 
-def _network(group: Group, reporter: Reporter) -> Network | None:
-    """Measure the network of a run; the other processes do so in `follow_run`."""
-    if group.size == 1:
-        return None
-    reporter.on_activity("measuring the network")
-    return measure_network(group)
+def _measure_network(parallel: Parallel, reporter: Reporter) -> None:
+    if parallel.world.size > 1:
+        reporter.on_activity("measuring the network")
+        parallel.measure_network()
 
 
-def use_threads(recipe: Recipe, group: Group, reporter: Reporter) -> None:
+def use_threads(recipe: Recipe, parallel: Parallel, reporter: Reporter) -> None:
     """Compute with as many threads as a recipe says, or report that several processes have fewer each than one."""
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
-    elif note := threads_note(group):
-        reporter.on_message(note)
+    elif warning := parallel.thread_warning():
+        reporter.on_message(warning)
 
 
-def _device_here(recipe: Recipe, group: Group, reporter: Reporter) -> torch.device:
+def _local_device(recipe: Recipe, parallel: Parallel, reporter: Reporter) -> torch.device:
     """Choose the device of a run, and offer its check-up where it has never been seen."""
-    device = choose_device(recipe.device, recipe.device_memory, group.number_here)
+    device = choose_device(recipe.device, recipe.device_memory, parallel.world.local_rank)
     if is_accelerator(device) and not is_known(device):
         reporter.on_message(FIRST_ON_DEVICE)
     return device
@@ -227,7 +219,7 @@ def resume_run(
     folder: Path,
     given: Resolved,
     start: str | None = None,
-    group: Group = ALONE,
+    parallel: Parallel = ONE_PROCESS,
     reporter: Reporter | None = None,
 ) -> PreparedRun:
     """Read a run folder; options that change no number may be given anew.
@@ -236,7 +228,7 @@ def resume_run(
         folder: run folder.
         given: options given anew, and no others, see `options_on_resume`.
         start: name of the checkpoint to go back to, see `retention.find_checkpoint`.
-        group: processes that share the run from now on.
+        parallel: ranks that share the run from now on.
         reporter: receiver of messages.
 
     Raises:
@@ -267,7 +259,7 @@ def resume_run(
     if start is None:
         run.check_saved()
     check_tracker(recipe.report_to)
-    use_threads(recipe, group, reporter or Reporter())
+    use_threads(recipe, parallel, reporter or Reporter())
     model = Path(recipe.model or "")
     if not is_model(model):
         raise UsageError(
@@ -284,34 +276,9 @@ def resume_run(
         if part is not None:
             check_tokens(part, where, vocab_size_of(model), recipe.max_length)
     step = None if start is None else 0 if start == START else find_checkpoint(run, start)
-    setup = _setup(recipe, model, rows, run.folder, group=group)
-    network = _network(group, reporter or Reporter())
-    return PreparedRun(setup, rows[0].report, Resolved(recipe, {}), rows, run, step, network)
-
-
-def follow_run(group: Group, session: Session | None = None) -> None:
-    """Take part in a run that process 0 of a group leads, in another process; nothing is printed.
-
-    Raises:
-        GptjFtError: as `loop.train`; or this process cannot do what is planned.
-    """
-    measure_network(group)
-    plan = hear_plan(group)
-    if plan is None:
-        return
-    folder, recipe = Path(plan["folder"]), build(plan["recipe"])
-    use_threads(recipe, group, Reporter())
-    is_first_here = share_folder(group, Run(folder))
-    data = Run(folder).data
-    rows = (load_dataset(data / "train"), load_dataset(data / "validation") if (data / "validation").exists() else None)
-    setup = _setup(recipe, Path(recipe.model or ""), rows, folder, group=group)
-    run = own_run(folder, setup, is_first_here)
-    with locked(folder, "training") if run.writes else nullcontext():
-        if run.writes:
-            warn_of_changes(run, setup, Reporter())
-        if run.writes and plan["start"] is not None:
-            go_back(run, plan["start"])
-        train(setup, run, Reporter(), session)
+    setup = make_run_setup(recipe, model, rows, run.folder, parallel=parallel)
+    _measure_network(setup.parallel, reporter or Reporter())
+    return PreparedRun(setup, rows[0].report, Resolved(recipe, {}), rows, run, step)
 
 
 def options_on_resume(
@@ -336,7 +303,8 @@ def train_run(prepared: PreparedRun, reporter: Reporter | None = None, session: 
     """
     reporter, session = reporter or Reporter(), session or Session()
     run = prepared.run or Run(Path(prepared.setup.recipe.output or ""))
-    announce(prepared.setup, run, prepared.start)
+    parallel = prepared.setup.parallel
+    parallel.announce(prepared.setup, run, prepared.start)
     folder = new_run_folder(prepared) if prepared.run is None else locked(prepared.run.folder, "training")
     with going_on(run, session.owns_process), folder:
         if prepared.run is not None:
@@ -353,8 +321,7 @@ def train_run(prepared: PreparedRun, reporter: Reporter | None = None, session: 
                 warn(run, reporter, problem)
         if (start := prepared.setup.plan.costs.start.seconds) > LONG_START:
             reporter.on_message(f"putting weights and state in their places, about {clock(start)}")
-        if prepared.setup.group.size > 1:
-            share_folder(prepared.setup.group, run)
+        parallel.share_folder(run)
         return train(prepared.setup, run, reporter, session)
 
 
@@ -459,7 +426,7 @@ def forecast_run(resolved: Resolved, measure_again: bool = False, reporter: Repo
         GptjFtError: there are no such rows, or no such model.
     """
     recipe, reporter = resolved.recipe, reporter or Reporter()
-    use_threads(recipe, ALONE, reporter)
+    use_threads(recipe, ONE_PROCESS, reporter)
     folder = choose_folder(recipe)
     is_here = not is_published_name(recipe.device)
     if measure_again:
@@ -514,14 +481,15 @@ def _architecture(recipe: Recipe, published: Published | None) -> Architecture:
         return published.architecture
 
 
-def _setup(
+def make_run_setup(
     recipe: Recipe,
     model: Path,
     rows: tuple[Prepared, Prepared | None],
     folder: Path,
     target: Target | None = None,
-    group: Group = ALONE,
+    parallel: Parallel = ONE_PROCESS,
 ) -> TrainSetup:
+    """Set up a run from its prepared rows."""
     train, validation = rows
     check_keep(recipe, len(validation.rows) if validation else 0)
     return make_setup(
@@ -533,5 +501,5 @@ def _setup(
         folder,
         target,
         train.report.labels,
-        group,
+        parallel,
     )

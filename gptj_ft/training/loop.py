@@ -12,18 +12,12 @@ from typing import Any
 
 import torch
 
-from gptj_ft.config.run_folder import Run, note_layers, record_environment, resume_command, what_is_saved
-from gptj_ft.distributed.exchange import lent
-from gptj_ft.distributed.scatter import serve
-from gptj_ft.distributed.straggler import Pace, PaceWatch
-from gptj_ft.distributed.worker import open_replica, send_state
+from gptj_ft.config.run_folder import Run, record_environment, resume_command, what_is_saved
 from gptj_ft.errors import DataError, Interrupted, NotFinite, OutOfTime
 from gptj_ft.planning.working_memory import allocator_limit
 from gptj_ft.streaming.adamw import AdamW
 from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.system.accelerator import limit_memory
-from gptj_ft.system.files import discard
-from gptj_ft.system.group import ALONE, agreed, from_first
 from gptj_ft.system.memory import return_freed_memory
 from gptj_ft.system.paths import remember_run
 from gptj_ft.system.signals import StopRequest
@@ -33,6 +27,7 @@ from gptj_ft.training.compute import compute_step
 from gptj_ft.training.deadline import Deadline, forecast_seconds, next_activities
 from gptj_ft.training.export import ExportedState, export_model
 from gptj_ft.training.nonfinite import LossWatch, explain_loss
+from gptj_ft.training.parallel import NO_WORK, StepWork, Validated
 from gptj_ft.training.reporter import RecentSteps, Reporter, reporting, step_log_line
 from gptj_ft.training.restore import open_state
 from gptj_ft.training.retention import CheckpointRetention
@@ -135,27 +130,18 @@ def open_session(setup: TrainSetup, run: Run, reporter: Reporter, session: Sessi
     started = time.monotonic() if session.started is None else session.started
     deadline = Deadline(setup.recipe.max_time, started, forecast_seconds(setup))
     chosen = {"placement": str(setup.plan.placement), "precision": setup.plan.precision}
-    if setup.group.size > 1:
-        between = f" in {setup.peers.size} replicas" if setup.recipe.share == "layers" and setup.peers.size > 1 else ""
-        chosen["processes"] = f"{setup.group.size}, sharing {setup.recipe.share}{between}"
+    chosen |= setup.parallel.describe(setup.recipe)
     record_environment(run, str(setup.device), torch.get_num_threads(), chosen)
-    if setup.relay.group.size > 1:
-        way = setup.relay.group.connect(setup.device, setup.relay.links)
-        run.log(f"hidden states go from process to process {way}")
     limit_memory(setup.device, allocator_limit(setup.plan.have.device))
-    if setup.is_replica:
-        offloaded, optimizer, state = open_replica(setup, run)
-    else:
-        offloaded, optimizer, state = open_state(setup, run, partial(warn, run, reporter))
-    try:
+    open_saved = partial(open_state, setup, run, partial(warn, run, reporter))
+    with setup.parallel.opened(setup, run, open_saved) as (offloaded, optimizer, state):
         return_freed_memory()  # what loading took; steps take buffers of other sizes
-        if not setup.is_replica:
-            send_state(setup, offloaded, optimizer, state)
-            note_layers(run, setup.relay.by_name)
         recent = RecentSteps(setup.num_steps, state.step, setup.plan.costs.seconds_per_step)
         retention = CheckpointRetention(setup, run, offloaded, optimizer)
         samples = validation_samples(setup, run)
-        tracked = setup.recipe if setup.group.rank == 0 else setup.recipe.model_copy(update={"report_to": "none"})
+        tracked = (
+            setup.recipe if setup.parallel.world.rank == 0 else setup.recipe.model_copy(update={"report_to": "none"})
+        )
         with (
             reporting(reporter, recent.progress),
             tracking(run, tracked, partial(warn, run, reporter)) as record,
@@ -165,16 +151,12 @@ def open_session(setup: TrainSetup, run: Run, reporter: Reporter, session: Sessi
             watch = LossWatch(setup.num_classes, losses)
             training = Training(
                 setup, run, reporter, offloaded, optimizer, state, retention, samples, deadline, stop, record, watch,
-                recent, PaceWatch(setup.group.names),
+                recent,
             )  # fmt: skip
             with training.rescuing():
                 training.state = retention.begin(state)
                 training.warn(retention.note)
                 yield training
-    finally:
-        offloaded.close()
-        if setup.is_replica:
-            discard(run.state)
 
 
 @dataclass
@@ -195,9 +177,8 @@ class Training:
         record: writer of a line of ``metrics.jsonl``.
         watch: detector of exploding losses.
         recent: means over the latest steps.
-        pace: detector of slow processes.
         validation_loss: loss of the latest validation; ``None`` before the first.
-        own_pace: pace of this process in the latest step.
+        work: seconds and FLOPs of this rank in the latest step.
         is_done: whether no step is to follow.
     """
 
@@ -214,9 +195,8 @@ class Training:
     record: Callable[[Mapping[str, Any]], None]
     watch: LossWatch
     recent: RecentSteps
-    pace: PaceWatch
     validation_loss: float | None = None
-    own_pace: Pace = (0.0, 0.0)
+    work: StepWork = NO_WORK
     is_done: bool = False
 
     def validate_if_due(self) -> None:
@@ -232,54 +212,33 @@ class Training:
             return
         self.reporter.on_activity(f"validating on {len(rows):,} rows")
         self.flush()
-        if self.setup.group.size > 1:
-            return self._validate_together()
         with self.deadline.measure("validation"):
-            measure = partial(validate, self.offloaded, rows, recipe.micro_batch_tokens, objective=self.setup.objective)
-            if isinstance(self.samples, LabelledValidation):
-                found, sample = self.samples.measure(self.offloaded, self.stop_if_asked)
-                loss = found.mean
-            else:
-                loss, sample = measure(self.stop_if_asked).mean, None
-            if not math.isfinite(loss):
-                raise explain_loss("validation loss", step, self.setup, self.offloaded, measure)
-            if self.samples and not isinstance(self.samples, LabelledValidation):
-                sample = self.samples.take(self.offloaded, step)
+            loss, sample = self.setup.parallel.validate(self.setup, self.offloaded, self._compute_validation)
         self._after_validation(loss, sample)
 
-    def _validate_together(self) -> None:
-        """Validate in several processes: replicas of one process share the micro-batches, of several the first does it.
+    def _compute_validation(self) -> Validated:
+        """Validate the model of this rank.
 
         Raises:
             NotFinite: the loss.
         """
-        setup, samples, step = self.setup, self.samples, self.state.step
-        loss, sample = 0.0, None
-        with self.deadline.measure("validation"):
-            # The others wait for the loss: they cannot agree on a stop before it.
-            before_pass = self.stop_if_asked if setup.peers.size == 1 else lambda: None
-            shares = setup.peers.size == setup.group.size  # whole models
-            if setup.is_replica and shares:
-                from gptj_ft.distributed.replica import Replica  # it loads all that generates
-
-                serve(setup.peers, Replica(setup.recipe, setup.model, setup.architecture, self.offloaded).works)
-            elif not setup.is_replica:
-                with lent(self.offloaded, setup.peers if shares else ALONE):
-                    if isinstance(samples, LabelledValidation):
-                        found, sample = samples.measure(self.offloaded, before_pass)
-                        loss = found.mean
-                    else:
-                        tokens = setup.recipe.micro_batch_tokens
-                        loss = validate(self.offloaded, setup.validation, tokens, before_pass, setup.objective).mean
-                        sample = samples.take(self.offloaded, step) if samples else None
-        scores = sample.scores if sample else {}
-        found_first = from_first(setup.group, "validation", {"loss": loss, "scores": scores})
-        loss = found_first["loss"]
+        setup, step, rows, parallel = self.setup, self.state.step, self.setup.validation, self.setup.parallel
+        # Other replicas wait for the loss: before it, they cannot agree to stop.
+        before_pass = self.stop_if_asked if parallel.replicas.size == 1 else lambda: None
+        tokens = setup.recipe.micro_batch_tokens
+        measure = partial(validate, self.offloaded, rows, tokens, objective=setup.objective)
+        if isinstance(self.samples, LabelledValidation):
+            losses, sample = self.samples.measure(self.offloaded, before_pass)
+            loss = losses.mean
+        else:
+            loss, sample = measure(before_pass).mean, None
         if not math.isfinite(loss):
-            raise NotFinite(f"the validation loss after step {step} is not finite")
-        if sample is None and found_first["scores"]:
-            sample = ValidationSample(found_first["scores"], "", "")
-        self._after_validation(loss, sample)
+            if parallel.world.size > 1:  # all ranks would have to take part in the passes that find the place
+                raise NotFinite(f"the validation loss after step {step} is not finite")
+            raise explain_loss("validation loss", step, setup, self.offloaded, measure)
+        if self.samples and not isinstance(self.samples, LabelledValidation):
+            sample = self.samples.take(self.offloaded, step)
+        return loss, sample
 
     def _after_validation(self, loss: float, sample: ValidationSample | None) -> None:
         """Record a validation, and keep the state if it is the best."""
@@ -293,7 +252,7 @@ class Training:
         self.warn(self.watch.after_validation(loss, self.state.loss_before))
         self.state = self.retention.after_validation(self.state, loss, scores)
         patience = {"is_out": self.retention.is_out_of_patience(self.state)}
-        if not self.is_done and from_first(self.setup.group, "patience", patience)["is_out"]:
+        if not self.is_done and self.setup.parallel.world.broadcast("patience", patience)["is_out"]:
             end = f"ended after step {step}: no better state in {recipe.patience} validations"
             self.run.log(end)
             self.reporter.on_message(end)
@@ -306,7 +265,7 @@ class Training:
             NotFinite, DataError: as `guarded_step`.
         """
         self.reporter.on_activity(f"computing step {self.state.step + 1}")
-        report, self.own_pace = compute_step(self.setup, self.offloaded, self.optimizer)
+        report, self.work = compute_step(self.setup, self.offloaded, self.optimizer)
         self.state = replace(self.state, step=report.step, loss_scale=self.optimizer.loss_scale)
         self.warn_unmoved()
         self.warn(self.watch.after_step(report.loss))
@@ -317,7 +276,7 @@ class Training:
         self.reporter.on_step(report, progress)
         if self.setup.plan.placement.is_durable:
             # The next step may begin meanwhile: whatever it writes comes after this.
-            commit, group = checkpoint.commit_together, self.setup.relay.group
+            commit, group = checkpoint.commit_together, self.setup.parallel.pipeline
             self.offloaded.stores["grad"].then(partial(commit, self.run, group, self.state, self.optimizer.pending))
         self.deadline.record("step", report.counts.seconds)
 
@@ -325,7 +284,7 @@ class Training:
         """Make a checkpoint if one is due."""
         self.reporter.on_activity(f"saving after step {self.state.step}")
         before = time.monotonic()
-        is_late = bool(from_first(self.setup.group, "late", {"is": self.retention.is_late})["is"])
+        is_late = bool(self.setup.parallel.world.broadcast("late", {"is": self.retention.is_late})["is"])
         if self.retention.save_if_due(self.state, is_late):
             self.deadline.record("save", time.monotonic() - before)
 
@@ -342,7 +301,7 @@ class Training:
         self.offloaded.free_pools()
         return_freed_memory()
         export_model(self.setup, self.run, self.offloaded, self.state, self.exported)
-        self.setup.group.gather("exported", {})
+        self.setup.parallel.world.barrier("exported")
 
     @property
     def exported(self) -> ExportedState:
@@ -359,7 +318,7 @@ class Training:
             Interrupted: a signal came while the model was being written, which is sooner done than a checkpoint.
         """
         run, state, exported = self.run, self.state, self.exported
-        self.setup.group.gather("finished", {})  # nobody has files of it open any more
+        self.setup.parallel.world.barrier("finished")  # nobody has files of it open any more
         run.discard_state()
         kept = self.retention.prune(state, is_finished=True)
         if run.writes:
@@ -388,7 +347,7 @@ class Training:
         Raises:
             Interrupted: it has.
         """
-        if agreed(self.setup.group, "stop", self.stop.requested):
+        if self.setup.parallel.world.any("stop", self.stop.requested):
             self._stop(Interrupted, "")
 
     def stop_if_late(self) -> None:
@@ -399,11 +358,11 @@ class Training:
         """
         step, limit = self.state.step, self.setup.recipe.max_time
         allows = self.deadline.allows(*next_activities(self.setup, step)) if step < self.setup.num_steps else True
-        said = self.setup.group.gather("in time", {"is": allows, "pace": self.own_pace})
-        self.warn(self.pace.after_step(step, [each["pace"] for each in said]))
-        if not said[0]["is"]:
+        may_continue, warning = self.setup.parallel.agree_on_time(step, allows, self.work)
+        self.warn(warning)
+        if not may_continue:
             reason = f": another might not end within {clock(limit or 0.0)}"
-            self._stop(Interrupted if agreed(self.setup.group, "stop", self.stop.requested) else OutOfTime, reason)
+            self._stop(Interrupted if self.setup.parallel.world.any("stop", self.stop.requested) else OutOfTime, reason)
 
     def _stop(self, kind: type[Interrupted], reason: str) -> None:
         step = self.state.step
@@ -423,7 +382,7 @@ class Training:
         except (Interrupted, NotFinite, DataError):  # saved; or resumed, the run would get here again
             raise
         except BaseException:
-            if self.setup.relay.group.size > 1 or not self.run.writes:
+            if self.setup.parallel.pipeline.size > 1 or not self.run.writes:
                 raise  # the state is in several processes, or a copy
             with suppress(BaseException):  # what ended the run is what is to be told
                 is_durable = self.setup.plan.placement.is_durable

@@ -10,14 +10,11 @@ from gptj_ft.checkpoints.model_folder import open_checkpoint
 from gptj_ft.checkpoints.optimizer_state import open_moments
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.run_folder import COMMIT, Run, recipe_digest
-from gptj_ft.distributed.exchange import SharedExchange
-from gptj_ft.distributed.migrate import agree
 from gptj_ft.errors import DataError
 from gptj_ft.models.batch import most_filled
 from gptj_ft.planning.plan import keeps_gradients
 from gptj_ft.streaming.activations import boundary_layout
 from gptj_ft.streaming.adamw import AdamW, AdamWConfig, Update
-from gptj_ft.streaming.exchange import LOCAL
 from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.open import load_weights, open_for_training, open_frozen
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
@@ -45,7 +42,7 @@ def open_state(
     Raises:
         DataError: what it goes on from is missing or damaged, or is that of another run; nothing was removed.
     """
-    saved_as = agree(setup, run)
+    saved_as = setup.parallel.find_resume_point(setup, run)
     say(saved_as.note)
     if saved_as.bytes_moved:
         run.log(f"{gigabytes(saved_as.bytes_moved)} of layers have come from other machines")
@@ -54,10 +51,10 @@ def open_state(
     if commit and not is_durable:  # the session before had the state on disk, this one has not
         settle(setup, run, commit)
         commit, saved = None, int(saved_as.commit["step"]) if saved_as.commit else None
-    group = setup.relay.group
+    group = setup.parallel.pipeline
     if not commit and (run.writes or group.size == 1):
         discard(run.state)  # what is saved is elsewhere: scratch, or half of a beginning
-    group.gather("state cleared", {})
+    group.barrier("state cleared")
     offloaded = open_offloaded(setup, run, setup.plan.placement)
     if run.state.is_dir() and not takes_direct(run.state):
         run.log(f"{run.state} is on a file system without direct I/O: transfers go through the page cache")
@@ -121,13 +118,12 @@ def open_offloaded(setup: TrainSetup, run: Run, placement: Placement) -> Offload
     recipe = setup.recipe
     dtypes = training_dtypes(setup.dtype, PRECISIONS[recipe.moments], PRECISIONS[recipe.gradients])
     # Planned are the blocks of this process that keep their activations; the engine counts those of the model.
-    planned, group = setup.plan.budget, setup.relay.group
+    planned, group = setup.plan.budget, setup.parallel.pipeline
     # A pass is one of all processes: the one with the least memory decides how many tokens share it.
     pass_tokens = min(each["tokens"] for each in group.gather("pass", {"tokens": planned.pass_tokens}))
     budget = replace(planned, num_kept_layers=planned.num_kept_layers * group.size, pass_tokens=pass_tokens)
     most_tokens, width = most_filled(setup.most_step_tokens), setup.architecture.config.n_embd
     boundary = boundary_layout(most_tokens, width, recipe.batch_size)
-    exchange = SharedExchange(setup.relay) if group.size > 1 or setup.lanes > 1 else LOCAL
     offloaded = open_for_training(
         setup.architecture,
         placement,
@@ -138,7 +134,7 @@ def open_offloaded(setup: TrainSetup, run: Run, placement: Placement) -> Offload
         keep_gradients=keep_gradients,
         boundary=boundary,
         selection=setup.selection,
-        exchange=exchange,
+        exchange=setup.parallel.exchange(),
         lowest_trained=lowest_trained(setup),
     )
     try:
@@ -189,5 +185,5 @@ def settle(setup: TrainSetup, run: Run, commit: dict[str, Any]) -> None:
         resume_optimizer(setup, run, offloaded, commit).flush()
     finally:
         offloaded.close()
-    setup.relay.group.gather("settled", {})
+    setup.parallel.pipeline.barrier("settled")
     checkpoint.turn_into_checkpoint(run, state)

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.run_folder import COMMIT, MANIFEST, STEP_FOLDER, Run
-from gptj_ft.distributed.mirror import disks_of, mirror
 from gptj_ft.errors import UsageError, did_you_mean
 from gptj_ft.evaluation.metrics import score_names
 from gptj_ft.streaming.adamw import AdamW
 from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.system.files import discard, remove_folder, sync_path
 from gptj_ft.training import checkpoint
+from gptj_ft.training.parallel import Mirrors
 from gptj_ft.training.run_state import LOSS, BestState, RunState
 from gptj_ft.training.schedule import is_multiple
 from gptj_ft.training.setup import TrainSetup
@@ -37,13 +37,11 @@ class CheckpointRetention:
 
     def __init__(self, setup: TrainSetup, run: Run, offloaded: OffloadedModel, optimizer: AdamW) -> None:
         self._setup, self._recipe, self._num_steps = setup, setup.recipe, setup.num_steps
-        self._group, self._is_replica = setup.group, setup.is_replica
+        self._parallel = setup.parallel
         self._is_durable = setup.plan.placement.is_durable
         self._run, self._offloaded, self._optimizer = run, offloaded, optimizer
         self._saved_at = time.monotonic()
-        self._disks: list[int] = []  # of each process of the replica, if there are mirrors
-        self.note: str | None = None  # why there are none, although the recipe wants them
-        self._mirrored: int | None = None  # newest checkpoint whose layers are on two disks each
+        self._mirrors = Mirrors()
 
     def begin(self, state: RunState) -> RunState:
         """Apply the recipe to the checkpoints that are there; return the state without a best that was not kept.
@@ -51,12 +49,13 @@ class CheckpointRetention:
         The recipe may have changed since, and a crash may have come between a step and its checkpoint, or its mirrors.
         """
         if state.best and self._recipe.keeps_best:
-            is_there = self._is_replica or state.best.step in self._run.whole_checkpoints()
-            if not all(each["is_there"] for each in self._group.gather("best", {"is_there": is_there})):
+            is_there = self._parallel.is_replica or state.best.step in self._run.whole_checkpoints()
+            if not all(each["is_there"] for each in self._parallel.world.gather("best", {"is_there": is_there})):
                 state = replace(state, best=None)  # it was not kept then, or the run has gone back behind it
-        if self._recipe.mirror and self._setup.relay.group.size > 1 and not self._is_replica:
-            self._begin_mirrors(state)
-            if self._disks and self._mirrored is None and state.step:
+        self._mirrors = self._parallel.open_mirrors(self._setup, self._run)
+        if self._mirrors.is_active:
+            self._mirrors.mirror_existing(state.best.step if state.best and self._recipe.keeps_best else None)
+            if self._mirrors.newest is None and state.step:
                 self._save(state)
         if self._is_durable and state.step:
             self.save_if_due(state)
@@ -97,7 +96,7 @@ class CheckpointRetention:
             return False  # the model comes next
         is_kept = is_regular and recipe.num_newest_kept != 0
         # A run on disk is its own checkpoint, but not for another disk.
-        is_due = is_kept if self._is_durable and not self._disks else is_regular or is_late
+        is_due = is_kept if self._is_durable and not self._mirrors.is_active else is_regular or is_late
         if is_due:
             self._save(state)
         return is_due
@@ -117,8 +116,8 @@ class CheckpointRetention:
         kept = kept_steps(self._recipe, found, state.best.step if state.best else None)
         if found and not self._is_durable and not is_finished:
             kept.add(max(found))
-        if self._mirrored is not None and not is_finished:
-            kept.add(self._mirrored)
+        if self._mirrors.newest is not None and not is_finished:
+            kept.add(self._mirrors.newest)
         for step, folder in found.items():
             if step not in kept:
                 remove_folder(folder)
@@ -127,9 +126,9 @@ class CheckpointRetention:
         return {step: folder for step, folder in found.items() if step in kept}
 
     def _save(self, state: RunState) -> None:
-        group = self._setup.relay.group
+        group = self._parallel.pipeline
         self._optimizer.flush()
-        if self._is_replica:
+        if self._parallel.is_replica:
             pass  # what is saved is the first one's
         elif self._is_durable:
             checkpoint.link(self._run, group, self._offloaded, state)
@@ -137,30 +136,15 @@ class CheckpointRetention:
             checkpoint.commit_together(self._run, group, state, self._optimizer.pending)
         else:
             checkpoint.save_checkpoint(self._run, group, self._offloaded, state)
-        if self._disks:
-            self._mirror(state.step)
+        if self._mirrors.is_active:
+            self._mirrors.mirror(state.step)
         self._saved_at = time.monotonic()
         self.prune(state)
 
-    def _begin_mirrors(self, state: RunState) -> None:
-        """Mirror the checkpoints that are there: of some, a lost disk may have taken the mirrors, or a kill."""
-        group = self._setup.relay.group
-        disks = disks_of(group, self._run.folder)
-        if len(set(disks)) == 1:
-            self.note = "nothing is mirrored: all processes that share the layers have the same disk"
-            return
-        self._disks = disks
-        found = [set(each["steps"]) for each in group.gather("found", {"steps": list(self._run.whole_checkpoints())})]
-        on_all = set.intersection(*found)
-        best = {state.best.step} if state.best and self._recipe.keeps_best else set[int]()
-        for step in sorted(on_all & (best | {max(on_all, default=0)})):
-            self._mirror(step)
-
-    def _mirror(self, step: int) -> None:
-        assert self._setup.whole is not None
-        trained = [layer for layer, layout in enumerate(self._setup.whole.trained) if layout.numel]
-        if mirror(self._setup.relay, self._run, trained, self._disks, step):
-            self._mirrored = step
+    @property
+    def note(self) -> str | None:
+        """Why there are no mirrors although the recipe has them."""
+        return self._mirrors.note
 
 
 def kept_steps(recipe: Recipe, steps: Iterable[int], best: int | None) -> set[int]:

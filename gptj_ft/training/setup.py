@@ -16,11 +16,7 @@ from gptj_ft.checkpoints.optimizer_state import has_moments, open_moments
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.run_folder import Run, steps_done
 from gptj_ft.data.batches import Rows, first_fit, rows_of_step, steps_per_epoch
-from gptj_ft.distributed.pipeline import ONE_PROCESS, Relay, assign, restricted
-from gptj_ft.distributed.scale_out import part_of, wire_bytes, with_mirrors
-from gptj_ft.errors import UsageError
 from gptj_ft.models.batch import padded_length, rounded_up
-from gptj_ft.models.layout import Layout
 from gptj_ft.models.registry import Architecture
 from gptj_ft.models.trainable import Selection, select
 from gptj_ft.planning.plan import Plan, choose
@@ -28,7 +24,7 @@ from gptj_ft.planning.resources import Target, check_lengths
 from gptj_ft.planning.workload import RowLengths, StepTokens, Validation, Workload
 from gptj_ft.streaming.objective import Objective, objective_of
 from gptj_ft.system.digests import check_weights
-from gptj_ft.system.group import ALONE, Group, subgroup
+from gptj_ft.training.parallel import ONE_PROCESS, Parallel
 from gptj_ft.training.schedule import Schedule
 
 COUNTED_STEPS = 100  # whose micro-batches are counted
@@ -37,9 +33,6 @@ COUNTED_STEPS = 100  # whose micro-batches are counted
 @dataclass(frozen=True)
 class TrainSetup:
     """Recipe, model, rows, steps and plan of a run.
-
-    Several processes are replicas of the model, and a replica is one process or several that share its layers. The
-    state of a run is that of replica 0.
 
     Attributes:
         recipe: options of the run; its ``precision`` is not ``auto`` any more.
@@ -57,13 +50,8 @@ class TrainSetup:
         plan: placement, buffer budget and forecast.
         objective: objective of the task.
         updates_before: updates that the first values of the moments have seen; ``None``: these are zeros.
-        group: processes that share the run.
-        relay: owner process of each layer, among the processes of this replica.
-        peers: processes that have the same layers as this one, one of each replica, by its number; each has rows of
-            some of the lanes.
-        lanes: shares that the rows of a step are dealt out to, see `distributed.row_shards`.
+        parallel: ranks of the run, and the share of this one.
         whole: trained and frozen parameters of the model.
-        on_the_wire: most bytes that a process sends in a step, and most that one receives.
     """
 
     recipe: Recipe
@@ -81,17 +69,8 @@ class TrainSetup:
     plan: Plan
     objective: Objective
     updates_before: int | None = None
-    group: Group = ALONE
-    relay: Relay = ONE_PROCESS
-    peers: Group = ALONE
-    lanes: int = 1
+    parallel: Parallel = ONE_PROCESS
     whole: Selection | None = None
-    on_the_wire: tuple[float, float] = (0.0, 0.0)
-
-    @property
-    def is_replica(self) -> bool:
-        """Whether this process is of another replica than the first, and has a copy of the state."""
-        return self.peers.rank > 0
 
     @property
     def num_classes(self) -> int:
@@ -116,7 +95,7 @@ def make_setup(
     folder: Path,
     target: Target | None = None,
     labels: Sequence[str] = (),
-    group: Group = ALONE,
+    parallel: Parallel = ONE_PROCESS,
 ) -> TrainSetup:
     """Derive the steps of a run and plan where everything goes.
 
@@ -129,7 +108,7 @@ def make_setup(
         folder: the run folder, for the space and rate of its disk, and the steps done if it is resumed.
         target: device and resources to plan for; default: this machine.
         labels: names of the classes, of a task with labels.
-        group: processes that share the run.
+        parallel: ranks that share the run.
 
     Raises:
         ResourceError: it cannot fit.
@@ -139,23 +118,17 @@ def make_setup(
     architecture = trained_architecture(recipe, model, labels)
     check_lengths(recipe, architecture)
     whole = select(architecture, recipe)
-    target = target or Target.here(recipe, folder, group)
+    target = target or Target.here(recipe, folder, parallel.world)
     has_begun = Run(folder).recipe_file.is_file()
-    recipe = shared_recipe(recipe, group.size, len(whole.trained) - 2, has_begun)
-    relay, peers = layer_owners(recipe, group, whole.trained, architecture.config.n_embd)
-    owners = relay.owners
+    parallel, recipe = parallel.assign(recipe, whole, architecture.config.n_embd, has_begun)
     selection = replace(
-        whole,
-        trained=restricted(whole.trained, owners, relay.group.rank),
-        frozen=restricted(whole.frozen, owners, relay.group.rank),
+        whole, trained=parallel.local_layouts(whole.trained), frozen=parallel.local_layouts(whole.frozen)
     )
     num_steps = recipe.num_steps(len(train))
     workload = target.settled(workload_of(recipe, architecture, whole, train, validation), recipe)
     workload = replace(workload, num_steps=num_steps - steps_done(Run(folder)))
-    on_the_wire = wire_bytes(workload, owners, peers.size)
-    if relay.group.size > 1:
-        workload = part_of(workload, [layer for layer, owner in enumerate(owners) if owner == relay.group.rank])
-    plan = choose(with_mirrors(recipe, relay.group.size), workload, target.free, target.rates, has_begun)
+    planned, workload = parallel.local_job(recipe, workload)
+    plan = choose(planned, workload, target.free, target.rates, has_begun)
     # Another machine, or this one on another day, might choose another type in the middle of the run.
     recipe = recipe.model_copy(update={"precision": plan.precision})
     most_step_tokens = sum(sorted(train.lengths)[-recipe.batch_size :])
@@ -176,12 +149,8 @@ def make_setup(
         plan=plan,
         objective=objective,
         updates_before=updates_before(recipe, model, architecture),
-        group=group,
-        relay=relay,
-        peers=peers,
-        lanes=recipe.lanes or 1,
+        parallel=parallel,
         whole=whole,
-        on_the_wire=on_the_wire,
     )
 
 
@@ -246,78 +215,6 @@ def workload_of(
         context=architecture.config.n_positions,
         dropped_heads=architecture.config.n_head if drops else 0,
     )
-
-
-def shared_recipe(recipe: Recipe, size: int, num_blocks: int, has_begun: bool = False) -> Recipe:
-    """Return a recipe that says how several processes share the run.
-
-    There are as many processes as replicas times processes that share the layers of one.
-
-    Args:
-        recipe: options of the run; the way to share it may be ``auto``.
-        size: number of processes.
-        num_blocks: blocks of the model.
-        has_begun: whether it is a run that goes on; its lanes stay.
-
-    Raises:
-        UsageError: they cannot share it as the recipe says.
-    """
-    if size == 1:
-        return recipe
-    share, replicas = recipe.share, recipe.replicas
-    lanes = recipe.lanes or (1 if has_begun else None)
-    divisors = [each for each in range(1, size + 1) if size % each == 0]
-    if share == "auto":
-        # Where the whole state need not be in each process, and activations are smaller than gradients.
-        if replicas is None and recipe.method == "full" and recipe.shares_layers:
-            possible = [each for each in divisors if each <= (lanes or size)]
-            replicas = next((each for each in possible if 2 * (size // each) <= num_blocks), possible[-1])
-        share = "rows" if (replicas or size) == size else "layers"
-    if share == "rows" and recipe.replicas not in (None, size):
-        raise UsageError(
-            f"share: rows makes {size} processes {size} replicas, and replicas says {recipe.replicas}: leave it out "
-            "(null), or use --set share=layers"
-        )
-    replicas = size if share == "rows" else replicas or 1
-    if replicas not in divisors:
-        raise UsageError(
-            f"{size} processes are not {replicas} replicas of as many each: use another number of processes, or --set "
-            f"replicas=N, where N is one of {', '.join(map(str, divisors))}"
-        )
-    stages = size // replicas
-    if stages > 1 and not recipe.shares_layers:
-        what = "sample_rows" if recipe.task == "language-model" else f"a head for {recipe.task}"
-        raise UsageError(f"share: layers does not go together with {what} yet: use --set share=rows")
-    if stages == 1 and recipe.mirror:
-        raise UsageError(
-            "mirror: true is for processes that share the layers: use --set share=layers, or --set mirror=false"
-        )
-    if stages > num_blocks:
-        raise UsageError(
-            f"{stages} processes cannot share {num_blocks} blocks: use fewer, more replicas of the model (--set "
-            "replicas=N), or --set share=rows"
-        )
-    lanes = lanes or replicas
-    if lanes < replicas:
-        who = "processes" if share == "rows" else "replicas"
-        raise UsageError(
-            f"{replicas} {who} cannot share the rows of {lanes} lane{'s' if lanes > 1 else ''}: use {lanes}; lanes "
-            "decide the last bits of a run, so that they stay what they were when it began"
-        )
-    if replicas == 1:
-        return recipe.model_copy(update={"share": share})
-    return recipe.model_copy(update={"share": share, "replicas": replicas if stages > 1 else None, "lanes": lanes})
-
-
-def layer_owners(recipe: Recipe, group: Group, layouts: Sequence[Layout], width: int) -> tuple[Relay, Group]:
-    """Return the owners of the layers in this process's replica, and the processes with the same layers as this one."""
-    replicas = group.size if recipe.share == "rows" else recipe.replicas or 1
-    stages = group.size // replicas if group.size > 1 else 1
-    first, stage = group.rank - group.rank % stages, group.rank % stages
-    peers = subgroup(group, range(stage, group.size, stages))
-    if stages == 1:
-        return Relay.alone(len(layouts)), peers
-    return Relay(subgroup(group, range(first, first + stages)), assign(layouts, stages), width), peers
 
 
 def trained_architecture(recipe: Recipe, model: Path, labels: Sequence[str]) -> Architecture:

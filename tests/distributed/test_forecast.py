@@ -15,7 +15,8 @@ from gptj_ft.config.resolve import build
 from gptj_ft.config.run_folder import Run
 from gptj_ft.data.batches import Rows
 from gptj_ft.distributed.scale_out import Job, Network, forecast_share
-from gptj_ft.distributed.worker import own_run
+from gptj_ft.distributed.training import DistributedTraining
+from gptj_ft.distributed.worker import worker_run
 from gptj_ft.system.group import ALONE, Group
 from gptj_ft.training import compute, loop
 from gptj_ft.training.setup import TrainSetup, make_setup
@@ -37,7 +38,9 @@ def setup_of(model: Path, folder: Path, group: Group = ALONE, **options: Any) ->
     base = {"batch_size": 4, "max_length": 32, "micro_batch_tokens": 90, "device": "cpu", "precision": "fp32"}
     places = {"weights": "device", "optimizer_state": "device", "activations": "recompute"}
     recipe = build({**base, **places, "max_steps": STEPS, "output": str(folder), **options})
-    return make_setup(recipe, model, Rows(documents, [2] * 8), Rows([], []), "", folder, group=group)
+    return make_setup(
+        recipe, model, Rows(documents, [2] * 8), Rows([], []), "", folder, parallel=DistributedTraining(group)
+    )
 
 
 def sent_by_rank(
@@ -54,7 +57,7 @@ def sent_by_rank(
     def work(member: Member) -> None:
         members[threading.get_ident()] = member
         setup = setup_of(model, folder, member, **options)
-        loop.train(setup, own_run(folder, setup) if member.rank else run)
+        loop.train(setup, worker_run(folder, setup) if member.rank else run)
 
     def counted(*args):
         member = members[threading.get_ident()]
@@ -89,4 +92,4 @@ def test_each_process_sends_in_a_step_what_was_forecast(models, tmp_path, monkey
             assert {rank: number / STEPS for rank, number in sent.items()} == pytest.approx(said, rel=0.01), size
         setup = setup_of(model, tmp_path / "x", Member(Hub(size), 0), **shared)
         most = max(forecast_share(job, stages, replicas).most(way) for way in ("sent", "received"))
-        assert max(setup.on_the_wire) == pytest.approx(most)
+        assert max(setup.parallel.step_bytes) == pytest.approx(most)

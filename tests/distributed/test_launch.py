@@ -27,10 +27,11 @@ from support.thread_group import Hub, Member
 from gptj_ft.config.resolve import build
 from gptj_ft.distributed import control, launch
 from gptj_ft.distributed.control import Control, PeerFailed, host_control, join_control
-from gptj_ft.distributed.environment import check_alike
+from gptj_ft.distributed.environment import check_same_environment
 from gptj_ft.distributed.launch import Membership, interface_to, joined
-from gptj_ft.distributed.pipeline import Relay
-from gptj_ft.distributed.process_group import Processes
+from gptj_ft.distributed.pipeline import Partition
+from gptj_ft.distributed.process_group import ProcessGroup
+from gptj_ft.distributed.training import DistributedTraining
 from gptj_ft.errors import DataError, Interrupted, UsageError
 from gptj_ft.system import accelerator
 from gptj_ft.system.group import ALONE
@@ -57,7 +58,7 @@ def test_what_torchrun_and_slurm_say_is_understood() -> None:
 def test_tensors_go_from_device_to_device_only_where_every_process_has_one_of_its_own(
     monkeypatch, devices, way
 ) -> None:
-    said, links = [{"device": device} for device in devices], Relay(ALONE, [0, 1, 0, 1, 1], 0).links
+    said, links = [{"device": device} for device in devices], Partition(ALONE, (0, 1, 0, 1, 1)).links
     assert links == [(0, 1, 0), (0, 1, 1), (1, 0, 0), (1, 0, 1)]
     monkeypatch.setenv("GPTJ_FT_NCCL", "1")
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
@@ -78,7 +79,7 @@ def test_tensors_go_from_device_to_device_only_where_every_process_has_one_of_it
         control: Any = SimpleNamespace(
             rank=rank, size=2, names=[], gather=lambda *_: said, waiting=contextlib.nullcontext
         )
-        process = Processes(control, 2, rank)
+        process = ProcessGroup(control, 2, rank)
         assert way in process.connect(torch.device("cuda"), links)
         assert process.wire(torch.device("cuda")).type == ("cuda" if is_direct else "cpu")
     assert used["isend", 0] == used["irecv", 1]
@@ -100,7 +101,7 @@ def test_tensors_go_from_device_to_device_only_where_every_process_has_one_of_it
 def test_a_process_knows_its_number_on_its_machine(said: dict[str, str], number: int) -> None:
     member = Membership.of(said)
     assert member is not None
-    assert member.number_here == number
+    assert member.local_rank == number
 
 
 @pytest.mark.parametrize(
@@ -129,7 +130,7 @@ def test_hosts_that_only_slurm_can_tell_are_asked_for() -> None:
 def test_slurm_tasks_of_a_machine_are_those_of_its_number() -> None:
     tasks = {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "3(x2),1"}
     found = [Membership.of({**tasks, "SLURM_NODEID": str(node)}) for node in range(3)]
-    assert [member.on_this_machine for member in found if member] == [3, 3, 1]
+    assert [member.local_size for member in found if member] == [3, 3, 1]
     with pytest.raises(UsageError, match=r"SLURM_STEP_TASKS_PER_NODE is '3\(x2\),1'"):
         Membership.of({**tasks, "SLURM_NODEID": "3"})
 
@@ -337,10 +338,10 @@ def test_nothing_of_it_is_loaded_by_a_command_of_one_process() -> None:
 
 def test_a_machine_with_other_threads_is_refused_unless_the_run_says_how_many() -> None:
     said = [{"facts": {"torch": "2", "threads": threads}} for threads in (8, 6)]
-    message = "process 2 has threads 6, process 1 has 8: .* on all machines: --set threads=6 makes it so"
+    message = "process 2 has threads 6, process 1 has 8: .* on all machines; use --set threads=6"
     with pytest.raises(UsageError, match=message):
-        check_alike(said)
-    check_alike(said, threads=4)
+        check_same_environment(said)
+    check_same_environment(said, threads=4)
 
 
 def test_processes_that_have_fewer_threads_than_one_would_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,13 +350,13 @@ def test_processes_that_have_fewer_threads_than_one_would_say_so(monkeypatch: py
     monkeypatch.setattr(reporter, "on_message", told.append)
     now = torch.get_num_threads()
     for group.threads_alone in (None, now, now + 1):
-        use_threads(build({}), group, reporter)
+        use_threads(build({}), DistributedTraining(group), reporter)
     (text,) = told
     assert f"with {now} thread" in text
     assert f"one alone with {now + 1}" in text
     assert f"--set threads={now}" in text
     try:
-        use_threads(build({"threads": now + 1}), group, reporter)
+        use_threads(build({"threads": now + 1}), DistributedTraining(group), reporter)
         assert (torch.get_num_threads(), len(told)) == (now + 1, 1)
     finally:
         torch.set_num_threads(now)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from support.thread_group import Coming, Member, together
 
-from gptj_ft.cli.terminal.tables import _on_the_wire
 from gptj_ft.distributed.network import measure_network
 from gptj_ft.distributed.scale_out import Network
+from gptj_ft.distributed.training import DistributedTraining
 from gptj_ft.errors import UsageError
 from gptj_ft.system.group import ALONE
 
@@ -51,7 +51,8 @@ def test_processes_that_would_measure_nothing_are_refused(shell) -> None:
 
 @pytest.mark.parametrize(("bits", "text"), [(1e9, "0.85 s, longer than computing it;"), (1e11, "0.0085 s;")])
 def test_the_forecast_of_a_shared_run_has_what_a_step_sends_at_the_measured_rate(bits: float, text: str) -> None:
-    setup = SimpleNamespace(on_the_wire=(1e8, 5e7), plan=SimpleNamespace(costs=SimpleNamespace(seconds_per_step=0.5)))
-    said = dict(_on_the_wire(SimpleNamespace(network=Network(bits), setup=setup)))["network"]
+    setup: Any = SimpleNamespace(plan=SimpleNamespace(costs=SimpleNamespace(seconds_per_step=0.5)))
+    said = DistributedTraining(network=Network(bits), step_bytes=(1e8, 5e7)).traffic(setup)
+    assert said is not None
     assert said.startswith(f"a process sends 0.1 GB and gets 50.0 MB a step at most: {text} measured")
-    assert not list(_on_the_wire(SimpleNamespace(network=None, setup=setup)))
+    assert DistributedTraining().traffic(setup) is None

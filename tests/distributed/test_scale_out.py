@@ -15,7 +15,7 @@ from support.rates import round_rates
 from gptj_ft.cli.terminal.machines import show_machines
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.resolve import resolve
-from gptj_ft.distributed.pipeline import assign
+from gptj_ft.distributed.pipeline import assign_layers
 from gptj_ft.distributed.scale_out import (
     PAYLOAD,
     Job,
@@ -27,6 +27,7 @@ from gptj_ft.distributed.scale_out import (
     scale_out,
     waiting_seconds,
 )
+from gptj_ft.distributed.training import resolve_split
 from gptj_ft.errors import UsageError
 from gptj_ft.models.gptj import GPTJConfig, build_layers
 from gptj_ft.models.layout import Layout
@@ -36,7 +37,6 @@ from gptj_ft.planning.devices import find_device
 from gptj_ft.planning.plan import Free, choose
 from gptj_ft.planning.probe import DiskRates, Rates
 from gptj_ft.planning.workload import RowLengths, StepTokens, Workload
-from gptj_ft.training.setup import shared_recipe
 
 GB = 10**9
 FAST, SLOW = Network(1e11), Network(1e8)
@@ -94,7 +94,7 @@ def test_layers_are_where_the_runtime_has_them_and_a_head_is_where_the_weights_a
 ) -> None:
     for stages in (1, 2, 4, 7, 8):
         share = forecast_share(job_of(six_b), stages, 1)
-        assert share.owners == tuple(assign(six_b.layouts, stages))
+        assert share.owners == tuple(assign_layers(six_b.layouts, stages))
         assert max(len(node.layers) for node in share.nodes) <= -(-28 // stages) + 1 + (stages < 3)
         own = [layer for node in share.nodes for layer in node.layers]
         assert len(own) == len(set(own))
@@ -258,7 +258,7 @@ def test_the_way_that_is_chosen_says_the_options_by_which_it_is_run(six_b: Workl
     ]
     for share in found.shares:
         recipe = resolve({}, assignments=share.settings.replace("--set ", "").split()).recipe
-        recipe = shared_recipe(recipe, 4, 28)
+        recipe = resolve_split(recipe, 4, 28)
         assert (recipe.share, recipe.replicas or 1) == (
             "rows" if share.stages == 1 else "layers",
             share.replicas if share.stages > 1 else 1,
@@ -293,7 +293,7 @@ def test_few_micro_batches_leave_machines_waiting_and_the_advice_says_how_many_t
 
 def test_parts_of_a_model_compute_together_what_the_whole_computes(six_b: Workload) -> None:
     for size in (2, 4, 7):
-        owners = assign(six_b.layouts, size)
+        owners = assign_layers(six_b.layouts, size)
         parts = [part_of(six_b, [i for i, owner in enumerate(owners) if owner == rank]) for rank in range(size)]
         assert sum(part.num_parameters for part in parts) == six_b.num_parameters
         for kept in (0, 1):

@@ -24,10 +24,9 @@ from gptj_ft.checkpoints.tiny import make_tiny
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.presets import load_preset
 from gptj_ft.config.resolve import build
-from gptj_ft.distributed import exchange, scatter, served_model
-from gptj_ft.distributed.replica import serve_models
-from gptj_ft.distributed.scatter import deal, end_serving, owners_of, serve
-from gptj_ft.distributed.served_model import announce_end
+from gptj_ft.distributed import exchange, scatter, serving
+from gptj_ft.distributed.scatter import balance, end_serving, serve
+from gptj_ft.distributed.serving import ServingRanks, serve_models
 from gptj_ft.errors import NotFinite, ResourceError, UsageError
 from gptj_ft.evaluation import text_evaluation
 from gptj_ft.evaluation.comparison import Evaluation
@@ -64,7 +63,7 @@ def led(size: int, lead: Callable[[Group], T]) -> T:
             serve_models(member)
             return None
         found = lead(member)
-        announce_end(member)
+        ServingRanks(member).dismiss()
         return found
 
     found = together(size, work)[0]
@@ -96,7 +95,7 @@ def recipe_of(folder: Path, **options: Any) -> Recipe:
 
 
 def evaluated(folder: Path, rows: Path, group: Group, **options: Any) -> Evaluation:
-    request = EvaluateRequest(folder, recipe_of(folder, **options), "none", str(rows), None, group)
+    request = EvaluateRequest(folder, recipe_of(folder, **options), "none", str(rows), None, ServingRanks(group))
     return PairedEvaluation.of(request).run(lambda *_: None).model
 
 
@@ -106,9 +105,9 @@ def facts_of(found: Evaluation) -> Any:
 
 
 def test_units_go_to_the_process_that_has_least() -> None:
-    assert owners_of([5, 5, 5, 5], 2) == [0, 1, 0, 1]
-    assert owners_of([1, 9, 2, 6], 2) == [1, 0, 1, 1]
-    assert owners_of([], 3) == []
+    assert balance([5, 5, 5, 5], 2) == [0, 1, 0, 1]
+    assert balance([1, 9, 2, 6], 2) == [1, 0, 1, 1]
+    assert balance([], 3) == []
 
 
 def test_results_come_back_in_order_however_long_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +121,7 @@ def test_results_come_back_in_order_however_long_they_are(monkeypatch: pytest.Mo
         if member.rank:
             serve(member, {"double": compute})
             return []
-        found = [deal(member, "double", units, [1 + n % 3 for n in range(7)], compute) for _ in range(2)]
+        found = [scatter.scatter(member, "double", units, [1 + n % 3 for n in range(7)], compute) for _ in range(2)]
         end_serving(member)
         return found
 
@@ -173,7 +172,7 @@ def test_answers_to_rows_are_the_bytes_of_one_process(tmp_path, rows, monkeypatc
     num_return = 2 if temperature else 1
 
     def answered(group: Group, output: Path) -> bytes:
-        setup = GenerationSetup.of(folder, recipe_of(folder), group=group)
+        setup = GenerationSetup.of(folder, recipe_of(folder), workers=ServingRanks(group))
         job = api.plan_file(rows, output, setup, num_return)
         api.run_file(setup, job, Reporter())
         return output.read_bytes()
@@ -194,7 +193,7 @@ def test_an_error_while_answers_are_written_ends_all_processes(tmp_path, rows, m
         append(self, lines)
 
     def answered(group: Group) -> None:
-        setup = GenerationSetup.of(folder, recipe_of(folder), group=group)
+        setup = GenerationSetup.of(folder, recipe_of(folder), workers=ServingRanks(group))
         api.run_file(setup, api.plan_file(rows, tmp_path / "out.jsonl", setup), Reporter())
 
     monkeypatch.setattr(OutputFile, "append", full)
@@ -206,18 +205,18 @@ def test_another_model_or_another_command_is_refused(tmp_path, rows, monkeypatch
     folder = writer(tmp_path / "tuned", "summarization")
     prints = iter([{"config.json": 1}, {"config.json": 2}])
     with monkeypatch.context() as patch:
-        patch.setattr(served_model, "tuned_fingerprint", lambda _: next(prints))
+        patch.setattr(serving, "tuned_fingerprint", lambda _: next(prints))
         with pytest.raises(UsageError, match="is not the one of process 1"):
             led(2, lambda group: evaluated(folder, rows, group))
     threads = iter([1, 2])
-    monkeypatch.setattr(served_model, "facts_here", lambda: {"threads": next(threads)})
+    monkeypatch.setattr(serving, "local_environment", lambda: {"threads": next(threads)})
     with pytest.raises(UsageError, match="process 2 has threads"):
         led(2, lambda group: evaluated(folder, rows, group))
 
 
 def test_one_process_asks_nobody_and_converts_nothing(tmp_path, rows, monkeypatch) -> None:
     folder = writer(tmp_path / "tuned", "summarization")
-    for module, name in ((exchange, "deal_batches"), (exchange, "deal"), (scatter, "gather_texts")):
+    for module, name in ((exchange, "scatter_batches"), (exchange, "scatter"), (scatter, "gather_texts")):
         monkeypatch.setattr(module, name, None)
     assert evaluated(folder, rows, ALONE).rows == 18
 
@@ -227,7 +226,7 @@ def test_labels_and_their_scores_are_those_of_one_process(tmp_path, rows, monkey
     folder = labeller(tmp_path, rows)
 
     def labelled(group: Group, output: Path) -> bytes:
-        setup = InferenceSetup.of(folder, recipe_of(folder, max_length=32), group=group)
+        setup = InferenceSetup.of(folder, recipe_of(folder, max_length=32), workers=ServingRanks(group))
         api.run_predictions(api.plan_predictions(rows, output, setup, ["label"]), Reporter())
         return output.read_bytes()
 

@@ -23,16 +23,18 @@ from gptj_ft.config.run_folder import Run
 from gptj_ft.data.batches import Rows
 from gptj_ft.distributed import migrate, mirror
 from gptj_ft.distributed.control import PeerFailed
-from gptj_ft.distributed.pipeline import assign
-from gptj_ft.distributed.row_shards import LaneSums, add_up, lanes_of, lanes_of_rank, nodes_of
+from gptj_ft.distributed.pipeline import assign_layers
+from gptj_ft.distributed.row_shards import ShardSums, local_shards, shard_rows, tree_nodes, tree_sum
 from gptj_ft.distributed.scale_out import moved_bytes
-from gptj_ft.distributed.straggler import PaceWatch
-from gptj_ft.distributed.worker import own_run
+from gptj_ft.distributed.straggler import StragglerWatch
+from gptj_ft.distributed.training import DistributedTraining, resolve_split
+from gptj_ft.distributed.worker import worker_run
 from gptj_ft.errors import DataError, GptjFtError, Interrupted, NotFinite, UsageError
 from gptj_ft.system.group import ALONE, Group
-from gptj_ft.training import checkpoint, compute, loop, restore
+from gptj_ft.training import checkpoint, compute, loop
 from gptj_ft.training.loop import Session, TrainResult, train
-from gptj_ft.training.setup import TrainSetup, make_setup, shared_recipe
+from gptj_ft.training.parallel import ResumePoint
+from gptj_ft.training.setup import TrainSetup, make_setup
 
 ON_DEVICE = {"weights": "device", "optimizer_state": "device"}
 ON_DISK = {"weights": "disk", "optimizer_state": "disk", "boundaries": "disk"}
@@ -59,7 +61,7 @@ def setup_of(model: Path, folder: Path, group: Group = ALONE, **options: Any) ->
     base = {"batch_size": 5, "max_length": 32, "micro_batch_tokens": 14, "lr": 1e-2, "device": "cpu"}
     recipe = build({**base, "precision": "fp32", "max_steps": STEPS, "output": str(folder), **options})
     rows, validation = Rows(documents[:8], [2] * 8), Rows(documents[8:], [2] * 2)
-    return make_setup(recipe, model, rows, validation, "", folder, group=group)
+    return make_setup(recipe, model, rows, validation, "", folder, parallel=DistributedTraining(group))
 
 
 def train_alone(model: Path, folder: Path, **options: Any) -> TrainResult:
@@ -84,7 +86,7 @@ def train_together(size: int, model: Path, folder: Path, **options: Any) -> list
 
     def work(member: Member) -> TrainResult:
         setup = setup_of(model, folder, member, **options)
-        return train(setup, own_run(folder, setup) if member.rank else run)
+        return train(setup, worker_run(folder, setup) if member.rank else run)
 
     return together(size, work)
 
@@ -96,7 +98,7 @@ def train_apart(size: int, model: Path, machines: Path, **options: Any) -> None:
         folder = machines / str(member.rank)
         begun(model, folder, **options)
         setup = setup_of(model, folder, member, share="layers", **options)
-        return train(setup, own_run(folder, setup, is_first_here=True) if member.rank else Run(folder))
+        return train(setup, worker_run(folder, setup, writes=True) if member.rank else Run(folder))
 
     together(size, work)
 
@@ -192,16 +194,16 @@ def test_gradients_are_exchanged_while_the_next_layer_computes(
     models, tmp_path, monkeypatch, clip, num_overlapping
 ) -> None:
     """The head's and those of six blocks, not the last; without clipping, layers are updated in backward at once."""
-    begin, exchange, changed = LaneSums.begin, LaneSums.exchange, threading.Condition()
+    begin, exchange, changed = ShardSums.begin, ShardSums.all_reduce, threading.Condition()
     begun, exchanged, overlapping = Counter[int](), Counter[int](), Counter[int]()
 
-    def count(self: LaneSums, sums: Any) -> None:
+    def count(self: ShardSums, sums: Any) -> None:
         with changed:
             begun[self.group.rank] += 1
             changed.notify_all()
         begin(self, sums)
 
-    def wait_for_next(self: LaneSums, parts: Any) -> torch.Tensor:
+    def wait_for_next(self: ShardSums, parts: Any) -> torch.Tensor:
         rank = self.group.rank
         with changed:
             exchanged[rank] += 1
@@ -209,8 +211,8 @@ def test_gradients_are_exchanged_while_the_next_layer_computes(
             overlapping[rank] += changed.wait_for(lambda: begun[rank] > exchanged[rank], seconds)
         return exchange(self, parts)
 
-    monkeypatch.setattr(LaneSums, "begin", count)
-    monkeypatch.setattr(LaneSums, "exchange", wait_for_next)
+    monkeypatch.setattr(ShardSums, "begin", count)
+    monkeypatch.setattr(ShardSums, "all_reduce", wait_for_next)
     options = {**ON_DEVICE, "clip_norm": clip, "max_steps": 1, "activations": "recompute"}
     train_together(2, models["gptj"], tmp_path / "run", share="rows", **options)
     assert exchanged == {0: 8, 1: 8}
@@ -301,7 +303,7 @@ def test_replicas_on_machines_of_their_own_lose_no_step_when_one_of_them_dies(
 
     def die_after(self: loop.Training) -> None:
         take(self)
-        if self.setup.group.rank == rank > 1 and self.state.step == 2:
+        if self.setup.parallel.world.rank == rank > 1 and self.state.step == 2:
             raise Killed
 
     monkeypatch.setattr(checkpoint, "commit_together", die)
@@ -339,7 +341,7 @@ def test_the_bytes_that_move_to_machines_that_join_are_those_forecast(models, tm
     sizes, options = (1, 2, 3, 4), {**PLACES[place], **METHODS[method], "clip_norm": clip, "save_every": 1}
     moved = moved_while(sizes, lambda size: train_apart(size, models["gptj"], tmp_path, max_steps=6, **options))
     setup = setup_of(models["gptj"], tmp_path / "alone", max_steps=6, **options)
-    owners = [assign(setup.plan.load.layouts, size) for size in sizes]
+    owners = [assign_layers(setup.plan.load.layouts, size) for size in sizes]
     assert moved[0] == {0: 0}
     for at, (before, after) in enumerate(itertools.pairwise(owners), start=1):
         said = moved_bytes(setup.plan, setup.recipe, setup.plan.load, before, after)
@@ -360,18 +362,18 @@ def test_nothing_moves_on_one_disk_however_many_processes_go_on(models, tmp_path
 
 def moved_while(sizes: Sequence[int], go_on: Callable[[int], object]) -> list[dict[int, int]]:
     """Train a step with each number of processes, kill them; return the bytes that each has got before its step."""
-    agree, moved = restore.agree, list[dict[int, int]]()
+    find, moved = DistributedTraining.find_resume_point, list[dict[int, int]]()
 
-    def counted(setup: TrainSetup, run: Run) -> migrate.ResumePoint:
-        saved = agree(setup, run)
-        moved[-1][setup.group.rank] = saved.bytes_moved
+    def counted(self: DistributedTraining, setup: TrainSetup, run: Run) -> ResumePoint:
+        saved = find(self, setup, run)
+        moved[-1][self.world.rank] = saved.bytes_moved
         return saved
 
     for step, size in enumerate(sizes, start=1):
         moved.append({})
         with pytest.MonkeyPatch.context() as patch:
             stop_all_after(patch, step, Killed)
-            patch.setattr(restore, "agree", counted)
+            patch.setattr(DistributedTraining, "find_resume_point", counted)
             with pytest.raises(Killed):
                 go_on(size)
     return moved
@@ -384,16 +386,16 @@ def test_a_layer_stays_where_it_was_until_it_is_on_its_new_disk(models, tmp_path
         with pytest.raises(Killed):
             train_apart(2, models["gptj"], tmp_path, **options)
     layers = {path.name for name in "01" for path in (tmp_path / name / "state").glob("*-0*")}
-    receive = migrate.receive_file
+    receive = migrate.recv_file
 
     def break_off(*arguments: Any) -> int:
         raise GptjFtError("the cable is out")
 
-    monkeypatch.setattr(migrate, "receive_file", break_off)
+    monkeypatch.setattr(migrate, "recv_file", break_off)
     with pytest.raises(GptjFtError, match="the cable is out"):
         train_apart(3, models["gptj"], tmp_path, **options)
     assert {path.name for name in "01" for path in (tmp_path / name / "state").glob("*-0*")} == layers
-    monkeypatch.setattr(migrate, "receive_file", receive)
+    monkeypatch.setattr(migrate, "recv_file", receive)
     train_apart(3, models["gptj"], tmp_path, **options)
     train_alone(models["gptj"], tmp_path / "alone", **options)
     assert_same_run(tmp_path / "0", tmp_path / "alone")
@@ -407,7 +409,7 @@ def test_processes_with_unequal_memory_validate_in_the_same_passes(models, tmp_p
         setup = setup_of(models["gptj"], folder, member, share="layers", **ON_DEVICE)
         budget = replace(setup.plan.budget, pass_tokens=1 if member.rank else 1000)
         setup = replace(setup, plan=replace(setup.plan, budget=budget))
-        return train(setup, own_run(folder, setup) if member.rank else run)
+        return train(setup, worker_run(folder, setup) if member.rank else run)
 
     together(2, work)
     train_alone(models["gptj"], tmp_path / "alone", **ON_DEVICE)
@@ -510,7 +512,7 @@ def test_where_there_are_no_mirrors_yet_a_run_that_goes_on_makes_them_first(mode
 
 
 def test_a_kill_while_mirrors_are_written_leaves_the_older_ones(models, tmp_path, monkeypatch) -> None:
-    options, receive = {**ON_DISK, **MIRRORED}, mirror._receive
+    options, receive = {**ON_DISK, **MIRRORED}, mirror._recv_files
 
     def die(group: Group, ways: Any, paths: dict[int, Path], digests: Any) -> Iterator[Any]:
         for handover in receive(group, ways, paths, digests):
@@ -518,7 +520,7 @@ def test_a_kill_while_mirrors_are_written_leaves_the_older_ones(models, tmp_path
             if group.rank == 0 and paths[0].parent.name == "step-000004":
                 raise Killed
 
-    monkeypatch.setattr(mirror, "_receive", die)
+    monkeypatch.setattr(mirror, "_recv_files", die)
     with pytest.raises(Killed):
         train_apart(2, models["gptj"], tmp_path, **options)
     monkeypatch.undo()
@@ -555,7 +557,7 @@ def test_a_mirror_that_is_damaged_is_refused_and_nothing_is_lost_by_it(models, t
 
 def test_a_mirror_is_on_the_disk_of_another_machine_and_not_of_another_process() -> None:
     everywhere = [{"0": 8, "2": 8}, {"0": 8, "2": 8}, {"1": 8, "2": 8}, {"1": 8, "2": 8}]
-    ways = mirror.ways_of(everywhere, [1, 3, 0, 2], [0, 0, 2, 2])
+    ways = mirror.plan_copies(everywhere, [1, 3, 0, 2], [0, 0, 2, 2])
     assert [(way.source, way.target, way.layer) for way in ways] == [(1, 2, 0), (3, 0, 1)]
 
 
@@ -600,7 +602,7 @@ def test_a_wish_to_stop_in_one_process_stops_all_after_the_same_step(models, tmp
 
     def wish(self: loop.Training) -> None:
         take(self)
-        if self.setup.group.rank == 1 and self.state.step == 2:
+        if self.setup.parallel.world.rank == 1 and self.state.step == 2:
             self.stop._first = (2, 0.0)
 
     monkeypatch.setattr(loop.Training, "take_step", wish)
@@ -618,7 +620,10 @@ def test_each_process_has_the_state_of_its_layers_alone(models, tmp_path, monkey
 
     def look(self: loop.Training) -> None:
         take(self)
-        opened[self.setup.group.rank] = sum(layout.numel for layout in self.offloaded.layouts), self.offloaded.trained
+        opened[self.setup.parallel.world.rank] = (
+            sum(layout.numel for layout in self.offloaded.layouts),
+            self.offloaded.trained,
+        )
 
     monkeypatch.setattr(loop.Training, "take_step", look)
     train_together(3, models["gptj"], tmp_path / "run", share="layers", **ON_DISK)
@@ -635,7 +640,7 @@ def test_hidden_states_are_kept_for_one_layer_and_not_for_all(models, tmp_path) 
 
     def work(member: Member) -> None:
         setup = setup_of(models["gptj"], folder, member, share="layers", **ON_DEVICE, micro_batch_tokens=1)
-        train(setup, own_run(folder, setup) if member.rank else run)
+        train(setup, worker_run(folder, setup) if member.rank else run)
         most[member.rank] = member.most_unwaited
         rows.append(setup.recipe.batch_size)
 
@@ -645,7 +650,9 @@ def test_hidden_states_are_kept_for_one_layer_and_not_for_all(models, tmp_path) 
 
 def test_one_process_asks_its_group_for_nothing_but_what_it_says_itself(models, tmp_path, monkeypatch) -> None:
     asked = []
-    monkeypatch.setattr(type(ALONE), "gather", lambda self, topic, facts: asked.append(topic) or [dict(facts)])
+    monkeypatch.setattr(
+        type(ALONE), "gather", lambda self, topic, facts, among=(): asked.append(topic) or [dict(facts)]
+    )
     train_alone(models["gptj"], tmp_path / "run", **ON_DISK)
     assert set(asked) >= {"prepared", "committed"}
     assert "norms" not in asked
@@ -693,18 +700,18 @@ def test_what_is_shared_is_chosen_by_the_blocks_and_the_method(models, tmp_path,
     for rank in range(size):
         group = Member(hub_of(size), rank) if size > 1 else ALONE
         setup = setup_of(models["gptj"], tmp_path, group, **options)
-        again = shared_recipe(setup.recipe, size, 6)
-        assert (setup.relay.group.size, setup.peers.size) == ways
+        again = resolve_split(setup.recipe, size, 6)
+        assert (setup.parallel.pipeline.size, setup.parallel.replicas.size) == ways
         assert again == setup.recipe  # as the other processes have it
         stages = ways[0]
-        assert (setup.relay.group.rank, setup.peers.rank) == (rank % stages, rank // stages)
+        assert (setup.parallel.pipeline.rank, setup.parallel.replicas.rank) == (rank % stages, rank // stages)
 
 
 def test_a_run_that_goes_on_keeps_the_lanes_of_the_process_that_began_it() -> None:
     began = build({"share": "auto"})
-    assert shared_recipe(began, 4, 6, has_begun=True).replicas is None
+    assert resolve_split(began, 4, 6, is_resumed=True).replicas is None
     with pytest.raises(UsageError, match="4 processes cannot share the rows of 1 lane: use 1"):
-        shared_recipe(build({"share": "rows"}), 4, 6, has_begun=True)
+        resolve_split(build({"share": "rows"}), 4, 6, is_resumed=True)
 
 
 def hub_of(size: int) -> Any:
@@ -717,7 +724,7 @@ def test_an_error_in_one_process_ends_the_others(models, tmp_path, monkeypatch) 
     take = loop.Training.take_step
 
     def fail(self: loop.Training) -> None:
-        if self.setup.group.rank == 1 and self.state.step == 1:
+        if self.setup.parallel.world.rank == 1 and self.state.step == 1:
             raise GptjFtError("the disk of this one is full")
         take(self)
 
@@ -732,10 +739,10 @@ def test_an_error_in_one_process_ends_the_others(models, tmp_path, monkeypatch) 
 
 
 def test_rows_are_dealt_to_lanes_by_their_tokens() -> None:
-    lanes = lanes_of([9, 1, 4, 8, 3, 7], 3)
+    lanes = shard_rows([9, 1, 4, 8, 3, 7], 3)
     assert sorted(row for lane in lanes for row in lane) == list(range(6))
     assert sorted(sum([9, 1, 4, 8, 3, 7][row] for row in lane) for lane in lanes) == [10, 11, 11]
-    assert lanes_of([5], 3) == [[0], [], []]
+    assert shard_rows([5], 3) == [[0], [], []]
 
 
 @pytest.mark.parametrize("num_lanes", [1, 2, 3, 4, 5, 7, 8])
@@ -746,23 +753,23 @@ def test_the_tree_of_lanes_does_not_depend_on_who_adds(num_lanes) -> None:
     for size in range(1, num_lanes + 1):
         parts = {}
         for rank in range(size):
-            own = {(lane, 1): leaves[lane].clone() for lane in lanes_of_rank(rank, size, num_lanes)}
-            for node in nodes_of(lanes_of_rank(rank, size, num_lanes)):
-                parts[node] = add_up(own, node)
-        results.append(add_up(parts, (0, num_lanes)))
+            own = {(lane, 1): leaves[lane].clone() for lane in local_shards(rank, size, num_lanes)}
+            for node in tree_nodes(local_shards(rank, size, num_lanes)):
+                parts[node] = tree_sum(own, node)
+        results.append(tree_sum(parts, (0, num_lanes)))
     assert all(torch.equal(each, results[0]) for each in results)
 
 
 def test_layers_are_dealt_out_evenly_and_the_head_is_not_with_the_block_below(models) -> None:
     layouts = setup_of(models["gptj"], Path("x")).selection.trained
     for size in (2, 3, 4, 6):
-        owners = assign(layouts, size)
+        owners = assign_layers(layouts, size)
         counts = [owners[1:-1].count(rank) for rank in range(size)]
         assert max(counts) - min(counts) <= 1
         assert all(a != b for a, b in itertools.pairwise(owners[1:-1]))
         assert owners[-1] != owners[-2]
     tied = setup_of(models["gpt2"], Path("x")).selection.trained
-    assert assign(tied, 3)[0] == assign(tied, 3)[-1]
+    assert assign_layers(tied, 3)[0] == assign_layers(tied, 3)[-1]
 
 
 @pytest.mark.parametrize("share", ["layers", pytest.param("rows", marks=pytest.mark.slow)])
@@ -770,7 +777,7 @@ def test_a_process_that_is_slower_than_the_others_is_named_once(models, tmp_path
     guarded_step = compute.guarded_step
 
     def linger(setup: TrainSetup, *arguments: Any) -> Any:
-        time.sleep(0.2 if setup.group.rank == 1 else 0.0)
+        time.sleep(0.2 if setup.parallel.world.rank == 1 else 0.0)
         return guarded_step(setup, *arguments)
 
     monkeypatch.setattr(compute, "guarded_step", linger)
@@ -781,17 +788,17 @@ def test_a_process_that_is_slower_than_the_others_is_named_once(models, tmp_path
 
 
 def test_slowness_is_by_work_for_some_steps_in_a_row_and_of_steps_that_are_long_enough() -> None:
-    watch = PaceWatch(["a", "b", "c"])
+    watch = StragglerWatch(["a", "b", "c"])
     even, late = [(1.0, 1.0), (2.0, 2.0), (1.0, 1.0)], [(1.0, 1.0), (1.0, 1.0), (1.6, 1.0)]
     paces = [even, late, late, late, late, even, *[late] * 5, *[late] * 9]
     said = [watch.after_step(step, each) for step, each in enumerate(paces, start=1)]
     assert [step for step, text in enumerate(said, start=1) if text] == [11]
     assert said[10] == "c takes 1.6 times as long as the others for the same work, up to step 11: all wait for it"
     short = [(0.01, 1.0), (0.09, 1.0), (0.0, 0.0)]
-    assert not any(PaceWatch(["a", "b", "c"]).after_step(step, short) for step in range(9))
+    assert not any(StragglerWatch(["a", "b", "c"]).after_step(step, short) for step in range(9))
     # One that has more to do, and one that is slow at little, make nobody wait.
     assert not any(watch.after_step(step, [(3.0, 3.0), (1.0, 1.0), (0.5, 0.1)]) for step in range(9))
-    assert PaceWatch(["a"]).after_step(1, [(9.0, 1.0)]) is None
+    assert StragglerWatch(["a"]).after_step(1, [(9.0, 1.0)]) is None
 
 
 def test_a_session_of_several_is_like_one_of_a_command(models, tmp_path) -> None:
@@ -800,7 +807,7 @@ def test_a_session_of_several_is_like_one_of_a_command(models, tmp_path) -> None
 
     def work(member: Member) -> TrainResult:
         setup = setup_of(models["gptj"], folder, member, share="layers", **ON_DISK)
-        return train(setup, own_run(folder, setup) if member.rank else run, session=Session(owns_process=False))
+        return train(setup, worker_run(folder, setup) if member.rank else run, session=Session(owns_process=False))
 
     results = together(2, work)
     assert results[0].loss_after == results[1].loss_after

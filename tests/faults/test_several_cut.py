@@ -27,7 +27,7 @@ from support.small_run import (
 from support.thread_group import Member, together
 
 from gptj_ft.config.run_folder import Run, steps_done
-from gptj_ft.distributed.worker import own_run
+from gptj_ft.distributed.worker import worker_run
 from gptj_ft.training.loop import train as train_run
 
 SHARES: dict[str, dict[str, Any]] = {
@@ -92,7 +92,7 @@ def train_apart(model: Path, machines: Path, options: Mapping[str, Any]) -> None
     def work(member: Mortal) -> None:
         folder = machines / str(member.rank)
         setup = small_session(model, group=member, lanes=SIZE, **options)
-        train_run(setup, own_run(folder, setup, is_first_here=True) if member.rank else Run(folder))
+        train_run(setup, worker_run(folder, setup, writes=True) if member.rank else Run(folder))
 
     together(SIZE, work, Mortal)
 

@@ -14,7 +14,7 @@ from support.rates import layers_by
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.batches import Rows
-from gptj_ft.distributed.pipeline import assign
+from gptj_ft.distributed.pipeline import assign_layers
 from gptj_ft.distributed.scale_out import part_of, replica_of
 from gptj_ft.errors import ResourceError
 from gptj_ft.models import bert, gpt2, gptj
@@ -182,7 +182,7 @@ def test_parts_of_a_model_and_replicas_take_together_what_the_whole_takes() -> N
     load = workload(
         times=ModelTimes((NOTHING, *blocks, LayerTimes(SecondsByTokens(0.25, 0.0), SecondsByTokens(0.5, 0.1))))
     )
-    owners = assign(load.layouts, 2)
+    owners = assign_layers(load.layouts, 2)
     parts = [part_of(load, [layer for layer, owner in enumerate(owners) if owner == rank]) for rank in range(2)]
     assert sum(part.layer_seconds for part in parts) == pytest.approx(load.layer_seconds)
     assert 2 * replica_of(load, 2).layer_seconds == pytest.approx(load.layer_seconds)

@@ -92,9 +92,9 @@ class DirectMember(Member):
         self.hub.wires[self.rank, to, DIRECT + tag % 2].put((transfer.stream.put(reads), sent))  # type: ignore[arg-type]
         return transfer
 
-    def receive(self, source: int, out: Tensor, tag: int = 0) -> Any:
+    def recv(self, source: int, out: Tensor, tag: int = 0) -> Any:
         if not isinstance(out, SimTensor):
-            return super().receive(source, out, tag)
+            return super().recv(source, out, tag)
         return Arriving(out, self, source, tag % 2)
 
 
@@ -153,7 +153,7 @@ class SharedRun:
         from support.small_run import new_run, small_session
 
         from gptj_ft.config.run_folder import Run
-        from gptj_ft.distributed.worker import own_run
+        from gptj_ft.distributed.worker import worker_run
         from gptj_ft.training.loop import train
 
         with tempfile.TemporaryDirectory(dir=memory()) as tmp:
@@ -170,7 +170,7 @@ class SharedRun:
                 with torch.autograd.set_multithreading_enabled(False):
                     setup = small_session(Path(tmp), group=member, device=device.type, **options)
                     assert setup.device == torch.device(NAME, member.rank)
-                    train(setup, own_run(run.folder, setup) if member.rank else Run(run.folder))
+                    train(setup, worker_run(run.folder, setup) if member.rank else Run(run.folder))
 
             if self.ranks == 1:
                 train(alone, run)
@@ -209,13 +209,13 @@ def _hasty(send: Callable[..., bool]) -> Callable[..., bool]:
 def _forgetful(send: Callable[..., bool]) -> Callable[..., bool]:
     def send_and_forget(self: Any, layer: int, values: Tensor) -> bool:
         is_gone = send(self, layer, values)
-        self._leaving.clear()
+        self._sending.clear()
         return is_gone
 
     return send_and_forget
 
 
-# What is planted in `Route.send`, and the case that should find it.
+# What is planted in `PipelineChannel.send`, and the case that should find it.
 FAULTS = {
     "a hidden state is sent before its copy has ended": (_hasty, case_of("layers", "device", "late")),
     "what is sent is let go before it has left": (_forgetful, case_of("direct", "device", "late")),
@@ -232,10 +232,10 @@ def main(arguments: Sequence[str]) -> None:
         found = simulated.run_case(case)
         through_host = sum(count for (_, _, where), count in now().waits.items() if "pipeline.py" in where)
         print(json.dumps({**found, "through_host": through_host}), flush=True)
-    from gptj_ft.distributed.pipeline import Route
+    from gptj_ft.distributed.pipeline import PipelineChannel
 
     for fault, (changed, case) in () if chosen.all else FAULTS.items():
-        with patch.object(Route, "send", changed(Route.send)):
+        with patch.object(PipelineChannel, "send", changed(PipelineChannel.send)):
             print(json.dumps({"fault": fault, **simulated.run_case(case)}), flush=True)
     simulated.clean_up()
     os._exit(0)  # threads of a device that is not there need not be waited for

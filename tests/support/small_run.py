@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from gptj_ft.config.resolve import build
 from gptj_ft.config.run_folder import Run
 from gptj_ft.data.batches import Rows
+from gptj_ft.distributed.training import DistributedTraining
 from gptj_ft.system.group import ALONE, Group
 from gptj_ft.training.loop import Session, TrainResult
 from gptj_ft.training.loop import train as train_run
@@ -34,7 +35,7 @@ def small_session(folder: Path, num_steps: int = 3, group: Group = ALONE, **opti
         {"batch_size": 2, "max_length": 32, "lr": 1e-2, "device": "cpu", "max_steps": num_steps, **places, **options}
     )
     rows, validation = Rows(documents[:6], [3] * 6), Rows(documents[6:], [3] * 2)
-    return make_setup(recipe, folder, rows, validation, "", folder, group=group)
+    return make_setup(recipe, folder, rows, validation, "", folder, parallel=DistributedTraining(group))
 
 
 def with_options(session: TrainSetup, **options: object) -> TrainSetup:

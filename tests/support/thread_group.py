@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gptj_ft.distributed.control import PeerFailed
-from gptj_ft.system.group import Link, Waited
+from gptj_ft.system.group import Group, Link, WaitTimer
 
 T = TypeVar("T")
 
@@ -34,14 +34,14 @@ class Hub:
             self.changed.notify_all()
 
 
-class Member:
+class Member(Group):
     """One process of the group; `received` is where each tensor has come from, and how large it was."""
 
     def __init__(self, hub: Hub, rank: int) -> None:
-        self.rank, self.size, self.on_this_machine = rank, hub.size, hub.size
-        self.number_here: int | None = rank
+        self.rank, self.size, self.local_size = rank, hub.size, hub.size
+        self.local_rank: int | None = rank
         self.threads_alone: int | None = None
-        self.names, self.waited = [f"process {number + 1}" for number in range(hub.size)], Waited()
+        self.names, self.waited = [f"process {number + 1}" for number in range(hub.size)], WaitTimer()
         self.hub, self._turns = hub, defaultdict[str, int](int)
         self.bytes_sent, self.topics = 0, list[str]()
         self.unwaited = self.most_unwaited = 0  # tensors that are kept until they have left
@@ -59,7 +59,7 @@ class Member:
         self.most_unwaited = max(self.most_unwaited, self.unwaited)
         return Sent(self)
 
-    def receive(self, source: int, out: Tensor, tag: int = 0) -> Coming:
+    def recv(self, source: int, out: Tensor, tag: int = 0) -> Coming:
         return Coming(self.hub, self.hub.wires[source, self.rank, tag], out, self.waited)
 
     def gather(self, topic: str, facts: Mapping[str, Any], among: Sequence[int] = ()) -> list[dict[str, Any]]:
@@ -93,7 +93,7 @@ class Sent:
 
 
 class Coming:
-    def __init__(self, hub: Hub, wire: SimpleQueue[Tensor], out: Tensor, waited: Waited) -> None:
+    def __init__(self, hub: Hub, wire: SimpleQueue[Tensor], out: Tensor, waited: WaitTimer) -> None:
         self._hub, self._wire, self._out, self._waited = hub, wire, out, waited
 
     def wait(self) -> None:

@@ -46,7 +46,7 @@ def test_processes_of_a_machine_take_its_accelerators_in_turn(monkeypatch, name,
         monkeypatch.setattr(torch.cuda, what, lambda *args, value=value: value)
     monkeypatch.setattr(accelerator, "default_accelerator", lambda: "cuda")
     members = [Member(Hub(3), rank) for rank in range(3)]
-    devices = [choose_device(name, None, member.number_here) for member in members]
+    devices = [choose_device(name, None, member.local_rank) for member in members]
     assert devices == [torch.device("cuda", index) for index in chosen]
     found = [free_resources(device, tmp_path, name, member) for device, member in zip(devices, members, strict=True)]
     assert [each.device for each in found] == [memory[0] // share for share in shares]

@@ -87,7 +87,7 @@ def evaluate(
     """
     from gptj_ft.cli.several import leading
 
-    with leading(nproc) as group:
+    with leading(nproc) as workers:
         _check_kind(predictions, tasks, data, allow_empty, include_path is not None or num_fewshot is not None)
         if predictions is not None and (dry_run or nproc not in (None, 1)):
             given = "--dry-run shows what reading a model takes" if dry_run else "--nproc deals out what one computes"
@@ -118,12 +118,12 @@ def evaluate(
             return
         folder = api.named_model(model, "evaluate")
         recipe = api.model_options(folder, {**options, "config": config}, assignments=assignments).recipe
-        request: EvaluateRequest | TasksRequest = EvaluateRequest(folder, recipe, baseline, rows, limit, group)
+        request: EvaluateRequest | TasksRequest = EvaluateRequest(folder, recipe, baseline, rows, limit, workers)
         names: Sequence[str] = [*LOSS_SCORES, *score_names(recipe.metrics, recipe.task)]
         if tasks is not None:
             wanted = [name.strip() for name in tasks.split(",") if name.strip()]
             loaded = load_tasks(TaskSelection(wanted, include_path, num_fewshot), offline)
-            request, names = TasksRequest(folder, recipe, loaded, baseline, limit, group), loaded.score_names
+            request, names = TasksRequest(folder, recipe, loaded, baseline, limit, workers), loaded.score_names
         evaluate_model(request, parse_gates(gates or (), names), shown, dry_run)
 
 

@@ -60,14 +60,17 @@ def finetune(
     By weight streaming: every parameter, some of them (--train) or adapters (--method lora).
     """
     began = time.monotonic()
-    from gptj_ft.cli.several import serve_run, sharing
+    from gptj_ft.cli.several import sharing
     from gptj_ft.config.run_folder import Run, stopped
     from gptj_ft.system.signals import stop_says
 
     run = Run(resume) if resume is not None else None
     with stop_says(lambda: stopped(run)), sharing(nproc) as group:
         if group.rank > 0:
-            serve_run(group)
+            from gptj_ft.distributed.worker import follow_run
+            from gptj_ft.training.loop import Session
+
+            follow_run(group, Session(owns_process=True))
             return
         out = Output(as_json, quiet)
         with out.activity():

@@ -74,7 +74,7 @@ def generate(
     from gptj_ft.cli.several import check_dealt, leading
 
     check_dealt(nproc, rows)
-    with leading(nproc) as group:
+    with leading(nproc) as workers:
         text = None if rows or chat else sys.stdin.read() if prompt == "-" or _is_piped(prompt) else prompt
         _check_kind(prompt, rows, output, chat, stream or as_json)
         if dry_run and not rows:
@@ -90,7 +90,7 @@ def generate(
         check_num_return(recipe, num_return)
         if rows and output:
             with out.activity("reading the rows"):
-                setup = GenerationSetup.of(folder, recipe, group=group)
+                setup = GenerationSetup.of(folder, recipe, workers=workers)
                 job = api.plan_file(rows, output, setup, num_return)
             answer_file(setup, job, rows, dry_run, out)
         elif chat:

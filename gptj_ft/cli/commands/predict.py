@@ -59,7 +59,7 @@ def predict(
     from gptj_ft.cli.several import check_dealt, leading
 
     check_dealt(nproc, rows)
-    with leading(nproc) as group:
+    with leading(nproc) as workers:
         if rows is not None and text is not None:
             raise UsageError("a text and --input are two ways of asking: use one")
         is_piped = text == "-" or (text is None and rows is None and not sys.stdin.isatty())
@@ -82,6 +82,6 @@ def predict(
         recipe = api.model_options(folder, {**options, "config": config}, assignments=assignments).recipe
         if rows is not None and output is not None:
             columns = tuple(name.strip() for name in (keep or "").split(",") if name.strip())
-            label_file(InferenceSetup.of(folder, recipe, group=group), rows, output, columns, dry_run, out)
+            label_file(InferenceSetup.of(folder, recipe, workers=workers), rows, output, columns, dry_run, out)
         else:
             show_text_labels(folder, recipe, str(given), pair, out)

@@ -97,7 +97,7 @@ def answer_file(setup: GenerationSetup, job: BatchJob, rows: Path, dry_run: bool
         out.finish(plan.to_dict(), "", lambda console: show_reading(console, "The answers", about, plan))
         return
     show_reading(out.notes, "The answers", about, plan)
-    show_threads(out.notes, setup.recipe, setup.group)
+    show_threads(out.notes, setup.recipe, setup.workers.group)
     with TerminalReporter(out.notes) as reporter:
         done = api.run_file(setup, job, reporter)
     for where, problem in done.bad if not out.is_quiet else ():

@@ -119,7 +119,7 @@ def evaluate_model(
         out.finish(plan.to_dict(), "", lambda console: show_reading(console, "The evaluation", about, plan, writes))
         return
     show_reading(notes, "The evaluation", about, plan, writes)
-    show_threads(notes, recipe, request.group)
+    show_threads(notes, recipe, request.workers.group)
     with TerminalReporter(notes) as reporter:
         found = evaluation.run(reporter.on_count)
     if isinstance(request, TasksRequest):

@@ -69,7 +69,7 @@ def label_file(
         )
         return
     show_reading(out.notes, "The labels", about, job.plan, writes=False)
-    show_threads(out.notes, setup.recipe, setup.group)
+    show_threads(out.notes, setup.recipe, setup.workers.group)
     with TerminalReporter(out.notes) as reporter:
         done = api.run_predictions(job, reporter)
     skipped = {reason: each.count for reason, each in done.skipped.items()}

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from gptj_ft.cli.terminal.screen import next_steps, panel, say, time_after, whole
 from gptj_ft.config.options import Recipe
-from gptj_ft.distributed.environment import threads_note
+from gptj_ft.distributed.environment import thread_warning
 from gptj_ft.planning.costs import WARRANTED_BYTES, Costs
 from gptj_ft.planning.inference_plan import InferencePlan
 from gptj_ft.planning.plan import Plan
@@ -54,19 +54,10 @@ def show_prepared_run(console: Console, prepared: PreparedRun, verbose: bool = F
         ("to stop", f"Ctrl-C ends the step and stops; {keeps}"),
         ("to go on", whole(command_line("finetune", "--resume", Path(folder)))),
     ]
-    costs = [*plan_rows(setup.plan, setup.architecture.notes, verbose), *_on_the_wire(prepared)]
+    traffic = setup.parallel.traffic(setup)
+    network = [("network", traffic)] if traffic else []
+    costs = [*plan_rows(setup.plan, setup.architecture.notes, verbose), *network]
     panel(console, "The run", [*before, *costs, *after])
-
-
-def _on_the_wire(prepared: PreparedRun) -> Iterator[tuple[str, str]]:
-    """Yield the bytes that go over the network in a step, and their seconds."""
-    network, (sent, received) = prepared.network, prepared.setup.on_the_wire
-    if network is None:
-        return
-    seconds, computing = max(sent, received) / network.rate, prepared.setup.plan.costs.seconds_per_step
-    bound = ", longer than computing it" if seconds > computing else ""
-    text = f"a process sends {gigabytes(sent)} and gets {gigabytes(received)} a step at most: {seconds:.2g} s{bound}"
-    yield "network", f"{text}; measured {gigabytes(network.rate)}/s each way, {1e3 * network.latency:.2g} ms a message"
 
 
 def cautions(train: int, validation: int, batch_size: int) -> list[str]:
@@ -151,8 +142,8 @@ def show_reading(
 
 def show_threads(console: Console, recipe: Recipe, group: Group) -> None:
     """Say so where each of several processes computes with fewer threads than one alone, unless a recipe sets them."""
-    if recipe.threads is None and (note := threads_note(group)):
-        say(console, note)
+    if recipe.threads is None and (warning := thread_warning(group)):
+        say(console, warning)
 
 
 _WHERE = {"device": "stay on the device", "host": "stream from a copy in RAM", "disk": "stream from the model folder"}

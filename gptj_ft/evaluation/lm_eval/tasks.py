@@ -29,8 +29,8 @@ from gptj_ft.evaluation.row_job import ResultCache
 from gptj_ft.evaluation.text_evaluation import evaluation_settings
 from gptj_ft.generation.generator import InferenceSetup, check_writes
 from gptj_ft.generation.hf_model import StreamedModel
+from gptj_ft.generation.workers import NO_WORKERS, Workers
 from gptj_ft.planning.inference_plan import InferencePlan
-from gptj_ft.system.group import ALONE, Group
 from gptj_ft.system.hub import open_network
 from gptj_ft.system.paths import home
 
@@ -214,14 +214,14 @@ class TasksPlan:
 
 
 def plan_on_tasks(
-    folder: Path, recipe: Recipe, tasks: LoadedTasks, limit: int | None, group: Group = ALONE
+    folder: Path, recipe: Recipe, tasks: LoadedTasks, limit: int | None, workers: Workers = NO_WORKERS
 ) -> TasksPlan:
     """Plan for requests as long as the context, since their length is not known before tokenization.
 
     Raises:
         ResourceError: it does not fit.
     """
-    setup = InferenceSetup.of(folder, recipe, group=group)
+    setup = InferenceSetup.of(folder, recipe, workers=workers)
     check_writes(setup)
     longest = [setup.context]
     return TasksPlan(setup, tasks, limit, setup.plan(home(), documents=longest, prompts=longest))

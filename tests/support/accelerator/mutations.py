@@ -31,7 +31,7 @@ from typing import Any
 from support import accelerator, simulated, simulated_several
 
 ROOT = Path(__file__).resolve().parents[3]
-SHARED = ("pipeline.py", "row_shards.py", "exchange.py", "batches.py")
+SHARED = ("pipeline.py", "row_shards.py", "exchange.py")
 SOURCES = (
     "streaming/**/*.py", "system/accelerator.py", "system/block_reader.py", *(f"distributed/{name}" for name in SHARED),
 )  # fmt: skip
