@@ -140,7 +140,7 @@ def memory(arguments: argparse.Namespace) -> dict[str, Any]:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from gptj_ft.evaluation.text_evaluation import plan_on_rows
-    from gptj_ft.planning.plan import PROCESS_BYTES
+    from gptj_ft.planning.constants import PROCESS_BYTES
     from gptj_ft.streaming.step import HEAD_CHUNK_BYTES
     from gptj_ft.system.machine import peak_memory
 

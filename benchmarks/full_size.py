@@ -42,7 +42,8 @@ from gptj_ft.models.layout import Layout
 from gptj_ft.models.registry import Architecture, families
 from gptj_ft.planning.flops import count_flops
 from gptj_ft.planning.machine_profile import disk_rates, rates
-from gptj_ft.planning.plan import Free, Plan, forecast, with_replay
+from gptj_ft.planning.memory import Free
+from gptj_ft.planning.plan import Plan, forecast, with_replay
 from gptj_ft.planning.resources import Target
 from gptj_ft.planning.workload import RowLengths, StepTokens, Workload
 from gptj_ft.streaming.adamw import AdamW, Update

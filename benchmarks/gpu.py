@@ -32,7 +32,8 @@ from gptj_ft.models.batch import PackedBatch
 from gptj_ft.models.layout import Layout
 from gptj_ft.models.registry import Architecture, families
 from gptj_ft.planning.flops import count_flops
-from gptj_ft.planning.plan import Free, Plan, choose
+from gptj_ft.planning.memory import Free
+from gptj_ft.planning.plan import Plan, choose
 from gptj_ft.planning.probe import ASSUMED_DISK, Rates, measure_compute
 from gptj_ft.planning.workload import StepTokens, Workload
 from gptj_ft.streaming.activations import boundary_layout

@@ -17,7 +17,8 @@ from gptj_ft.config.resolve import resolve
 from gptj_ft.models.published import find_published
 from gptj_ft.models.trainable import select
 from gptj_ft.planning.machine_profile import BF16_GAIN
-from gptj_ft.planning.plan import Free, Plan, choose
+from gptj_ft.planning.memory import Free
+from gptj_ft.planning.plan import Plan, choose
 from gptj_ft.planning.probe import ComputeRates, DiskRates, Rates
 from gptj_ft.planning.workload import RowLengths, StepTokens, Workload
 from gptj_ft.system.dtypes import PRECISIONS

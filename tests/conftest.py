@@ -142,7 +142,7 @@ def no_numbers_without_memory() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def equal_layers_measured_once() -> Iterator[None]:
     """Cache layer measurements across runs: a tenth of all test time."""
-    from gptj_ft.planning import layer_cost, working_memory
+    from gptj_ft.planning import layer_cost, memory
 
     def once(measure: Callable[..., LayerCost]) -> Callable[..., LayerCost]:
         known: dict[tuple[object, ...], LayerCost] = {}
@@ -160,7 +160,7 @@ def equal_layers_measured_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layer_cost, "measure_block", once(layer_cost.measure_block))
-        patch.setattr(working_memory, "measure_head", once(layer_cost.measure_head))
+        patch.setattr(memory, "measure_head", once(layer_cost.measure_head))
         yield
 
 

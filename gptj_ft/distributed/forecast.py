@@ -30,7 +30,7 @@ class SharedForecast(Forecast):
             UsageError: there are too few rows in a step for so many.
         """
         plan = forecast.plan
-        found = scale_out(Job(recipe, plan.load, plan.have, plan.rates, network), num_nodes)
+        found = scale_out(Job(recipe, plan.workload, plan.have, plan.rates, network), num_nodes)
         return cls(plan, found.problem, forecast.notes, forecast.published, machines=found)
 
     def to_dict(self) -> dict[str, Any]:

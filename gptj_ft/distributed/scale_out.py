@@ -24,11 +24,11 @@ from gptj_ft.config.options import Recipe
 from gptj_ft.distributed.pipeline import assign_layers
 from gptj_ft.errors import UsageError
 from gptj_ft.models.layout import NO_PARAMETERS, Kind, Layout
-from gptj_ft.planning.costs import exported_elements
-from gptj_ft.planning.plan import DoesNotFit, Free, Plan, Requirements, choose, keeps_gradients, shortage, stored_kinds
+from gptj_ft.planning.memory import Free, Requirements, keeps_gradients, stored_kinds
+from gptj_ft.planning.plan import DoesNotFit, Plan, choose
 from gptj_ft.planning.probe import Rates
-from gptj_ft.planning.traffic import state_kinds
-from gptj_ft.planning.workload import Workload
+from gptj_ft.planning.step_replay import state_kinds
+from gptj_ft.planning.workload import Workload, exported_elements
 from gptj_ft.streaming.stores.state_file import StateFile
 
 LATENCY = 2e-4  # seconds of a message beside its bytes: a LAN's, and two threads that wake up; assumed
@@ -299,7 +299,7 @@ class ScaleOut:
         return DoesNotFit(
             node.plan,
             f"does not fit on {self.num_nodes:,} machines: with {self.chosen.name} shared, of one of them "
-            f"{shortage(node.lacking, node.have)}; {advice}",
+            f"{node.shortage(node.have)}; {advice}",
         )
 
     def speedup(self, share: Share) -> float:
@@ -415,7 +415,7 @@ def forecast_share(job: Job, stages: int, replicas: int) -> Share:
         parts.setdefault((part_of(load, own), rank == 0), []).append(rank)
     chain = _Chain(job, load, owners, stages, replicas)
     nodes = tuple(chain.node(part, ranks) for (part, _), ranks in parts.items())
-    first = nodes[0].plan.load
+    first = nodes[0].plan.workload
     weights = FP32 * (replicas * _elements(load) - _elements(first))
     results = FP32 * (exported_elements(job.recipe, load) - exported_elements(job.recipe, first))
     rate = job.network.rate
@@ -495,7 +495,7 @@ class _Chain:
         return NodeRequirements(tuple(ranks), layers, plan, *need, have, forward, backward)
 
     def _passes(self, plan: Plan, ranks: Sequence[int]) -> tuple[NodePass, NodePass]:
-        own, load, network = plan.load, self.load, self.job.network
+        own, load, network = plan.workload, self.load, self.job.network
         blocks = len(own.layouts) - 2
         hop_bytes = load.width * load.dtype.itemsize * load.step.computed
         hop = hop_bytes / self.micro_batches / network.rate + network.latency
@@ -573,7 +573,7 @@ def _own_seconds(plan: Plan) -> list[tuple[float, float, float]]:
     if plan.timeline:
         both = (plan.timeline.forward, plan.timeline.backward)
         return [(each.compute, each.moving, each.seconds - each.bound) for each in both]
-    costs, load, rates = plan.costs, plan.load, plan.rates
+    costs, load, rates = plan.costs, plan.workload, plan.rates
     return [
         (each.compute_seconds(load, rates), each.transfer_seconds(rates), 0.0)
         for each in (costs.forward, costs.backward)
@@ -595,7 +595,7 @@ def advise(job: Job, chosen: Share, alone: Share) -> Iterator[str]:
         yield f"a network of {bits_text(enough)} would not be waited for" if enough else "no network is as fast as this"
     if waiting and chosen.replicas > 1 and (factor := _rows_that_hide(job, chosen)):
         yield f"nor would this one with --batch-size {factor * job.recipe.batch_size}"
-    few, tokens = chosen.stages + 1, chosen.nodes[0].plan.load.step.mean
+    few, tokens = chosen.stages + 1, chosen.nodes[0].plan.workload.step.mean
     if chosen.backward.waiting > WAITS * chosen.backward.compute and chosen.micro_batches < few:
         smaller = int(tokens / few)
         if smaller >= job.load.rows.longest:

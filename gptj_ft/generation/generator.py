@@ -22,7 +22,7 @@ from gptj_ft.generation.hf_model import StreamedModel
 from gptj_ft.generation.workers import NO_WORKERS, Workers
 from gptj_ft.models.registry import Architecture
 from gptj_ft.planning.inference_plan import InferencePlan, InferenceWorkload, plan_inference
-from gptj_ft.planning.plan import device_cap
+from gptj_ft.planning.memory import device_cap
 from gptj_ft.planning.resources import free_resources, inference_dtype
 from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.open import open_for_inference

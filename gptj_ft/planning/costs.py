@@ -1,9 +1,12 @@
-"""Compute the duration and the writes of a run: its steps, and its overhead."""
+"""Compute the seconds and the written bytes of a run: its steps, and everything beside them.
+
+A pass takes as long as the slower of its computation and its transfers. `step_replay` says how well they overlap.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,67 +14,117 @@ import torch
 from gptj_ft.config.options import Recipe
 from gptj_ft.models.layout import Kind
 from gptj_ft.planning.probe import Rates
-from gptj_ft.planning.traffic import Pass, bytes_moved, state_kinds, training_passes
-from gptj_ft.planning.workload import Workload
+from gptj_ft.planning.step_replay import Bytes, ScheduleInputs, count_step, state_kinds
+from gptj_ft.planning.workload import Workload, exported_elements
 from gptj_ft.streaming.buffers import BufferBudget
-from gptj_ft.streaming.stores.placement import Placement
+from gptj_ft.streaming.stores.placement import Place, Placement
 
-WARRANTED_BYTES = 600e12  # written to an SSD; see `Costs.ssd_wear`
+# Written to an SSD before its warranty ends: the rating of the Samsung 990 PRO 1 TB (600 TBW in its data sheet) and of
+# most of its class. Most 2 TB drives are rated for twice as much, server drives for much more.
+WARRANTED_BYTES = 600e12
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Work of one pass over the layers."""
+
+    flops: float = 0.0  # of matrix products
+    updated: int = 0  # bytes that AdamW reads and writes in the device's memory
+    touched: float = 0.0  # bytes of other operations on tensors as large as the weights
+    times: float = 0.0  # repetitions of the blocks' operations between products; backward counts twice
+    read: Mapping[Place, int] = field(default_factory=dict)  # bytes by place off the device
+    written: Mapping[Place, int] = field(default_factory=dict)
+    layers: float = 0.0  # timed seconds of the layers, instead of `flops`, `times` and logits; 0: not timed
+
+    def compute_seconds(self, workload: Workload, rates: Rates) -> float:
+        """Return the seconds of the computation alone; on a CPU, with the processor time of transfers."""
+        compute = rates.compute
+        moving = rates.disk.cpu_seconds(self.read.get("disk", 0), self.written.get("disk", 0)) if rates.on_cpu else 0.0
+        others = (self.updated + self.touched) / compute.memory + moving
+        if self.layers:
+            return self.layers + others
+        products = self.flops / compute.matmul(workload.dtype, workload.width)
+        return products + self.times * workload.seconds_between_products(compute) + others
+
+    def transfer_seconds(self, rates: Rates) -> float:
+        """Return the seconds of the transfers alone; disk and both directions of the link overlap."""
+        disk = rates.disk.seconds(self.read.get("disk", 0), self.written.get("disk", 0))
+        incoming = sum(self.read.values()) / rates.compute.to_device
+        outgoing = sum(self.written.values()) / rates.compute.from_device
+        return max(disk, incoming, outgoing)
+
+    def seconds(self, workload: Workload, rates: Rates) -> float:
+        return max(self.compute_seconds(workload, rates), self.transfer_seconds(rates))
+
+
+def training_passes(
+    placement: Placement,
+    workload: Workload,
+    stored: Mapping[Kind, torch.dtype],
+    budget: BufferBudget,
+    num_deferred: int,
+) -> tuple[Pass, Pass, Pass]:
+    """Return forward, backward, and a flush of the updates that a mean step leaves pending.
+
+    Args:
+        stored: kinds with a store, and their types; without ``grad`` backward applies the updates.
+        num_deferred: leading blocks with deferred updates, see `PendingUpdates`.
+    """
+    kept = budget.num_kept_layers
+    # Plans that differ in tokens or kept activations share a count.
+    shared = replace(budget, num_kept_layers=0, pass_tokens=0, forward_bytes=None)
+    schedule = ScheduleInputs(replace(placement, boundaries="device"), tuple(stored.items()), shared, num_deferred)
+    frozen = tuple(workload.frozen)
+    up, down, flush = count_step(tuple(workload.layouts), frozen, workload.width, workload.dtype, schedule)
+    share = workload.step.mean / workload.step.most
+    away: Bytes = {} if placement.boundaries == "device" else {
+        placement.boundaries: round(workload.boundary_bytes(kept) * share)
+    }  # fmt: skip
+    flops = 2.0 * workload.block_parameters * workload.step.mean
+    forward = Pass(flops, up.updated, 0.0, 1.0, up.read, _added(up.written, away), workload.forward_seconds)
+    backward = Pass(
+        workload.flops(kept).hardware - flops,
+        down.updated,
+        workload.touched_by_backward,
+        workload.times_again(kept),
+        _added(down.read, away),
+        down.written,
+        workload.backward_seconds(kept),
+    )
+    return forward, backward, Pass(updated=flush.updated, read=flush.read, written=flush.written)
 
 
 @dataclass(frozen=True)
 class Overhead:
-    """Overhead of a run: something that it does beside its steps.
+    """Work of a run beside its steps."""
 
-    Attributes:
-        number: number of times in the whole run.
-        seconds: seconds each time.
-        disk_bytes: bytes written to disk each time.
-    """
-
-    number: int
-    seconds: float
-    disk_bytes: int = 0
+    number: int  # of repetitions in the whole run
+    seconds: float  # each time
+    disk_bytes: int = 0  # written each time
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Bytes that a run moves, and seconds that it takes.
+    """Bytes that a run moves, and its seconds."""
 
-    Attributes:
-        num_steps: optimizer steps to do; ``None`` while they are not counted.
-        num_deferred: leading blocks whose updates are applied in forward and again in backward, to be written there.
-        forward: forward pass of an average step.
-        backward: backward pass of an average step.
-        compute_seconds: seconds of a step's computation alone.
-        transfer_seconds: seconds of a step's transfers alone.
-        seconds_per_step: seconds of a step, with computation and transfers overlapping in each pass.
-        start: filling the stores.
-        validations: the loss on rows that are not trained on.
-        checkpoints: the state written to a folder of its own; a run on disk needs none.
-        end: writing the tuned model.
-    """
-
-    num_steps: int | None
-    num_deferred: int
-    forward: Pass
+    num_steps: int | None  # remaining optimizer steps; None: not counted yet
+    num_deferred: int  # leading blocks with deferred updates, see `PendingUpdates`
+    forward: Pass  # of a mean step
     backward: Pass
-    compute_seconds: float
-    transfer_seconds: float
+    compute_seconds: float  # of a step's computation alone
+    transfer_seconds: float  # of a step's transfers alone
     seconds_per_step: float
-    start: Overhead
+    start: Overhead  # fills the stores
     validations: Overhead
-    checkpoints: Overhead
-    end: Overhead
+    checkpoints: Overhead  # in folders of their own; a run on disk needs none
+    end: Overhead  # writes the tuned model
 
     @property
     def bytes_read_per_step(self) -> int:
-        """Bytes from any place off the device."""
         return sum((*self.forward.read.values(), *self.backward.read.values()))
 
     @property
     def bytes_written_per_step(self) -> int:
-        """Bytes to any place off the device."""
         return sum((*self.forward.written.values(), *self.backward.written.values()))
 
     @property
@@ -90,16 +143,12 @@ class Costs:
         """Bytes that the whole run writes to disk."""
         if self.num_steps is None:
             return None
-        asides = sum(each.number * each.disk_bytes for each in self._overheads)
-        return self.num_steps * self.disk_bytes_written_per_step + asides
+        overheads = sum(each.number * each.disk_bytes for each in self._overheads)
+        return self.num_steps * self.disk_bytes_written_per_step + overheads
 
     @property
     def ssd_wear(self) -> float | None:
-        """Bytes written to disk, as a share of the warranted endurance of a typical 1 TB consumer SSD.
-
-        600 TB, the endurance rating of the Samsung 990 PRO 1 TB (its data sheet: 600 TBW) and of most of its class;
-        a 2 TB model is mostly rated for twice as much, a drive for servers for much more.
-        """
+        """Bytes written to disk, as a share of the endurance of a typical 1 TB consumer SSD."""
         return None if self.disk_bytes_written is None else self.disk_bytes_written / WARRANTED_BYTES
 
     @property
@@ -107,7 +156,7 @@ class Costs:
         return self.start, self.validations, self.checkpoints, self.end
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it for `--json`."""
+        """Convert to JSON values."""
         sums = (
             "bytes_read_per_step",
             "bytes_written_per_step",
@@ -128,29 +177,19 @@ def cost(
     budget: BufferBudget = BufferBudget(),
     num_deferred: int = 0,
 ) -> Costs:
-    """Compute the bytes that a run moves and the seconds that it takes.
-
-    Args:
-        placement: placement of the stored kinds.
-        workload: workload of the run.
-        recipe: recipe, for the intervals of validations and checkpoints.
-        stored: the kinds that have a store, and their types; without ``grad`` updates are applied in backward.
-        rates: rates of the machine.
-        budget: buffer budget.
-        num_deferred: leading blocks whose updates are applied in forward and again in backward, to be written there.
-    """
+    """Compute the bytes that a run moves and its seconds; arguments as of `training_passes`."""
     forward, backward, flush = training_passes(placement, workload, stored, budget, num_deferred)
     passes = forward, backward
     state = {kind: stored[kind] for kind in state_kinds(stored)}
-    by_place = bytes_moved(placement, state, workload.stored_elements)
+    state_by_place = _bytes_by_place(placement, state, workload.stored_elements)
     state_bytes = workload.stored_elements * sum(dtype.itemsize for dtype in state.values())
-    frozen: dict[Kind, torch.dtype] = {"frozen": workload.dtype}
     model_bytes = exported_elements(recipe, workload) * torch.float32.itemsize
-    stays = placement.of("frozen") == "disk"  # where it is already
-    num_read = (0 if recipe.method == "lora" else workload.stored_elements) + (0 if stays else workload.frozen_elements)
-    filling = Pass(read={"disk": num_read * torch.float32.itemsize}, written=by_place)
-    filling = filling.plus(written={} if stays else bytes_moved(placement, frozen, workload.frozen_elements))
-    saving = Pass(read=by_place, written={"disk": state_bytes})
+    num_read, filled = 0 if recipe.method == "lora" else workload.stored_elements, state_by_place
+    if placement.of("frozen") != "disk":  # else it stays in the model folder
+        num_read += workload.frozen_elements
+        filled = _added(filled, _bytes_by_place(placement, {"frozen": workload.dtype}, workload.frozen_elements))
+    filling = Pass(read={"disk": num_read * torch.float32.itemsize}, written=filled)
+    saving = Pass(read=state_by_place, written={"disk": state_bytes})
     writing = Pass(written={"disk": model_bytes})
     per_step = sum(each.seconds(workload, rates) for each in passes)
     num_saves = 0 if placement.is_durable else num_checkpoints(recipe, workload, per_step)
@@ -163,21 +202,15 @@ def cost(
         compute_seconds=sum(each.compute_seconds(workload, rates) for each in passes),
         transfer_seconds=sum(each.transfer_seconds(rates) for each in passes),
         seconds_per_step=per_step,
-        start=Overhead(1, filling.transfer_seconds(rates), by_place.get("disk", 0)),
+        start=Overhead(1, filling.transfer_seconds(rates), state_by_place.get("disk", 0)),
         validations=Overhead(num_validations(recipe, workload), per_validation),
         checkpoints=Overhead(num_saves, saving.transfer_seconds(rates), state_bytes),
         end=Overhead(1, writing.transfer_seconds(rates), model_bytes),
     )
 
 
-def exported_elements(recipe: Recipe, workload: Workload) -> int:
-    """Count the elements that a run exports: a model, or an adapter, or both."""
-    whole = workload.stored_elements + workload.frozen_elements
-    return whole if recipe.method == "full" or recipe.lora.merge else workload.stored_elements
-
-
 def num_validations(recipe: Recipe, workload: Workload) -> int:
-    """Count the validations of a run: before, after, and in between if asked to."""
+    """Count the validations of a run: before, after, and every ``validate_every`` steps."""
     if not workload.validation.tokens:
         return 0
     between = ((workload.num_steps or 1) - 1) // recipe.validate_every if recipe.validate_every else 0
@@ -187,26 +220,35 @@ def num_validations(recipe: Recipe, workload: Workload) -> int:
 def seconds_per_validation(
     placement: Placement, workload: Workload, flush: Pass, rates: Rates, pass_tokens: int
 ) -> float:
-    """Compute the seconds of one validation: the pending update of every layer, then passes over the weights."""
-    passes = -(-workload.validation.tokens // pass_tokens)
-    flops = (
-        2.0 * workload.block_parameters * workload.validation.tokens
-        + 2.0 * workload.head_parameters * workload.validation.targets
-    )
-    weights = bytes_moved(
-        placement, {"weight": workload.dtype}, passes * (workload.stored_elements + workload.lent_elements)
-    )
-    frozen = bytes_moved(placement, {"frozen": workload.dtype}, passes * sum(workload.frozen_per_pass))
+    """Return the seconds of one validation: a flush of the pending updates, then passes over the weights."""
+    tokens, targets = workload.validation
+    passes = -(-tokens // pass_tokens)
+    flops = 2.0 * workload.block_parameters * tokens + 2.0 * workload.head_parameters * targets
+    numel = workload.stored_elements + workload.lent_elements
+    weights = _bytes_by_place(placement, {"weight": workload.dtype}, passes * numel)
+    frozen = _bytes_by_place(placement, {"frozen": workload.dtype}, passes * sum(workload.frozen_per_pass))
     layers = 0.0
     if workload.times.layers:
-        layers = workload.validation.tokens / workload.step.mean * workload.forward_seconds
-        layers += workload.head_seconds(workload.validation.targets, trains=False)
-    computed = Pass(flops, layers=layers, read=weights).plus(read=frozen)
-    return flush.seconds(workload, rates) + computed.seconds(workload, rates)
+        layers = tokens / workload.step.mean * workload.forward_seconds + workload.head_seconds(targets, trains=False)
+    scoring = Pass(flops, layers=layers, read=_added(weights, frozen))
+    return flush.seconds(workload, rates) + scoring.seconds(workload, rates)
 
 
 def num_checkpoints(recipe: Recipe, workload: Workload, seconds_per_step: float) -> int:
-    """Count the checkpoints of a run that is not its own: by steps, by minutes, whichever is sooner."""
+    """Count the checkpoints of a run in memory: by steps or by minutes, whichever gives more."""
     steps = workload.num_steps or 0
     by_steps = (steps - 1) // recipe.save_every if steps and recipe.save_every else 0
     return max(by_steps, int(steps * seconds_per_step / (recipe.save_minutes * 60)))
+
+
+def _bytes_by_place(placement: Placement, kinds: Mapping[Kind, torch.dtype], numel: int) -> Bytes:
+    """Return the bytes of this many elements of each kind, by place off the device."""
+    moved: Bytes = {}
+    for kind, dtype in kinds.items():
+        if (place := placement.of(kind)) != "device":
+            moved[place] = moved.get(place, 0) + numel * dtype.itemsize
+    return moved
+
+
+def _added(some: Bytes, more: Bytes) -> Bytes:
+    return {place: some.get(place, 0) + more.get(place, 0) for place in {**some, **more}}

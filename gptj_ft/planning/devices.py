@@ -1,7 +1,7 @@
-"""Accelerators by name, with the rates that their makers publish: for a plan without having one.
+"""List accelerators by name with their published rates, to plan for a device that is not in this machine.
 
-Rates of products are those of tensor cores with dense matrices and sums in fp32, in bf16, or in fp16 where there is no
-bf16. Memory and link are peaks, the link each way. A run reaches a share of them: see `REACHED`.
+Matrix products: tensor cores, dense, bf16 (fp16 on devices without bf16), sums in fp32. Memory and link: peak rates,
+the link per direction. A run reaches a share of them, see `ReachedShares`.
 """
 
 from __future__ import annotations
@@ -19,24 +19,16 @@ from gptj_ft.planning.probe import ComputeRates
 
 GIB = 2**30
 TERA, GIGA = 1e12, 1e9
-USABLE_SHARE = 0.93  # of a card's memory: error correction, the driver and a desktop take the rest
+USABLE_SHARE = 0.93  # of a card's memory; the rest goes to error correction, driver and desktop
 
 
 @dataclass(frozen=True)
 class ReachedShares:
-    """Shares of published rates that runs reach; assumptions, until `gptj-ft doctor` has measured them on many.
+    """Shares of the published rates that runs reach. Assumptions, until `gptj-ft doctor` has measured many devices."""
 
-    Attributes:
-        products: large matrix products.
-        narrow: products at a width of 512.
-        attention: causal attention.
-        memory: bytes/s of memory.
-        link: bytes/s between host and device.
-    """
-
-    products: float = 0.70
-    narrow: float = 0.25
-    attention: float = 0.35
+    products: float = 0.70  # large matrix products
+    narrow: float = 0.25  # products of width 512
+    attention: float = 0.35  # causal
     memory: float = 0.85
     link: float = 0.80
 
@@ -49,47 +41,35 @@ BLACKWELL = "https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidi
 LINKS = MappingProxyType({
     "PCIe 3.0 x16": 15.75, "PCIe 4.0 x8": 15.75, "PCIe 4.0 x16": 31.5, "PCIe 5.0 x16": 63.0,
 })  # fmt: skip
-"""Gigabytes a second, each way."""
+"""GB/s per direction."""
 
 
 @dataclass(frozen=True)
 class PublishedDevice:
-    """An accelerator as its maker describes it.
+    """An accelerator as its maker describes it."""
 
-    Attributes:
-        name: name, with the size of its memory.
-        half_tflops: TFLOP/s of products in bf16 (or fp16), dense, with sums in fp32.
-        fp32_tflops: TFLOP/s in fp32.
-        memory_gib: size of its memory, GiB.
-        memory_rate: GB/s of its memory.
-        link: kind of its link.
-        has_bf16: whether it computes in bf16.
-        source: publication of the figures.
-        is_derived: whether the rate of products is that of the family's published chips, by cores and clock.
-    """
-
-    name: str
-    half_tflops: float
+    name: str  # with the size of the memory
+    half_tflops: float  # matrix products in bf16 (or fp16), dense, sums in fp32
     fp32_tflops: float
     memory_gib: int
-    memory_rate: float
+    memory_rate: float  # GB/s
     link: str
     has_bf16: bool
-    source: str
-    is_derived: bool = False
+    source: str  # URL of the numbers
+    is_derived: bool = False  # half_tflops scaled from the family's published chips by cores and clock
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that a run may use."""
+        """Bytes that a run can use."""
         return int(USABLE_SHARE * self.memory_gib * GIB)
 
     @property
     def half(self) -> torch.dtype:
-        """The type of half the width that it computes in."""
+        """Its 16-bit type."""
         return torch.bfloat16 if self.has_bf16 else torch.float16
 
     def rates(self) -> ComputeRates:
-        """Return the rates that a run is assumed to reach."""
+        """Return the rates that a run should reach."""
         half, fp32, memory = self.half_tflops * TERA, self.fp32_tflops * TERA, REACHED.memory * self.memory_rate * GIGA
         link = REACHED.link * LINKS[self.link] * GIGA
         return ComputeRates(
@@ -144,15 +124,15 @@ DEVICES = _devices()
 
 
 def is_published_name(name: str) -> bool:
-    """Tell whether a name can only be one of a card: torch's have no digits but those of a number (``cuda:1``)."""
+    """Tell whether a name is a card's: torch's names have no digits except a device number (``cuda:1``)."""
     return re.fullmatch(r"[a-z_]+(:\d+)?", name) is None
 
 
 def find_device(name: str) -> PublishedDevice:
-    """Find a device by its name, whatever its case and spaces, with or without the maker's name and the memory's size.
+    """Find a device by name; case, spaces, the maker's name and the size of the memory are optional.
 
     Raises:
-        UsageError: none, or several, have this name.
+        UsageError: no device has this name, or several have.
     """
     wanted = _plain(name)
     exact = [device for device in DEVICES.values() if wanted in (_plain(device.name), _plain(_model(device)))]
@@ -163,12 +143,13 @@ def find_device(name: str) -> PublishedDevice:
     )
     by_plain = {_plain(each): each for each in DEVICES}
     names = ", ".join(f"'{by_plain.get(each, each)}'" for each in near)
-    what = "names several devices" if exact else "is not a device that is known by name"
-    raise UsageError(f"--device '{name}' {what}" + (f": did you mean {names}?" if names else "; see docs/devices.md"))
+    problem = "names several devices" if exact else "is not a device that is known by name"
+    raise UsageError(
+        f"--device '{name}' {problem}" + (f": did you mean {names}?" if names else "; see docs/devices.md")
+    )
 
 
 def _model(device: PublishedDevice) -> str:
-    """Return a device's name without the size of its memory."""
     return device.name.rpartition(" ")[0]
 
 

@@ -10,43 +10,35 @@ from gptj_ft.models.layout import NO_PARAMETERS, Layout
 
 @dataclass(frozen=True)
 class Flops:
-    """FLOPs of products with weights. Attention scores are left out, as in the usual 6 x parameters x tokens.
+    """FLOPs of products with weights; attention scores are left out, as in the usual 6 x parameters x tokens."""
 
-    Attributes:
-        forward: 2 per weight and token; for the head, per token with a target, since it runs on no others.
-        backward: 4, counted alike; 2 for those that are not trained, and none below the lowest layer that is.
-        recompute: 2 more for the blocks that backward runs again.
-    """
-
-    forward: float
-    backward: float
-    recompute: float
+    forward: float  # 2 per weight and token; the head runs only on tokens with a target
+    backward: float  # 4 per trained weight, 2 per frozen one, none below the lowest trained layer
+    recompute: float  # 2 per weight of the recomputed blocks
 
     @property
     def model(self) -> float:
-        """FLOPs that every way of training this model needs."""
+        """FLOPs of any training of this model."""
         return self.forward + self.backward
 
     @property
     def hardware(self) -> float:
-        """FLOPs that are computed here, recomputation included."""
+        """FLOPs with recomputation."""
         return self.forward + self.backward + self.recompute
 
 
 def count_flops(
     layouts: Sequence[Layout], tokens: float, target_tokens: float, kept: int = 0, frozen: Sequence[Layout] = ()
 ) -> Flops:
-    """Count the FLOPs of training on some tokens; an embedding has none.
+    """Count the FLOPs of training on some tokens; embeddings have none.
 
     Args:
-        layouts: layout of the trained parameters of each layer.
-        tokens: tokens that the blocks compute.
-        target_tokens: tokens that the head computes.
-        kept: blocks, the last ones, that are not recomputed.
-        frozen: layouts of the rest: passed by gradients down to the lowest layer that is trained, but without any.
+        layouts: trained parameters of each layer.
+        kept: number of top blocks that are not recomputed.
+        frozen: frozen parameters of each layer.
     """
     top, lowest = len(layouts) - 1, next((i for i, layout in enumerate(layouts) if layout.numel), 0)
-    runs = [0.0, *[2.0 * tokens] * (top - 1), 2.0 * target_tokens]  # FLOPs a parameter
+    runs = [0.0, *[2.0 * tokens] * (top - 1), 2.0 * target_tokens]  # FLOPs per parameter
     trained = [layout.num_used for layout in layouts]
     whole = [own + rest.num_used for own, rest in zip(trained, frozen or [NO_PARAMETERS] * len(trained), strict=True)]
     return Flops(

@@ -1,7 +1,4 @@
-"""Plan inference: placement, memory, and the token budget of a pass.
-
-Computed before it starts, like the forecast of a training run; what cannot fit is refused.
-"""
+"""Plan inference before it starts: placement, memory, and the token budget of a pass. Refuse what cannot fit."""
 
 from __future__ import annotations
 
@@ -16,73 +13,57 @@ from gptj_ft.errors import ResourceError
 from gptj_ft.models.kv_cache import slots_taken
 from gptj_ft.models.layout import Layout
 from gptj_ft.models.registry import Architecture
-from gptj_ft.planning.plan import PLACES_FASTEST_FIRST, PROCESS_BYTES, Free, Need, needs_of, shortage
+from gptj_ft.planning.constants import PROCESS_BYTES
+from gptj_ft.planning.memory import Free, Requirements
+from gptj_ft.planning.plan import PLACES_FASTEST_FIRST
 from gptj_ft.planning.suggestions import Candidate, Knob, halves, lift_caps, read_less_ahead, stream_more, suggest
 from gptj_ft.streaming.buffers import PASS_TOKENS
 from gptj_ft.streaming.step import HEAD_CHUNK_BYTES
 from gptj_ft.streaming.stores.placement import Place
 from gptj_ft.system.block_reader import STAGING_BYTES
 
-BATCH_TOKENS = 16384  # of prompts and answers that share the passes over the weights, at most
-ENOUGH_TOKENS = BATCH_TOKENS // 8  # from which on more of them gain less than weights that need not be read again
-_TOKEN_BYTES = 2 * 36  # of a token in Python's lists: of a document, and once more of its prompt
-LIVE_TENSORS = 16  # of [tokens computed at once, width] that a block has at once, its MLP's counted by 4
-LIVE_LOGITS = 5  # of [rows, vocabulary], fp32, while the next tokens are chosen
-LEAST_TOKENS = 256  # suggested: of a row, and computed at once
-LEAST_NEW_TOKENS = 32  # suggested
-WRITTEN_TOKEN_BYTES = 8  # on the disk of a token written
+BATCH_TOKENS = 16384  # most tokens of prompts and answers that share the passes over the weights
+ENOUGH_TOKENS = BATCH_TOKENS // 8  # more tokens gain less than resident weights
+LISTED_TOKEN_BYTES = 2 * 36  # of a token in Python lists: of its document, and of its prompt
+LIVE_TENSORS = 16  # of [tokens computed together, width] in a block; MLP tensors count 4
+LIVE_LOGITS = 5  # fp32, of [rows, vocabulary], while the next tokens are chosen
+LEAST_TOKENS = 256  # that a suggestion leaves to a row, and to be computed together
+LEAST_NEW_TOKENS = 32
+WRITTEN_TOKEN_BYTES = 8  # on disk
 
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """Token budgets of a pass; a longer row goes alone.
+    """Token budgets of a pass; a longer row goes alone."""
 
-    Attributes:
-        computed: through a layer at once.
-        read: tokens of a pass that only scores.
-        written: tokens of prompts and answers that share passes while generating.
-    """
-
-    computed: int
-    read: int = PASS_TOKENS
-    written: int = BATCH_TOKENS
+    computed: int  # through a layer at once
+    read: int = PASS_TOKENS  # in a pass that only scores
+    written: int = BATCH_TOKENS  # prompts and answers that share passes while generating
 
 
 @dataclass(frozen=True)
 class InferenceWorkload:
-    """Workload of an evaluation or generation.
+    """Workload of an evaluation or generation."""
 
-    Attributes:
-        layouts: layout of each layer.
-        width: width of the hidden states.
-        vocabulary: tokens that there are.
-        dtype: data type of the computation.
-        settings: generation settings.
-        documents: tokens of each document whose loss is wanted.
-        prompts: tokens of each prompt that an answer is written to.
-        num_return: answers to each prompt.
-        adapter_bytes: size of the adapter.
-    """
-
-    layouts: Sequence[Layout]
-    width: int
+    layouts: Sequence[Layout]  # of each layer
+    width: int  # of the hidden states
     vocabulary: int
     dtype: torch.dtype
     settings: Generation
-    documents: Sequence[int] = ()
-    prompts: Sequence[int] = ()
-    num_return: int = 1
+    documents: Sequence[int] = ()  # tokens of each document to score
+    prompts: Sequence[int] = ()  # tokens of each prompt to answer
+    num_return: int = 1  # answers per prompt
     adapter_bytes: int = 0
 
     @classmethod
     def of(cls, architecture: Architecture, dtype: torch.dtype, settings: Generation, **more: Any) -> InferenceWorkload:
-        """Build a workload from a model and the attributes after ``settings``."""
+        """Build a workload from a model and the fields after ``settings``."""
         config, layouts = architecture.config, [Layout.of(layer) for layer in architecture.skeleton]
         return cls(layouts, int(config.n_embd), int(config.vocab_size), dtype, settings, **more)
 
     @property
     def rows_of_prompt(self) -> int:
-        """Number of rows generated from each prompt."""
+        """Rows generated together for each prompt."""
         return max(self.settings.num_beams, self.num_return)
 
     @property
@@ -91,15 +72,15 @@ class InferenceWorkload:
         return self.width * self.dtype.itemsize
 
     def weight_bytes(self) -> int:
-        """Compute the size of the whole model, in bytes."""
+        """Return the size of the model, in bytes."""
         return sum(layout.numel for layout in self.layouts) * self.dtype.itemsize
 
     def slot_bytes(self, read_ahead: int) -> int:
-        """Compute the size of the buffers of streamed weights, in bytes."""
+        """Return the size of the buffers of streamed weights, in bytes."""
         return (read_ahead + 1) * max(layout.numel for layout in self.layouts) * self.dtype.itemsize
 
     def working_bytes(self, together: TokenBudget) -> int:
-        """Compute the peak of device memory beside the weights, in bytes: of a pass, or of generation and its cache."""
+        """Return the peak of device memory beside the weights, of a scoring pass or of generation, in bytes."""
         most = max((*self.documents, *self.prompts, 1))
         computed = min(max(together.computed, most), max(sum(self.documents), sum(self.prompts)))
         head = 3 * min(HEAD_CHUNK_BYTES, 4 * self.vocabulary * computed) if self.documents else 0
@@ -113,7 +94,7 @@ class InferenceWorkload:
             prompt, of_slot = self.prompts[rows[0]], 2 * self.hidden_bytes * len(rows)
             read = sum((self.documents or self.prompts)[row] for row in rows)
             reading = blocks * of_slot * slots_taken(prompt, 0, 1) + 2 * read * self.hidden_bytes + layer
-            # One layer's keys and values are there twice when they need more room.
+            # When the cache grows, one layer's keys and values exist twice.
             slots = slots_taken(prompt, settings.max_new_tokens, self.rows_of_prompt)
             logits = LIVE_LOGITS * 4 * self.vocabulary * len(rows) * self.rows_of_prompt
             most = max(most, reading, (blocks + 1) * of_slot * slots + logits)
@@ -121,36 +102,16 @@ class InferenceWorkload:
 
 
 @dataclass(frozen=True)
-class InferencePlan:
-    """Placement, token budget and memory of inference; bytes.
-
-    Attributes:
-        weights: place of the model's weights.
-        precision: type of the computation.
-        together: token budgets.
-        device_bytes: bytes needed on the device.
-        host_bytes: bytes needed in host memory.
-        disk_bytes: bytes needed on the disk for the results.
-        have: available resources.
-    """
+class InferencePlan(Requirements):
+    """Placement, token budgets and memory of inference; bytes."""
 
     weights: Place
     precision: str
     together: TokenBudget
     device_bytes: int
     host_bytes: int
-    disk_bytes: int
+    disk_bytes: int  # of the results
     have: Free = field(repr=False)
-
-    @property
-    def needs(self) -> list[Need]:
-        """Needed and available bytes of each resource."""
-        return needs_of(self.device_bytes, self.host_bytes, self.disk_bytes, self.have)
-
-    @property
-    def lack(self) -> int:
-        """Bytes that are missing, over all resources; 0 if it fits."""
-        return sum(max(0, each.need - each.have) for each in self.needs)
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON values."""
@@ -171,7 +132,7 @@ def batches_by_length(
 ) -> Iterator[list[int]]:
     """Group rows into passes by prompt length, longest first.
 
-    A row whose answer may be cut short by the model's window is alone, so that it cuts no other.
+    A row whose answer the model's window may cut short goes alone, so that it cuts no other.
     """
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     start = 0
@@ -184,51 +145,50 @@ def batches_by_length(
         start = end
 
 
-def token_budget_within(reads: InferenceWorkload, computed: int, free_bytes: int) -> TokenBudget:
-    """Compute the token budget for the device memory left beside the weights; at least one row."""
-    shares = list(_shares(computed, None))
-    fitting = (x for x in shares if reads.working_bytes(x) <= free_bytes)
-    return next(fitting, shares[-1])
+def token_budget_within(workload: InferenceWorkload, computed: int, free_bytes: int) -> TokenBudget:
+    """Return the largest token budget for the device memory beside the weights; at least one row."""
+    budgets = list(_token_budgets(computed, None))
+    fitting = (each for each in budgets if workload.working_bytes(each) <= free_bytes)
+    return next(fitting, budgets[-1])
 
 
-def plan_inference(recipe: Recipe, reads: InferenceWorkload, free: Free, written: int | None = None) -> InferencePlan:
+def plan_inference(
+    recipe: Recipe, workload: InferenceWorkload, free: Free, written: int | None = None
+) -> InferencePlan:
     """Choose the fastest inference plan that fits.
 
     Args:
-        recipe: recipe with ``weights`` (a place or ``auto``) and memory caps.
-        reads: workload.
-        free: free resources of the machine.
-        written: tokens of prompts and answers that go together, where that was decided before.
+        written: `TokenBudget.written` of an earlier part of the same job.
 
     Raises:
-        ResourceError: nothing allowed fits; says by how much, and what would help.
+        ResourceError: no allowed plan fits. The message names the missing bytes and options that help.
     """
-    plans = list(_plans(recipe, reads, free, written))
+    plans = list(_plans(recipe, workload, free, written))
     fitting = [plan for plan in plans if not plan.lack]
     enough = [plan for plan in fitting if plan.together.written >= ENOUGH_TOKENS]
     if fitting:
         return next(iter(enough), max(fitting, key=lambda plan: plan.together.written))
     nearest = min(plans, key=lambda plan: plan.lack)
 
-    def lack(recipe: Recipe, reads: InferenceWorkload) -> int:
-        return min(plan.lack for plan in _plans(recipe, reads, free, None))
+    def lack(recipe: Recipe, workload: InferenceWorkload) -> int:
+        return min(plan.lack for plan in _plans(recipe, workload, free, None))
 
-    hint = suggest(Candidate(recipe, reads), KNOBS, lack)
-    raise ResourceError(f"does not fit: with weights on {nearest.weights} {shortage(nearest.needs, free)}; {hint}")
+    hint = suggest(Candidate(recipe, workload), KNOBS, lack)
+    raise ResourceError(f"does not fit: with weights on {nearest.weights} {nearest.shortage(free)}; {hint}")
 
 
-def _plans(recipe: Recipe, reads: InferenceWorkload, free: Free, written: int | None) -> Iterator[InferencePlan]:
-    """Enumerate the plans that the recipe allows, fastest first."""
+def _plans(recipe: Recipe, workload: InferenceWorkload, free: Free, written: int | None) -> Iterator[InferencePlan]:
+    """Yield the plans that the recipe allows, fastest first."""
     have = free.capped(recipe)
     for place in PLACES_FASTEST_FIRST:
-        # Where the device is the CPU, "host" is its own memory with a copy on top, and only for those who ask for it.
+        # On a CPU, "host" is a second copy in the same memory: only if the recipe says so.
         if recipe.weights == place or (recipe.weights == "auto" and not (free.is_shared and place == "host")):
-            for together in _shares(recipe.micro_batch_tokens, written):
-                yield _plan(recipe, reads, have, place, together)
+            for together in _token_budgets(recipe.micro_batch_tokens, written):
+                yield _plan(recipe, workload, have, place, together)
 
 
-def _shares(computed: int, written: int | None) -> Iterator[TokenBudget]:
-    """Enumerate token budgets by halving, so that small changes of free memory change nothing."""
+def _token_budgets(computed: int, written: int | None) -> Iterator[TokenBudget]:
+    """Yield token budgets by halving, so that small changes of free memory change nothing."""
     together = TokenBudget(computed, max(PASS_TOKENS, computed), written or BATCH_TOKENS)
     yield together
     while together.read > computed or (written is None and together.written > 1):
@@ -240,19 +200,20 @@ def _shares(computed: int, written: int | None) -> Iterator[TokenBudget]:
         yield together
 
 
-def _plan(recipe: Recipe, reads: InferenceWorkload, have: Free, place: Place, together: TokenBudget) -> InferencePlan:
-    slots = 0 if place == "device" else reads.slot_bytes(recipe.read_ahead)
-    own = reads.weight_bytes() if place == "device" else slots
-    texts = _TOKEN_BYTES * (sum(reads.documents) or sum(reads.prompts))
+def _plan(
+    recipe: Recipe, workload: InferenceWorkload, have: Free, place: Place, together: TokenBudget
+) -> InferencePlan:
+    weights = workload.weight_bytes() if place == "device" else workload.slot_bytes(recipe.read_ahead)
+    texts = LISTED_TOKEN_BYTES * (sum(workload.documents) or sum(workload.prompts))
     staging = STAGING_BYTES if place == "disk" else 0
-    answers = len(reads.prompts) * reads.num_return * reads.settings.max_new_tokens
+    answers = len(workload.prompts) * workload.num_return * workload.settings.max_new_tokens
     return InferencePlan(
         weights=place,
-        precision=str(reads.dtype).removeprefix("torch."),
+        precision=str(workload.dtype).removeprefix("torch."),
         together=together,
-        device_bytes=own + reads.adapter_bytes + reads.working_bytes(together),
-        host_bytes=PROCESS_BYTES + texts + staging + (reads.weight_bytes() if place == "host" else 0),
-        disk_bytes=WRITTEN_TOKEN_BYTES * (answers + 16 * len(reads.documents)),
+        device_bytes=weights + workload.adapter_bytes + workload.working_bytes(together),
+        host_bytes=PROCESS_BYTES + texts + staging + (workload.weight_bytes() if place == "host" else 0),
+        disk_bytes=WRITTEN_TOKEN_BYTES * (answers + 16 * len(workload.documents)),
         have=have,
     )
 
@@ -263,21 +224,24 @@ def _compute_less_at_once(now: Candidate[InferenceWorkload]) -> Iterator[Candida
 
 
 def _without_beams(now: Candidate[InferenceWorkload]) -> Iterator[Candidate[InferenceWorkload]]:
-    if now.load.settings.num_beams > 1:
-        settings = now.load.settings.model_copy(update={"num_beams": 1})
-        yield now.with_options("--set generation.num_beams=1", replace(now.load, settings=settings))
+    if now.workload.settings.num_beams > 1:
+        settings = now.workload.settings.model_copy(update={"num_beams": 1})
+        yield now.with_options("--set generation.num_beams=1", replace(now.workload, settings=settings))
 
 
 def _shorter_answers(now: Candidate[InferenceWorkload]) -> Iterator[Candidate[InferenceWorkload]]:
-    for tokens in halves(now.load.settings.max_new_tokens, LEAST_NEW_TOKENS):
-        settings = now.load.settings.model_copy(update={"max_new_tokens": tokens})
-        yield now.with_options(f"--set generation.max_new_tokens={tokens}", replace(now.load, settings=settings))
+    for tokens in halves(now.workload.settings.max_new_tokens, LEAST_NEW_TOKENS):
+        settings = now.workload.settings.model_copy(update={"max_new_tokens": tokens})
+        workload = replace(now.workload, settings=settings)
+        yield now.with_options(f"--set generation.max_new_tokens={tokens}", workload)
 
 
 def _shorter_rows(now: Candidate[InferenceWorkload]) -> Iterator[Candidate[InferenceWorkload]]:
     for length in halves(now.recipe.max_length, LEAST_TOKENS):
-        documents, prompts = ([min(each, length) for each in of] for of in (now.load.documents, now.load.prompts))
-        yield now.with_options(f"--set max_length={length}", replace(now.load, documents=documents, prompts=prompts))
+        cut = ([min(each, length) for each in each] for each in (now.workload.documents, now.workload.prompts))
+        documents, prompts = cut
+        workload = replace(now.workload, documents=documents, prompts=prompts)
+        yield now.with_options(f"--set max_length={length}", workload)
 
 
 KNOBS: Sequence[Knob[InferenceWorkload]] = (

@@ -1,6 +1,6 @@
-"""Run a layer once on the ``meta`` device: what it computes, what its graph keeps, how much memory it takes at once.
+"""Run a layer once on the meta device: its kernels, the memory that its graph keeps, its peak memory.
 
-Nothing here is known of any architecture: kernels, bytes and lifetimes are those of its own code under autograd.
+This works for any architecture: the layer's own code runs under autograd.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 
 @dataclass(frozen=True)
 class KernelCost:
-    """A kernel: its FLOPs, of a product or of attention, and the bytes that it reads and writes in memory."""
+    """FLOPs of a kernel, and the bytes that it reads and writes in memory."""
 
     flops: float
     num_bytes: int
@@ -41,41 +41,27 @@ class KernelCost:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What a layer costs on one micro-batch.
+    """Cost of a layer on one micro-batch; memory beside weights, inputs and, with a graph, the flat gradient."""
 
-    Attributes:
-        forward: its kernels, in the pieces between the layer's polls.
-        backward: kernels of its backward pass.
-        kept_bytes: memory that its graph keeps until backward, beside its weights, inputs and outputs.
-        forward_bytes: most memory at once in a forward pass without a graph, beside weights and inputs.
-        graph_bytes: the same with a graph.
-        backward_bytes: most memory at once in a backward pass, what the graph has kept and the outputs included, beside
-            weights, inputs, the outputs' gradient and the flat gradient of its parameters.
-    """
-
-    forward: tuple[tuple[KernelCost, ...], ...]
+    forward: tuple[tuple[KernelCost, ...], ...]  # the layer polls between these pieces
     backward: tuple[KernelCost, ...]
-    kept_bytes: int
-    forward_bytes: int
-    graph_bytes: int
-    backward_bytes: int
+    kept_bytes: int  # kept by the graph until backward, without the output
+    forward_bytes: int  # peak of a forward pass without a graph
+    graph_bytes: int  # the same with a graph
+    backward_bytes: int  # peak of a backward pass, graph and output included
 
 
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Count the kernels that run inside, and the memory that they take.
+    """Count the kernels that run inside, and the memory that they allocate.
 
     Args:
-        documents: lengths of the documents of a batch, for attention.
-
-    Attributes:
-        kernels: those that have run, in pieces.
-        bytes, peak: memory taken inside: now, and at most.
+        documents: lengths of the batch's documents, for attention.
     """
 
     def __init__(self, documents: Sequence[int] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.kernels: list[list[KernelCost]] = [[]]
-        self.bytes = self.peak = 0
+        self.kernels: list[list[KernelCost]] = [[]]  # in pieces
+        self.bytes = self.peak = 0  # allocated
         self._pairs = sum(length * (length + 1) // 2 for length in documents)
         self._known: set[int] = set()
 
@@ -92,7 +78,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def poll(self) -> None:
-        """Begin the next piece."""
+        """Start the next piece."""
         self.kernels.append([])
 
     def _take(self, output: Tensor, inputs: Sequence[Tensor]) -> None:
@@ -122,7 +108,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Stand in for an accelerator's attention kernel: it keeps no scores, only its inputs, outputs and their norms."""
+    """Imitate an accelerator's attention kernel: it keeps inputs, outputs and their norms, but no scores."""
 
     @staticmethod
     def forward(ctx: Any, meter: Meter, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -140,13 +126,13 @@ class _FusedAttention(torch.autograd.Function):
 
 
 def _attention(query: Tensor, factor: float) -> KernelCost:
-    """Return the kernel of causal attention in one document, [1, heads, tokens, width]."""
+    """Return the kernel of causal attention over one document, [1, heads, tokens, width]."""
     pairs = query.shape[-2] * (query.shape[-2] + 1) // 2
     return KernelCost(factor * pairs * query.shape[1] * query.shape[-1], int(factor) * query.nbytes, is_attention=True)
 
 
-class _StandIn(TorchFunctionMode):
-    """Have `torch.nn.functional.scaled_dot_product_attention` be one kernel, as it is on an accelerator."""
+class _FuseAttention(TorchFunctionMode):
+    """Replace `torch.nn.functional.scaled_dot_product_attention` by one kernel, as on an accelerator."""
 
     def __init__(self, meter: Meter) -> None:
         super().__init__()
@@ -160,47 +146,46 @@ class _StandIn(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class LayerInput:
-    """What a layer gets: a micro-batch of documents of these lengths, in a width and a type.
+    """Shape of a layer's input: a micro-batch of documents."""
 
-    Attributes:
-        documents: tokens of each document.
-        width: width of the hidden states.
-        dtype: data type of the computation.
-    """
-
-    documents: tuple[int, ...]
+    documents: tuple[int, ...]  # tokens of each
     width: int
     dtype: torch.dtype
+
+    @classmethod
+    def of_rows(cls, tokens: int, row: int, width: int, dtype: torch.dtype) -> LayerInput:
+        """Return a micro-batch of rows of one length, and a shorter row for the rest."""
+        number, rest = divmod(tokens, row)
+        return cls((row,) * number + ((rest,) if rest else ()), width, dtype)
 
     @property
     def tokens(self) -> int:
         return sum(self.documents)
 
     def batch(self) -> PackedBatch:
-        """Return the micro-batch, without data."""
+        """Return the micro-batch without data."""
         ids = torch.empty(self.tokens, dtype=torch.int64, device=META)
         return PackedBatch(ids, ids, ids, tuple(accumulate(self.documents, initial=0)))
 
 
-@lru_cache(maxsize=64)  # advice asks for the same ones again
-def measure_block(layer: nn.Module, trained: Layout, given: LayerInput, is_above_trained: bool = True) -> LayerCost:
-    """Measure a block on the ``meta`` device, as `step.forward` and `step.backward` run it.
+@lru_cache(maxsize=64)  # suggestions ask for the same ones again
+def measure_block(layer: nn.Module, trained: Layout, shape: LayerInput, is_above_trained: bool = True) -> LayerCost:
+    """Measure a block as `step.forward` and `step.backward` run it.
 
     Args:
-        layer: block on the ``meta`` device.
-        trained: layout of its trained parameters.
-        given: its input.
-        is_above_trained: whether the gradient of its input is needed.
+        layer: block on the meta device.
+        trained: its trained parameters.
+        is_above_trained: backward computes the gradient of its input.
     """
-    batch = given.batch()
-    gradient = torch.empty(given.tokens, given.width, dtype=given.dtype, device=META)
-    x = torch.empty(given.tokens, given.width, dtype=given.dtype, device=META, requires_grad=is_above_trained)
-    parameters, run = parameters_of(layer, trained, given.dtype), FunctionalLayer(layer).run
+    batch = shape.batch()
+    gradient = torch.empty(shape.tokens, shape.width, dtype=shape.dtype, device=META)
+    x = torch.empty(shape.tokens, shape.width, dtype=shape.dtype, device=META, requires_grad=is_above_trained)
+    parameters, run = parameters_of(layer, trained, shape.dtype), FunctionalLayer(layer).run
     _ = batch.cu_seqlens_T
-    with Meter(given.documents) as forward, _StandIn(forward), torch.no_grad():
+    with Meter(shape.documents) as forward, _FuseAttention(forward), torch.no_grad():
         run(parameters, x, batch, forward.poll)
     pieces = tuple(tuple(piece) for piece in forward.kernels)
-    with Meter(given.documents) as meter, _StandIn(meter):
+    with Meter(shape.documents) as meter, _FuseAttention(meter):
         output = run(parameters, x, batch, meter.poll)
         if not output.requires_grad:
             return LayerCost(pieces, (), 0, forward.peak, forward.peak, forward.peak)
@@ -211,22 +196,21 @@ def measure_block(layer: nn.Module, trained: Layout, given: LayerInput, is_above
 
 
 def measure_blocks(
-    layers: Sequence[nn.Module], layouts: Sequence[Layout], given: LayerInput, lowest_trained: int
+    layers: Sequence[nn.Module], layouts: Sequence[Layout], shape: LayerInput, lowest_trained: int
 ) -> list[LayerCost]:
-    """Measure the blocks of a model; those that are alike, once.
+    """Measure the blocks of a model, equal ones once.
 
     Args:
-        layers: all layers on the ``meta`` device, embedding and head included.
-        layouts: layout of the trained parameters of each.
-        given: input of each block.
+        layers: all layers on the meta device, embedding and head included.
+        layouts: trained parameters of each layer.
         lowest_trained: the layer at which backward ends.
     """
     firsts = first_alike(layers, layouts, lowest_trained)
-    return [measure_block(layers[index], layouts[index], given, index > lowest_trained) for index in firsts]
+    return [measure_block(layers[index], layouts[index], shape, index > lowest_trained) for index in firsts]
 
 
 def first_alike(layers: Sequence[nn.Module], layouts: Sequence[Layout], lowest_trained: int) -> list[int]:
-    """Return for each block the number of the first that is like it; arguments as of `measure_blocks`."""
+    """Return for each block the index of the first equal block; arguments as of `measure_blocks`."""
     alike: dict[Any, int] = {}
     firsts = []
     for index in range(1, len(layers) - 1):
@@ -236,14 +220,12 @@ def first_alike(layers: Sequence[nn.Module], layouts: Sequence[Layout], lowest_t
     return firsts
 
 
-def embedding_cost(trained: Layout, given: LayerInput) -> LayerCost:
-    """Return the cost of the embedding, which reads rows, and in backward makes whole tables of gradients.
-
-    It is not run: that would count the whole table as read.
-    """
-    hidden = given.tokens * given.width * given.dtype.itemsize
-    tables = sum(shape.numel() for shape in trained.shapes.values())
-    size = tables * given.dtype.itemsize
+def embedding_cost(trained: Layout, shape: LayerInput) -> LayerCost:
+    """Return the cost of the embedding: it reads rows, and backward makes gradients of whole tables."""
+    # Not measured: the meter would count the whole table as read.
+    hidden = shape.tokens * shape.width * shape.dtype.itemsize
+    tables = sum(table.numel() for table in trained.shapes.values())
+    size = tables * shape.dtype.itemsize
     added = KernelCost(0.0, size + 2 * tables * torch.float32.itemsize)
     backward = (KernelCost(0.0, hidden + size), added) if tables else ()
     return LayerCost(((KernelCost(0.0, 2 * hidden),),), backward, 0, 2 * hidden, 2 * hidden, 2 * hidden + size)
@@ -251,15 +233,12 @@ def embedding_cost(trained: Layout, given: LayerInput) -> LayerCost:
 
 @lru_cache(maxsize=64)
 def measure_head(
-    layer: nn.Module, trained: Layout, given: LayerInput, has_z_loss: bool, is_above_trained: bool = True
+    layer: nn.Module, trained: Layout, shape: LayerInput, has_z_loss: bool, is_above_trained: bool = True
 ) -> LayerCost:
-    """Measure the head on one chunk of targets, as `step.head_gradients` runs it; memory, on the second of two chunks.
-
-    Args: as of `measure_block`.
-    """
-    hidden = torch.empty(given.tokens, given.width, dtype=given.dtype, device=META)
-    positions = torch.empty(given.tokens, dtype=torch.int64, device=META)
-    parameters, run = parameters_of(layer, trained, given.dtype), FunctionalLayer(layer).run
+    """Measure the head on a chunk of targets as `step.head_gradients` runs it; its memory on the second chunk."""
+    hidden = torch.empty(shape.tokens, shape.width, dtype=shape.dtype, device=META)
+    positions = torch.empty(shape.tokens, dtype=torch.int64, device=META)
+    parameters, run = parameters_of(layer, trained, shape.dtype), FunctionalLayer(layer).run
     with Meter() as meter:
         for _ in range(2):
             meter.kernels = [[]]
@@ -276,14 +255,14 @@ def measure_head(
 
 
 def rounded(tensor: Tensor) -> int:
-    """Return the bytes that an allocator gives for a tensor."""
+    """Return the bytes that an allocator takes for a tensor."""
     return -(-tensor.nbytes // ALLOCATION_BYTES) * ALLOCATION_BYTES
 
 
 def parameters_of(
     layer: nn.Module, trained: Layout, dtype: torch.dtype, device: torch.device = META
 ) -> dict[str, Tensor]:
-    """Return a layer's parameters, without data; leaves if trained, with gradients summed in fp32."""
+    """Return a layer's parameters without data; the trained ones are leaves whose gradients are summed in fp32."""
     names = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
     parameters: dict[str, Tensor] = {}
     for name, whole in names.items():

@@ -1,9 +1,9 @@
 """Time the layers of a model on a CPU, at the size of a run's micro-batches.
 
-A product's rate depends on its tokens, on its type and on which gradient it computes, and what is between products can
-take as long again. So a plan adds up no rates where it can run the layers: one of each kind, forward and backward, as a
-step does, with two numbers of tokens around those of the run's micro-batches. With any other number they take what is
-on the line through both: a part for each micro-batch, such as sums of gradients, and a part for each token.
+The rate of a matrix product depends on its tokens, its type and the gradient that it computes, and the operations
+between products can take as long. So a plan runs one layer of each kind, forward and backward, with two numbers of
+tokens around those of the run. Other numbers of tokens take the seconds of the line through both: a fixed part, such
+as sums of gradients, and a part per token.
 """
 
 from __future__ import annotations
@@ -27,38 +27,31 @@ from gptj_ft.planning.layer_cost import LayerInput, first_alike, parameters_of
 from gptj_ft.planning.workload import LayerTimes, ModelTimes, SecondsByTokens, Workload
 from gptj_ft.system.accelerator import CPU
 
-FEWEST_TOKENS, ALWAYS_TOKENS = 16, 512  # of a micro-batch that is timed; so many are, however long they take
-LONGEST = 1.0  # seconds of a layer, forward and backward, from which on fewer tokens are timed
-TURNS, ENOUGH_SECONDS = 3, 1.5  # in which types are timed; none begins after so many seconds
+FEWEST_TOKENS, ALWAYS_TOKENS = 16, 512  # least tokens to time; tokens that are timed however long they take
+LONGEST = 1.0  # seconds of a layer, forward and backward; slower ones are timed with fewer tokens
+TURNS, ENOUGH_SECONDS = 3, 1.5  # turns over all layers; no turn starts after this many seconds
 TURN_SECONDS, MOST_RUNS = 0.01, 20  # of a layer in a turn
-NEVER_TWICE = 1.5  # seconds of a layer that pays for no warming up
-BYTES_PER_ELEMENT = 4 + 4 + 4  # while a layer is timed: a weight, its gradient, and what is added to that
+NEVER_TWICE = 1.5  # seconds; slower layers run only once, without a warm-up
+BYTES_PER_ELEMENT = 4 + 4 + 4  # while timing: a weight, its gradient, and one micro-batch's gradient
+NOTHING = LayerTimes(SecondsByTokens(0.0, 0.0), SecondsByTokens(0.0, 0.0))
 
 
 class Seconds(NamedTuple):
-    """Seconds of a layer on some tokens: forward without a graph; what training takes beside one such pass."""
+    """Seconds of a layer on some tokens."""
 
-    forward: float
-    backward: float
+    forward: float  # without a graph
+    backward: float  # training, less one such pass
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """A layer whose time is that of all that are like it, on documents of some lengths.
+    """A layer to time on a micro-batch; equal layers have its name."""
 
-    Attributes:
-        layer: one of them, on the ``meta`` device.
-        trained: layout of its trained parameters.
-        given: its micro-batch.
-        is_above_trained: whether the gradient of its input is needed.
-        is_head: whether it gives logits for each row, and their loss.
-    """
-
-    layer: nn.Module
-    trained: Layout
-    given: LayerInput
-    is_above_trained: bool
-    is_head: bool = False
+    layer: nn.Module  # on the meta device
+    trained: Layout  # its trained parameters
+    shape: LayerInput
+    is_above_trained: bool  # backward computes the gradient of its input
+    is_head: bool = False  # computes logits for each row, and their loss
 
     @property
     def is_trained(self) -> bool:
@@ -67,37 +60,38 @@ class LayerKind:
 
     @property
     def name(self) -> str:
-        """A name for all that take as long: what is computed, of which shape, and what of it is trained."""
-        facts = [f"{path} {type(module).__name__} {_numbers_of(module)}" for path, module in self.layer.named_modules()]
+        """Identify the layers that take as long: modules, shapes, trained parameters and micro-batch."""
+        facts = [f"{path} {type(module).__name__} {_settings(module)}" for path, module in self.layer.named_modules()]
         facts += [f"{name} {tuple(whole.shape)}" for name, whole in self.layer.named_parameters()]
         facts += [*sorted(self.trained.used_shapes), str(self.is_above_trained), str(self.is_head)]
-        what = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
-        given = self.given
-        return f"{what}, {given.dtype}, {len(given.documents)} documents, {given.tokens} tokens"
+        digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
+        return f"{digest}, {self.shape.dtype}, {len(self.shape.documents)} documents, {self.shape.tokens} tokens"
 
     def seconds(self, is_first: bool) -> Seconds:
-        """Return the least seconds of some runs: what else a machine does only adds. The first run warms up."""
+        """Return the least seconds of some runs: other programs only add to them. The first run warms up."""
         parameters, runs = self._parameters(), list[Seconds]()
         run = self._head_runs(parameters) if self.is_head else self._block_runs(parameters)
-        if is_first and sum(first := next(run)) > NEVER_TWICE:  # pays for threads, and kernels made for its shapes
+        if is_first and sum(first := next(run)) > NEVER_TWICE:  # the warm-up starts threads and compiles kernels
             return first
         while not runs or (sum(map(sum, runs)) < TURN_SECONDS and len(runs) < MOST_RUNS):
             runs.append(next(run))
         return min(runs, key=sum)
 
     def _parameters(self) -> dict[str, Tensor]:
-        parameters = parameters_of(self.layer, self.trained, self.given.dtype, CPU)
+        parameters = parameters_of(self.layer, self.trained, self.shape.dtype, CPU)
         with torch.no_grad():
             for parameter in parameters.values():
-                parameter.fill_(0.01)  # any number that is none of the slow, smallest ones
+                parameter.fill_(0.01)  # not a subnormal number, which would be slow
                 if parameter.grad is not None:
                     parameter.grad.zero_()
         return parameters
 
-    def _block_runs(self, parameters: Mapping[str, Tensor]) -> Iterator[Seconds]:
-        run, given = FunctionalLayer(self.layer).run, self.given
+    def _hidden(self) -> Tensor:
         generator = torch.Generator().manual_seed(0)
-        hidden = torch.randn(given.tokens, given.width, generator=generator).to(given.dtype)
+        return torch.randn(self.shape.tokens, self.shape.width, generator=generator).to(self.shape.dtype)
+
+    def _block_runs(self, parameters: Mapping[str, Tensor]) -> Iterator[Seconds]:
+        run, hidden = FunctionalLayer(self.layer).run, self._hidden()
         gradient = 1e-3 * hidden
         while True:
             batch, start = self._batch(), time.perf_counter()
@@ -105,17 +99,13 @@ class LayerKind:
                 run(parameters, hidden, batch, _no_poll)
             middle = time.perf_counter()
             output = run(parameters, hidden.detach().requires_grad_(self.is_above_trained), batch, _no_poll)
-            if not output.requires_grad:
-                yield Seconds(middle - start, 0.0)
-                continue
-            torch.autograd.backward(output, gradient)
-            yield _seconds(start, middle)
+            if output.requires_grad:
+                torch.autograd.backward(output, gradient)
+            yield _seconds(start, middle, output.requires_grad)
 
     def _head_runs(self, parameters: Mapping[str, Tensor]) -> Iterator[Seconds]:
-        run, given = FunctionalLayer(self.layer).run, self.given
-        generator = torch.Generator().manual_seed(0)
-        hidden = torch.randn(given.tokens, given.width, generator=generator).to(given.dtype)
-        targets = torch.zeros(given.tokens, dtype=torch.int64)
+        run, hidden = FunctionalLayer(self.layer).run, self._hidden()
+        targets = torch.zeros(self.shape.tokens, dtype=torch.int64)
         while True:
             start = time.perf_counter()
             with torch.no_grad():
@@ -123,26 +113,23 @@ class LayerKind:
             middle = time.perf_counter()
             x = hidden.detach().requires_grad_(self.is_above_trained)
             loss = F.cross_entropy(run(parameters, x, HeadRows()), targets, reduction="sum")
-            if not loss.requires_grad:
-                yield Seconds(middle - start, 0.0)
-                continue
-            torch.autograd.backward(loss)
-            yield _seconds(start, middle)
+            if loss.requires_grad:
+                torch.autograd.backward(loss)
+            yield _seconds(start, middle, loss.requires_grad)
 
     def _batch(self) -> PackedBatch:
-        """Return the micro-batch, as new as each of a step is to its first layer."""
-        batch = pack([[0] * length for length in self.given.documents])
-        drops = any(isinstance(module, Dropout) and module.rate for module in self.layer.modules())
-        if not drops:
+        """Return a micro-batch without cached values, like the first layer of a step gets it."""
+        batch = pack([[0] * length for length in self.shape.documents])
+        if not any(isinstance(module, Dropout) and module.rate for module in self.layer.modules()):
             return batch
         return PackedBatch(
             batch.tokens_T, batch.positions_T, batch.targets_T, batch.cu_seqlens,
-            seeds=tuple(range(len(self.given.documents))),
+            seeds=tuple(range(len(self.shape.documents))),
         )  # fmt: skip
 
 
 def time_kinds(kinds: Sequence[LayerKind]) -> list[Seconds]:
-    """Time layers in turns, so that what else a machine does for a while slows down all of them."""
+    """Time layers in turns, so that a slow phase of the machine hits all of them."""
     turns, start = list[list[Seconds]](), time.perf_counter()
     while not turns or (len(turns) < TURNS and time.perf_counter() - start < ENOUGH_SECONDS):
         turns.append([kind.seconds(is_first=not turns) for kind in kinds])
@@ -151,77 +138,64 @@ def time_kinds(kinds: Sequence[LayerKind]) -> list[Seconds]:
 
 @dataclass(frozen=True)
 class Timing:
-    """What has to be timed for a workload in a type.
+    """Layers to time for a workload in a data type."""
 
-    Attributes:
-        load: workload, with its layers.
-        dtype: data type of the computation.
-        product: FLOP/s of a large product in it, about.
-    """
-
-    load: Workload
+    workload: Workload
     dtype: torch.dtype
-    product: float
+    product: float  # FLOP/s of a large matrix product
 
     @property
     def kinds(self) -> list[LayerKind]:
         """Layers to time, each with two numbers of tokens."""
-        workload = self.load
-        firsts = sorted(set(first_alike(workload.layers, workload.layouts, workload.lowest_trained)))
-        kinds = [self._block(index, tokens) for index in firsts for tokens in self._sizes(index)]
+        kinds = [self._block(index, tokens) for index in sorted(set(self._firsts)) for tokens in self._sizes(index)]
         return kinds + [self._head(targets) for targets in self._head_sizes]
 
-    def times(self, found: Mapping[str, Seconds]) -> ModelTimes:
-        """Return the times of all layers, given those of the kinds by their names."""
-        workload = self.load
-        nothing = LayerTimes(SecondsByTokens(0.0, 0.0), SecondsByTokens(0.0, 0.0))
-        firsts = first_alike(workload.layers, workload.layouts, workload.lowest_trained)
+    def times(self, timed: Mapping[str, Seconds]) -> ModelTimes:
+        """Return the times of all layers, given the timed ones by name."""
+        firsts = self._firsts
         by_first = {
-            index: _through(self._sizes(index), [found[self._block(index, n).name] for n in self._sizes(index)])
+            index: _through(self._sizes(index), [timed[self._block(index, n).name] for n in self._sizes(index)])
             for index in set(firsts)
         }
         sizes = self._head_sizes
-        head = _through(sizes, [found[self._head(n).name] for n in sizes]) if sizes else nothing
-        return ModelTimes((nothing, *(by_first[index] for index in firsts), head))
+        head = _through(sizes, [timed[self._head(n).name] for n in sizes]) if sizes else NOTHING
+        return ModelTimes((NOTHING, *(by_first[index] for index in firsts), head))
+
+    @property
+    def _firsts(self) -> list[int]:
+        return first_alike(self.workload.layers, self.workload.layouts, self.workload.lowest_trained)
 
     def _sizes(self, index: int) -> tuple[int, int]:
         """Return the numbers of tokens with which a block is timed."""
-        workload = self.load
+        workload = self.workload
         flops = sum(layout.num_parameters for layout in workload.whole_layers[index]) * (4.0 + 4.0)
-        least = max(ALWAYS_TOKENS, LONGEST * self.product / max(1.0, flops))
-        return _around(min(workload.step.micro_batch_mean, least))
+        affordable = max(ALWAYS_TOKENS, LONGEST * self.product / max(1.0, flops))
+        return _around(min(workload.step.micro_batch_mean, affordable))
 
     @property
     def _head_sizes(self) -> tuple[int, ...]:
-        """Return the numbers of targets with which the head is timed; of one that is no table of tokens, none."""
-        workload = self.load
-        tables = [
-            shape[0] for layout in workload.whole_layers[0] for shape in layout.shapes.values() if len(shape) == 2
-        ]
+        """Return the numbers of targets with which the head is timed; none if its outputs are not tokens."""
+        workload = self.workload
+        shapes = [shape for layout in workload.whole_layers[0] for shape in layout.shapes.values()]
+        tables = [shape[0] for shape in shapes if len(shape) == 2]
         if not workload.step.targets or workload.vocabulary not in tables:
             return ()
         return _around(min(workload.head_chunk, workload.step.targets / workload.step.num_micro_batches))
 
     def _block(self, index: int, tokens: int) -> LayerKind:
-        workload = self.load
-        return LayerKind(
-            workload.layers[index],
-            workload.layouts[index],
-            LayerInput(workload.documents_of(tokens), workload.width, self.dtype),
-            workload.num_trained > 0 and index > workload.lowest_trained,
-        )
+        workload = self.workload
+        is_above_trained = workload.num_trained > 0 and index > workload.lowest_trained
+        shape = LayerInput(workload.documents_of(tokens), workload.width, self.dtype)
+        return LayerKind(workload.layers[index], workload.layouts[index], shape, is_above_trained)
 
     def _head(self, targets: int) -> LayerKind:
-        workload = self.load
-        top = len(workload.layers) - 1
-        given = LayerInput((targets,), workload.width, self.dtype)
-        return LayerKind(
-            workload.layers[top], workload.layouts[top], given, top > workload.lowest_trained, is_head=True
-        )
+        workload, top = self.workload, len(self.workload.layers) - 1
+        shape = LayerInput((targets,), workload.width, self.dtype)
+        return LayerKind(workload.layers[top], workload.layouts[top], shape, top > workload.lowest_trained, True)
 
 
 def _around(number: float) -> tuple[int, int]:
-    """Return the two powers of 2 that a number is between.
+    """Return the two powers of 2 around a number.
 
     >>> _around(220), _around(256), _around(3)
     ((128, 256), (128, 256), (8, 16))
@@ -230,32 +204,32 @@ def _around(number: float) -> tuple[int, int]:
     return upper // 2, upper
 
 
-def _through(sizes: Sequence[int], found: Sequence[Seconds]) -> LayerTimes:
-    """Return the lines through two points."""
+def _through(sizes: Sequence[int], timed: Sequence[Seconds]) -> LayerTimes:
+    """Return the lines through two timed sizes."""
     few, many = sizes
-    return LayerTimes(*(_line(few, low, many, high) for low, high in zip(*found, strict=True)))
+    return LayerTimes(*(_line(few, low, many, high) for low, high in zip(*timed, strict=True)))
 
 
 def _line(few: int, low: float, many: int, high: float) -> SecondsByTokens:
-    """Return a line through two points; no part of it is negative, whatever has disturbed them.
+    """Return the line through two points, without negative parts.
 
-    >>> _line(128, 2.0, 256, 3.0), _line(1, 1.0, 2, 3.0), _line(1, 3.0, 2, 2.0)
-    (Line(fixed=1.0, per_token=0.0078125), Line(fixed=0.0, per_token=1.5), Line(fixed=2.0, per_token=0.0))
+    >>> _line(128, 2.0, 256, 3.0), _line(1, 1.0, 2, 3.0), _line(1, 3.0, 2, 2.0)[0]
+    (SecondsByTokens(fixed=1.0, per_token=0.0078125), SecondsByTokens(fixed=0.0, per_token=1.5), 2.0)
     """
     per_token = min(max(0.0, high - low) / (many - few), high / many)
     return SecondsByTokens(high - per_token * many, per_token)
 
 
-def _seconds(start: float, middle: float) -> Seconds:
-    return Seconds(middle - start, max(0.0, time.perf_counter() - middle - (middle - start)))
+def _seconds(start: float, middle: float, has_backward: bool) -> Seconds:
+    training = time.perf_counter() - middle
+    return Seconds(middle - start, max(0.0, training - (middle - start)) if has_backward else 0.0)
 
 
-def _numbers_of(module: nn.Module) -> list[Any]:
-    """Return the attributes of a module beside tensors and modules, without the number of its layer."""
-    own = vars(module).items()
+def _settings(module: nn.Module) -> list[Any]:
+    """Return a module's plain attributes, without the index of its layer."""
     return [
         (name, value)
-        for name, value in sorted(own)
+        for name, value in sorted(vars(module).items())
         if not name.startswith("_") and name not in ("index", "site") and isinstance(value, str | int | float)
     ]
 

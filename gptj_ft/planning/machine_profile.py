@@ -1,7 +1,7 @@
 """Cache the measured rates of this machine in ``machine.json`` of the home folder.
 
-Measuring takes some seconds, for each device and each file system. A file that is missing, damaged or cannot be
-written costs the seconds again and nothing else.
+Measuring takes some seconds per device and per file system. A cache that is missing, damaged or not writable only costs
+these seconds again.
 """
 
 from __future__ import annotations
@@ -29,28 +29,51 @@ from gptj_ft.system.files import write_file
 from gptj_ft.system.machine import cpu_kernels, existing_folder, free_disk
 from gptj_ft.system.paths import home, make_home
 
-METHOD = 11  # of measuring: figures from another one are not used
-SLOWEST, FASTEST = 1e3, 1e21  # FLOP or bytes a second
-LEAST_SECONDS, MOST_SECONDS = 1e-7, 1e4  # of a layer
-MOST_LAYERS = 500  # that are remembered of a device
-QUIET = 0.5  # load of each core; what is measured while it is higher is measured again when it is not
-BF16_GAIN = 1.3  # how much faster bf16 must be to be worth its rounding
+METHOD = 11  # version of the measurements; others are not used
+SLOWEST, FASTEST = 1e3, 1e21  # plausible FLOP or bytes a second
+LEAST_SECONDS, MOST_SECONDS = 1e-7, 1e4  # plausible for a layer
+MOST_LAYERS = 500  # cached per device
+QUIET = 0.5  # load per core; measurements under more load are repeated when the machine is quiet
+BF16_GAIN = 1.3  # speed-up that is worth the rounding of bf16
 
 T = TypeVar("T", ComputeRates, DiskRates)
-_unsaved: dict[tuple[Path, str, str], Any] = {}  # by file: what could not be written to it
 
 
-def rates(device: torch.device, folder: Path, again: bool = False) -> Rates:
-    """Return the rates of a device and of a folder's file system, measured if unknown.
+class MachineProbe:
+    """Measure this machine."""
+
+    def compute(self, device: torch.device) -> ComputeRates:
+        return probe.measure_compute(device)
+
+    def disk(self, folder: Path) -> DiskRates:
+        return probe.measure_disk(folder)
+
+    def layers(self, kinds: Sequence[LayerKind]) -> list[Seconds]:
+        return layer_times.time_kinds(kinds)
+
+    def core_load(self) -> float:
+        return probe.core_load()
+
+    def free_disk(self, folder: Path) -> int:
+        return free_disk(folder)
+
+    def supports_bf16(self, device: torch.device) -> bool:
+        return supports_bf16(device)
+
+
+MACHINE = MachineProbe()
+_unsaved: dict[tuple[Path, str, str], Any] = {}  # measurements that could not be written, by file, part and key
+
+
+def rates(device: torch.device, folder: Path, again: bool = False, machine: MachineProbe = MACHINE) -> Rates:
+    """Return the rates of a device and of a folder's file system, from the cache or measured now.
 
     Args:
-        device: device that computes.
-        folder: folder of the run.
-        again: measure, whatever is known; what is known of layers is forgotten.
+        again: measure again, and forget the times of layers.
     """
     if again:
         _keep("layers", _device_key(device), {})
-    return Rates(compute_rates(device, again), disk_rates(folder, again), device.type == "cpu")
+    return Rates(compute_rates(device, again, machine), disk_rates(folder, again, machine), device.type == "cpu")
 
 
 def is_known(device: torch.device) -> bool:
@@ -65,12 +88,12 @@ def are_known(device: torch.device, folder: Path) -> bool:
     return is_known(device) and bool(is_disk_known)
 
 
-def compute_rates(device: torch.device, again: bool = False) -> ComputeRates:
+def compute_rates(device: torch.device, again: bool = False, machine: MachineProbe = MACHINE) -> ComputeRates:
     """Return the rates of a device, from the cache or measured now."""
     key = _device_key(device)
     known = None if again else _recall("compute", key, ComputeRates)
-    if known is None or _was_busy(known.load):
-        known = probe.measure_compute(device)
+    if known is None or _is_outdated(known.load, machine):
+        known = machine.compute(device)
         _keep("compute", key, asdict(known))
     return known
 
@@ -80,89 +103,91 @@ def _device_key(device: torch.device) -> str:
     return f"{name}, torch {torch.__version__}, {torch.get_num_threads()} threads"
 
 
-def disk_rates(folder: Path, again: bool = False) -> DiskRates:
-    """Return the rates of a folder's file system: cached, measured now, or `ASSUMED_DISK` without room."""
+def disk_rates(folder: Path, again: bool = False, machine: MachineProbe = MACHINE) -> DiskRates:
+    """Return the rates of a folder's file system: cached, measured now, or `ASSUMED_DISK` without room to measure."""
     folder = existing_folder(folder)
     key = _file_system(folder)
     known = None if again else _recall("disk", key, DiskRates)
     if known:
         return known
-    if free_disk(folder) < 3 * FILE_BYTES:
+    if machine.free_disk(folder) < 3 * FILE_BYTES:
         return ASSUMED_DISK
     try:
-        known = probe.measure_disk(folder)
-    except (OSError, ResourceError):  # a folder that cannot be written is refused elsewhere, in better words
+        known = machine.disk(folder)
+    except (OSError, ResourceError):  # writing the run will fail with a better message
         return ASSUMED_DISK
     _keep("disk", key, asdict(known))
     return known
 
 
-def choose_dtype(precision: str, device: torch.device) -> torch.dtype:
-    """Choose the data type by products: ``auto`` is bf16, or for want of it fp16, where `BF16_GAIN` times as fast."""
+def choose_dtype(precision: str, device: torch.device, machine: MachineProbe = MACHINE) -> torch.dtype:
+    """Choose the data type by the rates of products: ``auto`` is bf16 (else fp16) if it is `BF16_GAIN` as fast."""
     if precision == "auto":
-        half = "bf16" if supports_bf16(device) else "fp16"
-        precision = half if compute_rates(device).gain >= BF16_GAIN else "fp32"
+        half = "bf16" if machine.supports_bf16(device) else "fp16"
+        precision = half if compute_rates(device, machine=machine).gain >= BF16_GAIN else "fp32"
     return PRECISIONS[precision]
 
 
-def with_times(workload: Workload, precision: str, device: torch.device, free_bytes: int) -> Workload:
-    """Choose the data type of a workload by its own layers, and return it with their times; measured if unknown.
+def with_times(
+    workload: Workload, precision: str, device: torch.device, free_bytes: int, machine: MachineProbe = MACHINE
+) -> Workload:
+    """Choose the data type of a workload by the times of its layers; return the workload with them.
 
-    On an accelerator, and where memory does not suffice to run a layer, the choice is that of `choose_dtype`, and
-    without times.
+    On an accelerator, or if the memory is too small to run a layer, choose as `choose_dtype` does, without times.
 
     Args:
-        workload: workload, with its layers.
-        precision: name of the data type, or ``auto``: bf16 where a step's layers are `BF16_GAIN` times as fast in it.
-        device: device that computes.
-        free_bytes: memory that may be used.
+        precision: name of the data type, or ``auto``: bf16 if it makes the layers `BF16_GAIN` as fast.
+        free_bytes: memory for timing.
     """
     largest = max((sum(layout.numel for layout in whole) for whole in workload.whole_layers[1:]), default=0)
     if device.type != "cpu" or not workload.layers or BYTES_PER_ELEMENT * largest > free_bytes:
-        return replace(workload, dtype=choose_dtype(precision, device))
+        return replace(workload, dtype=choose_dtype(precision, device, machine))
     names = ("fp32", "bf16") if precision == "auto" else (precision,)
-    rates = compute_rates(device)
-    timings = {name: Timing(workload, PRECISIONS[name], rates.matmul(PRECISIONS[name])) for name in names}
-    found = layer_seconds([kind for timing in timings.values() for kind in timing.kinds], device)
-    loads = {
-        name: replace(workload, dtype=PRECISIONS[name], times=timing.times(found)) for name, timing in timings.items()
+    products = compute_rates(device, machine=machine)
+    timings = {name: Timing(workload, PRECISIONS[name], products.matmul(PRECISIONS[name])) for name in names}
+    timed = layer_seconds([kind for timing in timings.values() for kind in timing.kinds], device, machine)
+    workloads = {
+        name: replace(workload, dtype=PRECISIONS[name], times=timing.times(timed)) for name, timing in timings.items()
     }
     if precision != "auto":
-        return loads[precision]
-    gain = loads["fp32"].layer_seconds / loads["bf16"].layer_seconds
-    chosen = loads["bf16" if gain >= BF16_GAIN else "fp32"]
+        return workloads[precision]
+    gain = workloads["fp32"].layer_seconds / workloads["bf16"].layer_seconds
+    chosen = workloads["bf16" if gain >= BF16_GAIN else "fp32"]
     return replace(chosen, times=chosen.times._replace(gain=gain))
 
 
-def layer_seconds(kinds: Sequence[LayerKind], device: torch.device) -> Mapping[str, Seconds]:
-    """Return the seconds of layers by their names, from the cache or measured now, all that are missing together."""
+def layer_seconds(
+    kinds: Sequence[LayerKind], device: torch.device, machine: MachineProbe = MACHINE
+) -> Mapping[str, Seconds]:
+    """Return the seconds of layers by name, from the cache or measured now, all missing ones together."""
     key = _device_key(device)
     entry = _entry("layers", key)
     known = entry if isinstance(entry, dict) else {}
-    found = {kind.name: _seconds_of(known.get(kind.name)) for kind in kinds}
-    missing = {kind.name: kind for kind in kinds if found[kind.name] is None}
+    seconds = {kind.name: _read_seconds(known.get(kind.name), machine) for kind in kinds}
+    missing = {kind.name: kind for kind in kinds if seconds[kind.name] is None}
     if missing:
-        load = probe.core_load()
-        measured = dict(zip(missing, layer_times.time_kinds(list(missing.values())), strict=True))
+        load = machine.core_load()
+        measured = dict(zip(missing, machine.layers(list(missing.values())), strict=True))
         newest = list({**known, **{name: [*each, load] for name, each in measured.items()}}.items())[-MOST_LAYERS:]
         _keep("layers", key, dict(newest))
-        found |= measured
-    return {name: each for name, each in found.items() if each is not None}
+        seconds |= measured
+    return {name: each for name, each in seconds.items() if each is not None}
 
 
-def _seconds_of(entry: object) -> Seconds | None:
-    """Read seconds of a layer; none, if they make no sense, or are of a busy machine that is quiet now."""
+def _read_seconds(entry: object, machine: MachineProbe) -> Seconds | None:
+    """Read cached seconds of a layer; None if they are implausible or outdated."""
     if not isinstance(entry, list) or len(entry) != 3 or not all(isinstance(each, float) for each in entry):
         return None
-    found, load = Seconds(*entry[:2]), entry[2]
-    if _was_busy(load):
+    seconds, load = Seconds(*entry[:2]), entry[2]
+    if _is_outdated(load, machine):
         return None
-    return found if LEAST_SECONDS <= found.forward <= MOST_SECONDS and 0.0 <= found.backward <= MOST_SECONDS else None
+    is_plausible = LEAST_SECONDS <= seconds.forward <= MOST_SECONDS and 0.0 <= seconds.backward <= MOST_SECONDS
+    return seconds if is_plausible else None
 
 
-def _was_busy(load: float) -> bool:
-    """Tell whether the machine was busy, by its load then, when something was measured, and is quiet now."""
-    return load > QUIET >= probe.core_load()
+def _is_outdated(load: float, machine: MachineProbe) -> bool:
+    """Tell whether a measurement was made on a busy machine that is quiet now."""
+    return load > QUIET >= machine.core_load()
 
 
 def reason_for(precision: str, workload: Workload, measured: ComputeRates) -> str:
@@ -175,7 +200,7 @@ def reason_for(precision: str, workload: Workload, measured: ComputeRates) -> st
 
 
 def cpu_name() -> str:
-    """Return the name of the processor, as its maker calls it."""
+    """Return the maker's name of the processor."""
     try:
         facts = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -185,7 +210,7 @@ def cpu_name() -> str:
 
 
 def _file_system(folder: Path) -> str:
-    """Name the file system of a folder: device number, size and the topmost folder on it."""
+    """Name a folder's file system: its topmost folder, device number and size."""
     device, top = folder.stat().st_dev, folder.resolve()
     while top.parent != top and top.parent.stat().st_dev == device:
         top = top.parent
@@ -205,33 +230,33 @@ def _read_cache() -> dict[str, Any]:
 
 
 def _entries(part: str) -> dict[str, Any]:
-    """Return a part of the file, by device or file system."""
+    """Return a part of the cache, by device or file system."""
     entries = _read_cache().get(part)
     return entries if isinstance(entries, dict) else {}
 
 
 def _entry(part: str, key: str) -> Any:
-    """Return the figures of a device or file system: those of the file, or newer ones."""
+    """Return a cached measurement; unsaved ones are newer than the file."""
     return _unsaved.get((_cache(), part, key)) or _entries(part).get(key)
 
 
 def _recall(part: str, key: str, form: type[T]) -> T | None:
-    """Look up cached rates; damaged or implausible ones are ignored."""
+    """Return cached rates; None if they are damaged or implausible."""
     try:
         known = form(**_entry(part, key))
     except TypeError:
         return None
     values = {field: getattr(known, field.name) for field in fields(known)}
-    # What has a default can be nothing. Nothing else is that slow, nor as fast: a plan would divide by it.
-    makes_sense = all(
+    # Fields with a default may be 0. A plan divides by the others.
+    is_plausible = all(
         isinstance(value, float) and (0.0 if field.default == 0.0 else SLOWEST) <= value <= FASTEST
         for field, value in values.items()
     )
-    return known if makes_sense else None
+    return known if is_plausible else None
 
 
 def _keep(part: str, key: str, measured: dict[str, Any]) -> None:
-    """Store what was measured in the file, or in memory if it cannot be written."""
+    """Store a measurement in the file, or in memory if the file cannot be written."""
     known = _read_cache()
     known[part] = {**_entries(part), key: measured}
     new = _cache().with_suffix(f".{os.getpid()}")

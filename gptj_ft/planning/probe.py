@@ -27,50 +27,36 @@ from gptj_ft.system.direct_io import open_direct, read_direct, write_bytes
 from gptj_ft.system.memory import allocate
 
 WIDTH, INNER = 4096, 16384  # GPT-J's MLP
-NARROW = 512  # its smaller kin's; products of such matrices reach less
-_MOST_TOKENS, _MOST_TOKENS_ON_CPU = 8192, 1024  # computed at once; more do not make it faster
+NARROW = 512  # width of small models, whose products are slower
+MOST_TOKENS, MOST_TOKENS_ON_CPU = 8192, 1024  # of a product; more are no faster
 LONGEST_PRODUCT = 2.0  # seconds
-PRODUCTS_SECONDS, MOST_PRODUCTS = 0.2, 50  # of one size
-_COPY_BYTES = 128 * 2**20
-HEADS, ATTENDED, HEAD_DIM = 4, 512, 256  # of an attention that is measured
-DOCUMENTS = 8  # measured at once on an accelerator
-NEAR_BYTES = 4 * 2**20  # of each of two tensors that the caches hold together
+PRODUCTS_SECONDS, MOST_PRODUCTS = 0.2, 50  # per size
+COPY_BYTES = 128 * 2**20
+NEAR_BYTES = 4 * 2**20  # two tensors of this size fit the caches
+HEADS, ATTENDED, HEAD_DIM = 4, 512, 256  # of the measured attention
+DOCUMENTS = 8  # attended together on an accelerator
 FILE_BYTES = 512 * 2**20
-_CHUNK_BYTES = 128 * 2**20
-LONGEST_TRANSFER = 1.5  # seconds after which a slow disk has shown what it does
-UPDATED_NUMEL = 1 << 23  # elements; four times as many are more than caches hold
+CHUNK_BYTES = 128 * 2**20
+LONGEST_TRANSFER = 1.5  # seconds; enough to know a slow disk
+UPDATED_NUMEL = 1 << 23  # elements; four tensors of this size exceed the caches
 UPDATES_SECONDS = 0.4
 
 
 @dataclass(frozen=True)
 class ComputeRates:
-    """Compute rates of a device.
+    """Compute rates of a device."""
 
-    Attributes:
-        fp32: FLOP/s of a matrix product, at GPT-J's width.
-        bf16: the same in bf16; in fp16 on a device that has no bf16.
-        fp32_narrow: FLOP/s at a width of `NARROW`.
-        bf16_narrow: the same in bf16.
-        memory: bytes/s, read and written together, of a copy inside the device's memory.
-        near_memory: the same of a copy so small that it stays in the caches.
-        gelu: elements/s of GPT-J's activation, which on a CPU takes longer than reading and writing them.
-        attention: FLOP/s of causal attention to some hundred tokens.
-        to_device: bytes/s from host memory; where the device is the CPU, of a copy.
-        from_device: bytes/s to host memory.
-        load: average load of each core in the minute before; others may have slowed this down.
-    """
-
-    fp32: float
-    bf16: float
-    fp32_narrow: float
+    fp32: float  # FLOP/s of a matrix product of width `WIDTH`
+    bf16: float  # the same in bf16, or fp16 on a device without bf16
+    fp32_narrow: float  # FLOP/s at width `NARROW`
     bf16_narrow: float
-    memory: float
-    near_memory: float
-    gelu: float
-    attention: float
-    to_device: float
+    memory: float  # bytes/s of a copy in the device's memory, reads and writes added up
+    near_memory: float  # the same for a copy that stays in the caches
+    gelu: float  # elements/s; on a CPU slower than the memory
+    attention: float  # FLOP/s of causal attention over some hundred tokens
+    to_device: float  # bytes/s from host memory; on a CPU, of a copy
     from_device: float
-    load: float = 0.0
+    load: float = 0.0  # load per core in the minute before: other programs may have slowed the measurement down
 
     @property
     def gain(self) -> float:
@@ -78,70 +64,54 @@ class ComputeRates:
         return self.bf16 / self.fp32
 
     def matmul(self, dtype: torch.dtype, width: int = WIDTH) -> float:
-        """Return FLOP/s of a matrix product at a model width, interpolated between the two measured."""
+        """Return FLOP/s of a matrix product at a model width, interpolated between the measured widths."""
         is_half = dtype in (torch.bfloat16, torch.float16)
         narrow, wide = (self.bf16_narrow, self.bf16) if is_half else (self.fp32_narrow, self.fp32)
         share = math.log(min(max(width, NARROW), WIDTH) / NARROW) / math.log(WIDTH / NARROW)
         return narrow + share * (wide - narrow)
 
     def memory_for(self, size: float) -> float:
-        """Return bytes/s of operations on tensors of a size, interpolated between the two measured."""
-        share = math.log(min(max(size, NEAR_BYTES), _COPY_BYTES) / NEAR_BYTES) / math.log(_COPY_BYTES / NEAR_BYTES)
+        """Return bytes/s of operations on tensors of a size, interpolated between the measured sizes."""
+        share = math.log(min(max(size, NEAR_BYTES), COPY_BYTES) / NEAR_BYTES) / math.log(COPY_BYTES / NEAR_BYTES)
         return math.exp((1 - share) * math.log(self.near_memory) + share * math.log(self.memory))
 
 
 @dataclass(frozen=True)
 class DiskRates:
-    """Disk rates in bytes/s, by direct I/O with several requests in flight.
-
-    Attributes:
-        read: rate of reading while nothing is written.
-        write: rate of writing while nothing is read.
-        mixed: rate of reading and writing together, at the same time.
-        read_cpu: seconds of a processor that reading takes, per byte.
-        write_cpu: the same of writing, with the digest of what is written.
-        update_delay: seconds that updates on a CPU, which its memory bounds, take longer for a byte that is moved
-            beside them.
-    """
+    """Disk rates in bytes/s, by direct I/O with several requests in flight."""
 
     read: float
     write: float
-    mixed: float
-    read_cpu: float = 0.0
-    write_cpu: float = 0.0
-    update_delay: float = 0.0
+    mixed: float  # reads and writes at the same time, added up
+    read_cpu: float = 0.0  # core seconds per byte read
+    write_cpu: float = 0.0  # core seconds per byte written, digest included
+    update_delay: float = 0.0  # seconds by which a byte moved delays concurrent AdamW updates on a CPU
 
     def seconds(self, read: float, written: float) -> float:
-        """Return the seconds to read and write, overlapping as long as there are both."""
+        """Return the seconds to read and write, in parallel as long as both last."""
         both = min(read, written)
         return 2 * both / self.mixed + (read - both) / self.read + (written - both) / self.write
 
     def shared(self, processes: int) -> DiskRates:
-        """Return the rates of one of several processes that read and write at the same time, in step."""
-        of_each = {name: getattr(self, name) / processes for name in ("read", "write", "mixed")}
-        return replace(self, **of_each)
+        """Return the rates of one of several processes that use the disk at the same time."""
+        rates = {name: getattr(self, name) / processes for name in ("read", "write", "mixed")}
+        return replace(self, **rates)
 
     def cpu_seconds(self, read: float, written: float) -> float:
-        """Return the processor seconds that reading and writing cost."""
+        """Return the core seconds that reading and writing cost."""
         return read * self.read_cpu + written * self.write_cpu
 
 
-ASSUMED_DISK = DiskRates(read=0.5e9, write=0.5e9, mixed=0.5e9)  # of a plain SSD, where there is no room to measure
+ASSUMED_DISK = DiskRates(read=0.5e9, write=0.5e9, mixed=0.5e9)  # of a plain SSD, if there is no room to measure
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of the machine.
-
-    Attributes:
-        compute: rates of the device.
-        disk: rates of a file system.
-        on_cpu: the device is the CPU, which does the work of transfers too.
-    """
+    """Rates of the machine."""
 
     compute: ComputeRates
-    disk: DiskRates
-    on_cpu: bool = False
+    disk: DiskRates  # of one file system
+    on_cpu: bool = False  # the device is the CPU, which also does the work of transfers
 
     @property
     def is_disk_assumed(self) -> bool:
@@ -149,19 +119,19 @@ class Rates:
 
 
 def core_load() -> float:
-    """Return the average load of each core in the last minute, what this program did included; 0: not known."""
+    """Return the load per core in the last minute, this program included; 0: unknown."""
     return os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0
 
 
 def measure_compute(device: torch.device) -> ComputeRates:
     """Measure a device; about three seconds on two cores."""
     load = core_load()
-    one, other = (torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+    one, other = (torch.empty(COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
     copy = to_device = from_device = _copy_rate(one, other)
     near = max(copy, _copy_rate(one[:NEAR_BYTES], other[:NEAR_BYTES]))
     if not shares_memory(device):
-        host = allocate(_COPY_BYTES, torch.uint8, torch.device("cpu"))
-        unpin = pin(host, device)  # as stores do, where the device takes it
+        host = allocate(COPY_BYTES, torch.uint8, torch.device("cpu"))
+        unpin = pin(host, device)  # as stores do
         to_device, from_device = _copy_rate(host, one), _copy_rate(one, host)
         if unpin is not None:
             unpin()
@@ -171,14 +141,14 @@ def measure_compute(device: torch.device) -> ComputeRates:
     wide = [matmul_rate(device, dtype) for dtype in dtypes]
     narrow = [matmul_rate(device, dtype, NARROW, 2 * NARROW) for dtype in dtypes]
     block = _block_rates(device, half if is_accelerator(device) else torch.float32)
-    empty_cache(device)  # what torch keeps for later would count as taken
+    empty_cache(device)  # torch's cached memory would count as taken
     return ComputeRates(
         wide[0], wide[1], narrow[0], narrow[1], 2 * copy, 2 * near, *block, to_device, from_device, load
     )
 
 
 def _block_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """Measure the rest of a block: elements/s of GELU, FLOP/s of causal attention by the kernel of training."""
+    """Measure the other operations of a block: elements/s of GELU, FLOP/s of causal attention."""
     x = torch.full((4 * NEAR_BYTES // 4,), 0.5, device=device).to(dtype)
     gelu = min(timed(lambda: F.gelu(x, approximate="tanh"), device) for _ in range(3))
     number = DOCUMENTS if is_accelerator(device) else 1  # a single document does not fill an accelerator
@@ -191,26 +161,31 @@ def _block_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float
     return x.numel() / gelu, 2.0 * number * HEADS * ATTENDED**2 * HEAD_DIM / attention
 
 
-def matmul_rate(device: torch.device, dtype: torch.dtype, width: int = WIDTH, inner: int = INNER) -> float:
-    """Measure [tokens, width] @ [width, inner], as training computes it: FLOP/s, the best over token counts.
+Timer = Callable[[Callable[[], object], torch.device], float]
 
-    The tokens grow while that helps, and while a product does not take too long.
+
+def matmul_rate(
+    device: torch.device, dtype: torch.dtype, width: int = WIDTH, inner: int = INNER, timed: Timer = timed
+) -> float:
+    """Measure [tokens, width] @ [width, inner] with training's kernel: FLOP/s, the best over token counts.
+
+    The number of tokens grows while that helps and a product does not take too long.
     """
-    most = _MOST_TOKENS if is_accelerator(device) else _MOST_TOKENS_ON_CPU
+    most = MOST_TOKENS if is_accelerator(device) else MOST_TOKENS_ON_CPU
     weight = torch.full((inner, width), 0.01, device=device).to(dtype)
     tokens, best = most // 64, 0.0
     if is_accelerator(device):
-        # The first product pays for the context, the library and its kernels; the device would be taken for slow.
+        # The first product also loads the context, the library and its kernels.
         F.linear(torch.zeros(tokens, width, dtype=dtype, device=device), weight)
     while True:
-        seconds = _matmul_seconds(torch.full((tokens, width), 0.01, device=device).to(dtype), weight)
+        seconds = _matmul_seconds(torch.full((tokens, width), 0.01, device=device).to(dtype), weight, timed)
         rate = 2 * tokens * width * inner / seconds
         if rate < 1.1 * best or 4 * tokens > most or 4 * seconds > LONGEST_PRODUCT:
             return max(best, rate)
         tokens, best = 4 * tokens, rate
 
 
-def _matmul_seconds(x: Tensor, weight: Tensor) -> float:
+def _matmul_seconds(x: Tensor, weight: Tensor, timed: Timer) -> float:
     """Return the median time of a product; a slow one runs once."""
 
     def product() -> Tensor:
@@ -223,35 +198,41 @@ def _matmul_seconds(x: Tensor, weight: Tensor) -> float:
     return median([seconds, *(timed(product, x.device) for _ in range(repeats))])
 
 
-def measure_disk(folder: Path, file_bytes: int = FILE_BYTES, chunk_bytes: int = _CHUNK_BYTES) -> DiskRates:
-    """Measure a folder's file system with the disk store's access pattern; leaves no file.
+def measure_disk(
+    folder: Path, file_bytes: int = FILE_BYTES, chunk_bytes: int = CHUNK_BYTES, longest: float = LONGEST_TRANSFER
+) -> DiskRates:
+    """Measure a folder's file system with the disk store's access pattern; leave no file.
 
     Args:
-        folder: folder on the file system to measure.
-        file_bytes: bytes written to each of two files, or fewer if that takes long.
-        chunk_bytes: moved by one call.
+        file_bytes: bytes written to each of two files, fewer on a slow disk.
+        chunk_bytes: bytes of one call.
+        longest: seconds after which a transfer stops.
 
     Raises:
-        OSError, ResourceError: a file system that cannot be written, or fails.
+        OSError, ResourceError: the file system cannot be written, or fails.
     """
     with _nameless_file(folder) as old, _nameless_file(folder) as new:
         source, target = _noise(chunk_bytes), _noise(chunk_bytes)
-        written = _transfer(lambda offset: _write(old, source, offset), file_bytes, chunk_bytes).bytes
-        # Over what is there, as a run does from its second step on: new blocks can take more than twice as long.
-        write = _transfer(lambda offset: _write(old, source, offset), written, chunk_bytes)
-        if hasattr(os, "posix_fadvise"):  # where direct I/O is not taken, reads must not come from the page cache
+
+        def transfer(call: Callable[[int], object], most: int) -> _Moved:
+            return _transfer(call, most, chunk_bytes, longest)
+
+        written = transfer(lambda offset: _write(old, source, offset), file_bytes).bytes
+        # Overwrite, as a run does from its second step on: new blocks can take more than twice as long.
+        write = transfer(lambda offset: _write(old, source, offset), written)
+        if hasattr(os, "posix_fadvise"):  # without direct I/O, reads must not come from the page cache
             os.posix_fadvise(old, 0, written, os.POSIX_FADV_DONTNEED)
-        read = _transfer(lambda offset: read_direct(old, target, offset), written, chunk_bytes)
-        _transfer(lambda offset: _write(new, source, offset), written, chunk_bytes)
-        mixed = _mixed_rate(lambda offset: _write(new, source, offset), old, target, written)
-        digested = _transfer(lambda offset: digest(source), written, chunk_bytes)
+        read = transfer(lambda offset: read_direct(old, target, offset), written)
+        transfer(lambda offset: _write(new, source, offset), written)
+        mixed = _mixed_rate(lambda: transfer(lambda offset: _write(new, source, offset), written), old, target, written)
+        digested = transfer(lambda offset: digest(source), written)
 
         def move(offset: int) -> None:
             read_direct(old, target, offset)
             _write(new, source, offset)
             digest(source)
 
-        delay = _update_delay(move, written, 2 * chunk_bytes)
+        delay = update_delay(move, written, 2 * chunk_bytes)
     return DiskRates(
         read.bytes / read.seconds,
         write.bytes / write.seconds,
@@ -264,30 +245,35 @@ def measure_disk(folder: Path, file_bytes: int = FILE_BYTES, chunk_bytes: int = 
 
 @dataclass(frozen=True)
 class _Moved:
-    """Bytes moved, wall seconds and processor seconds."""
+    """Bytes moved, wall seconds and core seconds."""
 
     bytes: int
     seconds: float
     cpu_seconds: float
 
 
-def _mixed_rate(write: Callable[[int], None], old: int, target: memoryview, file_bytes: int) -> float:
-    """Measure bytes/s of simultaneous reading and writing."""
-    part = target[: len(target) // 4]  # small, so that little is read after the last write
+def _mixed_rate(write: Callable[[], _Moved], old: int, target: memoryview, file_bytes: int) -> float:
+    """Measure bytes/s of simultaneous reads and writes."""
+    part = target[: len(target) // 4]  # small, so that few reads outlast the last write
     num_read, start = 0, time.perf_counter()
     with ThreadPoolExecutor(1) as pool:
-        writing = pool.submit(_transfer, write, file_bytes, len(target))
+        writing = pool.submit(write)
         while not writing.done():
             num_read += read_direct(old, part, num_read % file_bytes)
     return (writing.result().bytes + num_read) / (time.perf_counter() - start)
 
 
-def _update_delay(move: Callable[[int], object], file_bytes: int, moved_at_once: int) -> float:
-    """Measure how much longer updates on all cores take for each byte that is moved beside them, in seconds."""
-    state = [torch.full((UPDATED_NUMEL,), 0.5) for _ in range(4)]
-    alone, ended = _updates_per_second(state), Event()
+def update_delay(
+    move: Callable[[int], object],
+    file_bytes: int,
+    moved_at_once: int,
+    updates_per_second: Callable[[], float] | None = None,
+) -> float:
+    """Measure the seconds by which each byte moved delays concurrent updates on all cores."""
+    measure, ended = updates_per_second or AdamWRate(), Event()
+    alone = measure()
 
-    def go_on() -> _Moved:
+    def keep_moving() -> _Moved:
         start, number = time.perf_counter(), 0
         while not number or not ended.is_set():
             move(number * moved_at_once // 2 % file_bytes)
@@ -295,32 +281,37 @@ def _update_delay(move: Callable[[int], object], file_bytes: int, moved_at_once:
         return _Moved(number * moved_at_once, time.perf_counter() - start, 0.0)
 
     with ThreadPoolExecutor(1) as pool:
-        moving = pool.submit(go_on)
+        moving = pool.submit(keep_moving)
         try:
-            beside = _updates_per_second(state)
+            slowed = measure()
         finally:
-            ended.set()  # or the pool would wait for the thread without end
+            ended.set()  # otherwise the pool waits forever
         moved = moving.result()
-    return max(0.0, 1 - beside / alone) * moved.seconds / moved.bytes
+    return max(0.0, 1 - slowed / alone) * moved.seconds / moved.bytes
 
 
-def _updates_per_second(state: Sequence[Tensor]) -> float:
-    """Measure the rate of AdamW's updates of so many elements, per second."""
-    parameter, gradient, first, second = ([tensor] for tensor in state)
-    step, start, number, seconds = torch.ones(()), time.perf_counter(), 0, 0.0
-    while not number or seconds < UPDATES_SECONDS:
-        torch._fused_adamw_(
-            parameter, gradient, first, second, [], [step],
-            lr=1e-3, beta1=0.9, beta2=0.999, weight_decay=0.0, eps=1e-8, amsgrad=False, maximize=False,
-        )  # fmt: skip
-        number, seconds = number + 1, time.perf_counter() - start
-    return number / seconds
+class AdamWRate:
+    """Measure AdamW updates of `UPDATED_NUMEL` elements per second."""
+
+    def __init__(self) -> None:
+        self._state: Sequence[Tensor] = [torch.full((UPDATED_NUMEL,), 0.5) for _ in range(4)]
+
+    def __call__(self) -> float:
+        parameter, gradient, first, second = ([tensor] for tensor in self._state)
+        step, start, number, seconds = torch.ones(()), time.perf_counter(), 0, 0.0
+        while not number or seconds < UPDATES_SECONDS:
+            torch._fused_adamw_(
+                parameter, gradient, first, second, [], [step],
+                lr=1e-3, beta1=0.9, beta2=0.999, weight_decay=0.0, eps=1e-8, amsgrad=False, maximize=False,
+            )  # fmt: skip
+            number, seconds = number + 1, time.perf_counter() - start
+        return number / seconds
 
 
-def _transfer(move: Callable[[int], object], most: int, chunk: int) -> _Moved:
+def _transfer(move: Callable[[int], object], most: int, chunk: int, longest: float) -> _Moved:
     """Move chunks until all are done or time is up."""
     start, cpu_start, done, seconds = time.perf_counter(), time.process_time(), 0, 0.0
-    while done == 0 or (done < most and seconds < LONGEST_TRANSFER):
+    while done == 0 or (done < most and seconds < longest):
         move(done)
         done += chunk
         seconds = time.perf_counter() - start
@@ -329,12 +320,12 @@ def _transfer(move: Callable[[int], object], most: int, chunk: int) -> _Moved:
 
 def _write(descriptor: int, source: memoryview, offset: int) -> None:
     write_bytes(descriptor, source, offset)
-    os.fsync(descriptor)  # costs little, and bounds what the page cache takes up where there is no direct I/O
+    os.fsync(descriptor)  # cheap, and bounds the page cache without direct I/O
 
 
 @contextmanager
 def _nameless_file(folder: Path) -> Iterator[int]:
-    """Open an unlinked file, which disappears when it is closed or the process ends."""
+    """Open an unlinked file; it disappears when it is closed or the process ends."""
     path = folder / f".measure-{uuid.uuid4().hex}"
     descriptor = open_direct(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
@@ -347,12 +338,12 @@ def _nameless_file(folder: Path) -> Iterator[int]:
 def _noise(size: int) -> memoryview:
     """Return incompressible, page-aligned bytes."""
     words = allocate(size // 8, torch.int64, torch.device("cpu"))
-    words.random_(generator=torch.Generator().manual_seed(0))  # the generator that runs use is left alone
+    words.random_(generator=torch.Generator().manual_seed(0))  # leaves the global generator alone
     return memoryview(words.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def _copy_rate(source: Tensor, target: Tensor) -> float:
-    """Measure bytes/s of a copy: the best of three, the first of which faults the pages in."""
+    """Measure bytes/s of a copy: the best of three, because the first faults the pages in."""
     device = source.device if source.device.type != "cpu" else target.device
     seconds = min(timed(lambda: target.copy_(source, non_blocking=True), device) for _ in range(3))
     return source.nbytes / seconds

@@ -1,4 +1,4 @@
-"""Find the resources that a run is planned for: device, here or known by name, free bytes, rates; check row lengths."""
+"""Find the resources that a run is planned for: device, free bytes and rates, of this machine or of a named device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gptj_ft.models.layout import NO_PARAMETERS, Layout
 from gptj_ft.models.registry import Architecture
 from gptj_ft.planning.devices import find_device, is_published_name
 from gptj_ft.planning.machine_profile import disk_rates, rates, with_times
-from gptj_ft.planning.plan import Free, device_cap
+from gptj_ft.planning.memory import Free, device_cap
 from gptj_ft.planning.probe import Rates
 from gptj_ft.planning.workload import RowLengths, StepTokens, Workload
 from gptj_ft.system import machine
@@ -22,48 +22,39 @@ from gptj_ft.system.dtypes import PRECISION_NAMES, PRECISIONS
 from gptj_ft.system.files import disk_bytes, files_in
 from gptj_ft.system.group import ALONE, Group
 
-READ_TOKENS = 256  # of a document that a model reads, on which its blocks are compared in two types
+READ_TOKENS = 256  # of a document on which the data types of inference are compared
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a run is planned for.
+    """Device and resources that a run is planned for."""
 
-    Attributes:
-        device: device that computes; ``meta`` stands for one that is not here.
-        precision: name of the data type of the computation, or ``auto``: its layers decide, see `settled`.
-        free: free resources.
-        rates: rates of the device and of the disk.
-        name: name of a device that is not here; empty: it is.
-    """
-
-    device: torch.device
-    precision: str
+    device: torch.device  # meta: a device that is not in this machine
+    precision: str  # data type of the computation, or "auto": `settled` chooses it
     free: Free
     rates: Rates
-    name: str = ""
+    name: str = ""  # of a device that is not in this machine
 
     @classmethod
     def here(cls, recipe: Recipe, folder: Path, group: Group = ALONE) -> Target:
-        """Return this machine, or the share of it that this one of several processes has, for a run in a folder.
+        """Return this machine, or this process's share of it, for a run in a folder.
 
         Raises:
             UsageError: there is no such device.
         """
         device = machine.choose_device(recipe.device, recipe.device_memory, group.local_rank)
         free = free_resources(device, folder, recipe.device, group)
-        found = rates(device, folder)
-        found = replace(found, disk=found.disk.shared(group.local_size))
-        return cls(device, recipe.precision, free, found)
+        own = rates(device, folder)
+        return cls(device, recipe.precision, free, replace(own, disk=own.disk.shared(group.local_size)))
 
     @classmethod
     def of(cls, recipe: Recipe, folder: Path) -> Target:
-        """Return the device that a plan names: one of this machine, or one whose published rates are known.
+        """Return the device of a recipe: of this machine, or one with published rates.
 
-        Memory and disk of the host are this machine's, unless the recipe's limits say more.
+        Host memory and disk are those of this machine, unless the recipe's caps are larger.
 
         Raises:
-            UsageError: there is no such device, nor is one known by that name, or it has no such precision.
+            UsageError: there is no such device, or it does not compute in the recipe's precision.
         """
         if not is_published_name(recipe.device):
             return cls.here(recipe, folder)
@@ -77,14 +68,14 @@ class Target:
         return cls(torch.device("meta"), precision, free, Rates(device.rates(), disk_rates(folder)), device.name)
 
     def settled(self, workload: Workload, recipe: Recipe) -> Workload:
-        """Return a workload in the type that is computed in here; on a CPU, with the times of its layers."""
+        """Return a workload in the data type of the computation; on a CPU, with the times of its layers."""
         if self.device.type != "cpu":
             workload = workload.with_step(fillers=0.0)
         return with_times(workload, self.precision, self.device, self.free.capped(recipe).device)
 
 
 def inference_dtype(recipe: Recipe, architecture: Architecture, device: torch.device) -> torch.dtype:
-    """Return the type that a model predicts or writes in: asked for, or the faster one of its own blocks."""
+    """Return the data type of inference: the recipe's, or the one in which the model's blocks are faster."""
     if recipe.precision != "auto":
         return PRECISIONS[recipe.precision]
     layers = architecture.layers()
@@ -104,15 +95,13 @@ def inference_dtype(recipe: Recipe, architecture: Architecture, device: torch.de
 
 
 def free_resources(device: torch.device, folder: Path, name: str, group: Group = ALONE) -> Free:
-    """Return the resources of a run: free ones, and the disk space that its folder occupies already.
+    """Return the free resources of a run, and the disk space that its folder occupies already.
 
-    Of several processes of this machine, each has its share.
+    Processes on the same machine share them equally.
 
     Args:
-        device: device that computes.
         folder: the run folder.
-        name: name that the device was chosen by.
-        group: processes of the run.
+        name: name by which the device was chosen.
     """
     processes = group.local_size
     taken = disk_bytes(files_in(folder))
@@ -124,7 +113,7 @@ def free_resources(device: torch.device, folder: Path, name: str, group: Group =
 
 
 def check_lengths(recipe: Recipe, architecture: Architecture) -> None:
-    """Refuse rows longer than the model's context.
+    """Reject a maximum row length above the model's context.
 
     Raises:
         UsageError: ``max_length`` is above the model's context.

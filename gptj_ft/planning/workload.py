@@ -12,22 +12,23 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from gptj_ft.config.options import Recipe
 from gptj_ft.models.batch import BUCKET_PAIRS, most_filled, padded_length, rounded_up
 from gptj_ft.models.layout import TIED_SOURCE_LAYER, Layout
+from gptj_ft.planning.constants import (
+    INNER,
+    ONCE_A_STEP,
+    SUMMED,
+    TOUCHED,
+    TOUCHED_LOGITS,
+    WEIGHT_BYTES,
+    WEIGHT_COPIES,
+)
 from gptj_ft.planning.flops import Flops, count_flops
 from gptj_ft.planning.probe import ComputeRates
 from gptj_ft.streaming.step import HEAD_CHUNK_BYTES
 
 FP32_BYTES = torch.float32.itemsize
-# Operations between matrix products take as long as their tensors take through memory. Counted in GPT-J's block, in
-# tensors of [tokens, width] read or written (an MLP tensor counts 4): norms, rotation, GELU, sums. Backward: twice.
-TOUCHED = 44
-TOUCHED_LOGITS = 12  # fp32 tensors of [targets, vocabulary]: softmax, loss and their gradients
-SUMMED = 3  # passes over a gradient by which autograd adds one micro-batch
-ONCE_A_STEP = 6  # passes over a gradient per step: zeroing, four times as slow as a copy, and the norm
-INNER = 4  # width of the MLP, in model widths
-WEIGHT_BYTES = 4 + 1  # of an attention weight under dropout: fp32 and its mask
-WEIGHT_COPIES = 4  # attention weights alive at once: scores, weights, dropped weights, gradients
 
 
 @dataclass(frozen=True)
@@ -299,3 +300,9 @@ class Workload:
         logits = TOUCHED_LOGITS * self.vocabulary * FP32_BYTES * self.step.targets
         micro_batches = -(-self.step.mean // self.step.micro_batch)
         return logits + (SUMMED * micro_batches + ONCE_A_STEP) * FP32_BYTES * self.num_trained
+
+
+def exported_elements(recipe: Recipe, workload: Workload) -> int:
+    """Count the elements that a run exports: a model, an adapter, or both."""
+    whole = workload.stored_elements + workload.frozen_elements
+    return whole if recipe.method == "full" or recipe.lora.merge else workload.stored_elements

@@ -84,10 +84,7 @@ def train_step(
     step = Step(batches, objective, optimizer.loss_scale, up, down, reducer)
 
     layers = Prefetcher(model, training_tasks(model, optimizer.updates), optimizer)
-    # Keep the graphs of the top blocks: backward frees them first. The head and the layers below `lowest_trained` need
-    # none, and the embedding's backward needs only the token ids.
-    first_kept = max(1, model.lowest_trained, top - model.budget.num_kept_layers)
-    kept = {layer: KeptActivations() for layer in range(first_kept, top) if model.exchange.has(layer)}
+    kept = kept_layers(model)
     model.boundaries.begin()
 
     hidden = forward(layers, batches, up, kept, model.boundaries)
@@ -100,6 +97,15 @@ def train_step(
     backward(step, layers, gradients, kept)
     down.close()
     return model.exchange.broadcast_losses([loss] if loss else None)[0]
+
+
+def kept_layers(model: OffloadedModel) -> dict[int, KeptActivations]:
+    """Return the layers that keep their autograd graphs in a step: the top blocks, as many as the budget allows."""
+    # Backward frees the graphs of the top blocks first. The head and the layers below `lowest_trained` need none, and
+    # the embedding's backward needs only the token ids.
+    top = len(model.layers) - 1
+    first = max(1, model.lowest_trained, top - model.budget.num_kept_layers)
+    return {layer: KeptActivations() for layer in range(first, top) if model.exchange.has(layer)}
 
 
 def pad_batches(model: OffloadedModel, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
@@ -220,8 +226,6 @@ def backward(step: Step, layers: Prefetcher, gradients: list[Tensor], kept: dict
             and gradients are: a layer's memory is free after its turn.
     """
     boundaries = layers.model.boundaries
-    # `planning.timeline` replays this loop and the loop of `forward` without computing: change both together.
-    # tests/simulated/test_forecasts.py compares the replay with the operations of a real step.
     for layer in layers:
         output_gradients, input_gradients = step.down.inputs(layer.index, gradients), list[Tensor]()
         graphs = kept.pop(layer.index, None)

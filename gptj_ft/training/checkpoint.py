@@ -34,7 +34,7 @@ from gptj_ft.checkpoints.weight_file import open_shard
 from gptj_ft.config.run_folder import COMMIT, MANIFEST, Run
 from gptj_ft.errors import DataError, ResourceError
 from gptj_ft.models.layout import Kind, Layout
-from gptj_ft.planning.traffic import state_kinds
+from gptj_ft.planning.step_replay import state_kinds
 from gptj_ft.streaming.adamw import Update
 from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.stores.state_file import Digests, StateFile, layer_path

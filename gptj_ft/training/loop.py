@@ -14,7 +14,7 @@ import torch
 
 from gptj_ft.config.run_folder import Run, record_environment, resume_command, what_is_saved
 from gptj_ft.errors import DataError, Interrupted, NotFinite, OutOfTime
-from gptj_ft.planning.working_memory import allocator_limit
+from gptj_ft.planning.memory import allocator_limit
 from gptj_ft.streaming.adamw import AdamW
 from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.system.accelerator import limit_memory

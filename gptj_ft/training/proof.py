@@ -30,7 +30,8 @@ from gptj_ft.checkpoints.tiny import make_tiny
 from gptj_ft.config.resolve import resolve
 from gptj_ft.config.run_folder import Run, steps_done
 from gptj_ft.errors import GptjFtError, ResourceError, UsageError
-from gptj_ft.planning.plan import Need, Plan
+from gptj_ft.planning.memory import Need
+from gptj_ft.planning.plan import Plan
 from gptj_ft.system.atomic import require_new
 from gptj_ft.system.cage import Cage, NotCaged, caged
 from gptj_ft.system.files import SHARED_FOLDER, disk_bytes, disk_errors, files_in, keep_folder, remove

@@ -12,7 +12,7 @@ from gptj_ft.config.options import Recipe
 from gptj_ft.config.run_folder import COMMIT, Run, recipe_digest
 from gptj_ft.errors import DataError
 from gptj_ft.models.batch import most_filled
-from gptj_ft.planning.plan import keeps_gradients
+from gptj_ft.planning.memory import keeps_gradients
 from gptj_ft.streaming.activations import boundary_layout
 from gptj_ft.streaming.adamw import AdamW, AdamWConfig, Update
 from gptj_ft.streaming.offloaded_model import OffloadedModel

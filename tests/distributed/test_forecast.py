@@ -79,7 +79,7 @@ SPLITS = [*itertools.product(METHODS, (((2, 1), (3, 1)), ((1, 2), (1, 3)))), ("f
 def test_each_process_sends_in_a_step_what_was_forecast(models, tmp_path, monkeypatch, method, splits) -> None:
     model, options = models["gpt2" if method == "tied" else "gptj"], METHODS[method]
     setup = setup_of(model, tmp_path / "alone", **options)
-    job = Job(setup.recipe, setup.plan.load, setup.plan.have, setup.plan.rates, Network(1e9))
+    job = Job(setup.recipe, setup.plan.workload, setup.plan.have, setup.plan.rates, Network(1e9))
     for stages, replicas in splits:
         size = stages * replicas
         share = {"share": "layers", "replicas": replicas} if stages > 1 else {"share": "rows"}

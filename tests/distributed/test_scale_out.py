@@ -34,7 +34,8 @@ from gptj_ft.models.layout import Layout
 from gptj_ft.models.published import find_published
 from gptj_ft.models.trainable import select
 from gptj_ft.planning.devices import find_device
-from gptj_ft.planning.plan import Free, choose
+from gptj_ft.planning.memory import Free
+from gptj_ft.planning.plan import choose
 from gptj_ft.planning.probe import DiskRates, Rates
 from gptj_ft.planning.workload import RowLengths, StepTokens, Workload
 
@@ -127,12 +128,12 @@ def test_sharing_layers_divides_disk_memory_and_traffic_and_sharing_rows_does_no
         share = forecast_share(job, stages, 1)
         assert sorted(rank for node in share.nodes for rank in node.ranks) == list(range(stages))
         # The largest machine has a block, or embedding or head, more than others.
-        most = max(sum(layout.numel for layout in node.plan.load.layouts) for node in share.nodes)
+        most = max(sum(layout.numel for layout in node.plan.workload.layouts) for node in share.nodes)
         assert most <= six_b.stored_elements / stages + 2 * max(layout.numel for layout in six_b.layouts)
         for node in share.nodes:
-            part, first = node.plan.load.stored_elements / six_b.stored_elements, 0 in node.ranks
+            part, first = node.plan.workload.stored_elements / six_b.stored_elements, 0 in node.ranks
             # The first one writes the whole tuned model, whose layers the others send it.
-            replaced = 2 * 16 * max(layout.numel for layout in node.plan.load.layouts)
+            replaced = 2 * 16 * max(layout.numel for layout in node.plan.workload.layouts)
             state = node.disk_bytes - (model if first else 0) - replaced
             assert state == pytest.approx(part * 16 * six_b.stored_elements)
             costs, of_all = node.plan.costs, whole.plan.costs

@@ -341,10 +341,10 @@ def test_the_bytes_that_move_to_machines_that_join_are_those_forecast(models, tm
     sizes, options = (1, 2, 3, 4), {**PLACES[place], **METHODS[method], "clip_norm": clip, "save_every": 1}
     moved = moved_while(sizes, lambda size: train_apart(size, models["gptj"], tmp_path, max_steps=6, **options))
     setup = setup_of(models["gptj"], tmp_path / "alone", max_steps=6, **options)
-    owners = [assign_layers(setup.plan.load.layouts, size) for size in sizes]
+    owners = [assign_layers(setup.plan.workload.layouts, size) for size in sizes]
     assert moved[0] == {0: 0}
     for at, (before, after) in enumerate(itertools.pairwise(owners), start=1):
-        said = moved_bytes(setup.plan, setup.recipe, setup.plan.load, before, after)
+        said = moved_bytes(setup.plan, setup.recipe, setup.plan.workload, before, after)
         assert moved[at] == said, sizes[at]
         assert sum(said.values()) > 0
     train_apart(4, models["gptj"], tmp_path, max_steps=6, **options)

@@ -1,4 +1,4 @@
-"""The memory of an accelerator that a plan counts on: what a graph keeps, what a step takes, what is held back."""
+"""Memory forecasts for accelerators: kept graphs, the peak of a step, the reserve."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from gptj_ft.models.layout import Layout
 from gptj_ft.models.published import find_published
 from gptj_ft.models.registry import Architecture, families
 from gptj_ft.models.trainable import select
+from gptj_ft.planning.constants import DISK_STAGING_BYTES, FRAGMENTED_SHARE, LIBRARY_BYTES
 from gptj_ft.planning.layer_cost import LayerInput, Meter, measure_block, parameters_of, rounded
-from gptj_ft.planning.plan import DISK_STAGING_BYTES, Free, forecast_memory
-from gptj_ft.planning.working_memory import FRAGMENTED_SHARE, LIBRARY_BYTES, WorkingMemory, allocator_limit, usable
+from gptj_ft.planning.memory import Free, WorkingMemory, allocator_limit, forecast_memory, usable
 from gptj_ft.planning.workload import RowLengths, StepTokens, Workload
 from gptj_ft.streaming.stores.placement import Placement
 from gptj_ft.training import loop
@@ -30,7 +30,7 @@ ON_HOST = Placement("host", "host")
 
 
 def workload(recipe: Recipe = Recipe(), tokens: int = 8192, dtype: torch.dtype = torch.bfloat16) -> Workload:
-    """GPT-J 6B, documents of 1,024 tokens, micro-batches of 2,048."""
+    """Return GPT-J 6B, documents of 1,024 tokens, micro-batches of 2,048."""
     published = find_published("EleutherAI/gpt-j-6b")
     assert published is not None
     selection = select(published.architecture, recipe)
@@ -44,7 +44,7 @@ def free(device: float) -> Free:
     return Free(int(device * GB), 10**12, 10**14, is_shared=False)
 
 
-def test_a_graph_of_gpt_js_block_keeps_thirteen_tensors_a_token() -> None:
+def test_gptj_graph_keeps_thirteen_tensors_per_token() -> None:
     layer = build_layers(GPTJConfig(n_layer=1))[1]
     given = LayerInput((1024, 1024), 4096, torch.bfloat16)
     cost = measure_block(layer, Layout.of(layer), given)
@@ -56,7 +56,7 @@ def test_a_graph_of_gpt_js_block_keeps_thirteen_tensors_a_token() -> None:
     )
 
 
-def test_frozen_matrices_keep_no_inputs_and_have_no_gradients() -> None:
+def test_frozen_matrices_keep_no_inputs() -> None:
     full, lora = (WorkingMemory(workload(Recipe(method=method))) for method in ("full", "lora"))
     assert lora.kept_bytes(1) < full.kept_bytes(1)
     assert lora.blocks[0].backward_bytes < full.blocks[0].backward_bytes - 4096 * 16384
@@ -65,9 +65,7 @@ def test_frozen_matrices_keep_no_inputs_and_have_no_gradients() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("model_type", ["gptj", "gpt2"])
-def test_a_graph_on_a_cpu_keeps_what_was_measured_without_numbers_or_up_to_a_tenth_less(
-    model_type: str, method: str, dtype: torch.dtype
-) -> None:
+def test_cpu_graphs_match_the_meta_device(model_type: str, method: str, dtype: torch.dtype) -> None:
     family = families()[model_type]
     raw = {"vocab_size": 99, "n_positions": 512, "n_embd": 256, "n_layer": 1, "n_head": 4, "rotary_dim": 32}
     selection = select(Architecture(family, family.read_config(raw), raw), Recipe.model_validate({"method": method}))
@@ -82,7 +80,7 @@ def test_a_graph_on_a_cpu_keeps_what_was_measured_without_numbers_or_up_to_a_ten
     assert kept <= measure_block(layer, layout, given).kept_bytes <= 1.1 * kept
 
 
-def test_a_plan_holds_memory_back_for_libraries_and_fragmentation_and_fills_the_rest() -> None:
+def test_plan_fills_memory_up_to_the_reserve() -> None:
     load = workload()
     of_block = WorkingMemory(load).kept_bytes(1)
     for cap in (8, 16, 24):
@@ -95,14 +93,14 @@ def test_a_plan_holds_memory_back_for_libraries_and_fragmentation_and_fills_the_
     assert not plan.lack
 
 
-def test_what_does_not_fit_with_the_reserve_is_refused() -> None:
+def test_reserve_counts_as_needed_memory() -> None:
     load, recipe = workload(), Recipe(moments="bf16", gradients="bf16")
     least = forecast_memory(ON_HOST, load, recipe, free(1)).device_bytes
     assert forecast_memory(ON_HOST, load, recipe, free(least / GB)).lack == 0
     assert forecast_memory(ON_HOST, load, recipe, free((least - LIBRARY_BYTES / 10) / GB)).lack > 0
 
 
-def test_inputs_that_wait_off_the_device_leave_three_buffers() -> None:
+def test_offloaded_boundaries_leave_three_buffers() -> None:
     load, recipe = workload(tokens=65536), Recipe(activations="recompute")
     here, away = (
         forecast_memory(replace(ON_HOST, boundaries=place), load, recipe, free(80)) for place in ("device", "host")
@@ -113,16 +111,18 @@ def test_inputs_that_wait_off_the_device_leave_three_buffers() -> None:
     assert away.host_bytes - here.host_bytes == 28 * hidden
 
 
-def test_training_tells_torch_the_cap_before_it_takes_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[tuple[torch.device, int]] = []
-    monkeypatch.setattr(loop, "limit_memory", lambda *args: told.append(args))
-    monkeypatch.setattr(loop, "open_state", lambda *_: pytest.fail("first the cap") if not told else open_state(*_))
+def test_training_limits_torch_before_allocating(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[tuple[torch.device, int]] = []
+    monkeypatch.setattr(loop, "limit_memory", lambda *args: limits.append(args))
+    monkeypatch.setattr(
+        loop, "open_state", lambda *_: pytest.fail("limit memory first") if not limits else open_state(*_)
+    )
     session = small_session(tmp_path, num_steps=1)
     train(session, new_run(tmp_path))
-    assert told == [(torch.device("cpu"), allocator_limit(session.plan.have.device))]
+    assert limits == [(torch.device("cpu"), allocator_limit(session.plan.have.device))]
 
 
-def test_threads_that_stage_a_disks_bytes_lock_host_memory_beside_an_accelerator() -> None:
+def test_disk_staging_locks_host_memory() -> None:
     load, recipe, on_disk = workload(), Recipe(), Placement("disk", "disk")
     host = forecast_memory(on_disk, load, recipe, free(24)).host_bytes
     assert (

@@ -1,4 +1,4 @@
-"""Encoders in a plan: attention weights that dropout has kept."""
+"""Memory forecasts for encoders with attention dropout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gptj_ft.models.batch import Documents, padded_length
 from gptj_ft.models.bert import FAMILY, read_config
 from gptj_ft.models.dropout import Dropout
 from gptj_ft.models.layout import Layout
-from gptj_ft.planning.plan import Free, forecast_memory
+from gptj_ft.planning.memory import Free, forecast_memory
 from gptj_ft.planning.workload import RowLengths, StepTokens, Workload
 from gptj_ft.streaming.stores.placement import Placement
 
@@ -38,7 +38,7 @@ def workload(**different: int) -> Workload:
     return replace(load, **different)
 
 
-def test_the_attention_weights_that_a_plan_counts_are_those_that_a_graph_keeps() -> None:
+def test_planned_attention_weights_match_the_graph() -> None:
     ends, kept = tuple(accumulate(LENGTHS, initial=0)), dict[int, int]()
     inputs = [torch.randn(ends[-1], HEADS, HEAD_WIDTH, requires_grad=True) for _ in range(3)]
 
@@ -54,7 +54,7 @@ def test_the_attention_weights_that_a_plan_counts_are_those_that_a_graph_keeps()
     assert output.requires_grad
 
 
-def test_memory_grows_by_the_attention_weights_of_each_block_that_is_kept() -> None:
+def test_kept_blocks_add_their_attention_weights() -> None:
     have = Free(device=10**12, host=10**12, disk=10**12, is_shared=True)
     recipe = Recipe.model_validate({"activations": "keep"})
     needs = [

@@ -1,4 +1,4 @@
-"""What evaluating takes: within the plan, refused where it does not fit, the same whatever goes together."""
+"""Plans of inference: placement, token budgets, refusals, measured memory."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from gptj_ft.config.options import Generation
 from gptj_ft.config.presets import load_preset
 from gptj_ft.config.resolve import build
 from gptj_ft.evaluation.text_evaluation import plan_on_rows
+from gptj_ft.planning.constants import PROCESS_BYTES
 from gptj_ft.planning.inference_plan import BATCH_TOKENS, InferenceWorkload, plan_inference, token_budget_within
-from gptj_ft.planning.plan import PROCESS_BYTES, Free
+from gptj_ft.planning.memory import Free
 
 GiB = 2**30
 CLEAR_REFS, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
@@ -26,7 +27,7 @@ SHAPE = {"vocab_size": 50400, "n_positions": 2048, "n_embd": 4096, "n_layer": 28
 
 @pytest.fixture
 def reads(tmp_path: Path) -> InferenceWorkload:
-    """GPT-J's size, and rows as those of a summarization."""
+    """GPT-J 6B, with rows of a summarization."""
     config = {**SHAPE, "model_type": "gptj", "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}
     (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}), encoding="utf-8")
     lengths = [200 + 7 * n for n in range(100)]
@@ -41,7 +42,7 @@ def free(memory: float) -> Free:
     return Free(int(memory), int(memory), 100 * GiB, is_shared=True)
 
 
-def test_weights_stay_where_there_is_room_and_are_streamed_where_there_is_not(reads: InferenceWorkload) -> None:
+def test_inference_streams_weights_that_do_not_fit(reads: InferenceWorkload) -> None:
     recipe = build({})
     roomy, tight, small = (plan_inference(recipe, reads, free(size * GiB)) for size in (100, 30, 8))
     assert (roomy.weights, roomy.together.written) == ("device", BATCH_TOKENS)
@@ -51,10 +52,12 @@ def test_weights_stay_where_there_is_room_and_are_streamed_where_there_is_not(re
     for plan in (roomy, tight, small):
         assert all(need.need <= need.have for need in plan.needs)
     assert plan_inference(build({"host_memory": "8GiB"}), reads, free(100 * GiB)).to_dict() == small.to_dict()
-    assert plan_inference(recipe, reads, free(30 * GiB), written=512).together.written == 512, "what was chosen before"
+    assert plan_inference(recipe, reads, free(30 * GiB), written=512).together.written == 512, (
+        "the budget of the earlier part"
+    )
 
 
-def test_what_cannot_fit_is_refused_with_what_would_help(reads: InferenceWorkload) -> None:
+def test_inference_refusal_suggests_options(reads: InferenceWorkload) -> None:
     from gptj_ft.errors import ResourceError
 
     with pytest.raises(
@@ -65,7 +68,7 @@ def test_what_cannot_fit_is_refused_with_what_would_help(reads: InferenceWorkloa
         plan_inference(build({}), reads, free(1 * GiB))
 
 
-def test_fewer_go_together_where_training_has_left_little(reads: InferenceWorkload) -> None:
+def test_little_memory_reduces_the_token_budget(reads: InferenceWorkload) -> None:
     most = token_budget_within(reads, 2048, 100 * GiB)
     least = token_budget_within(reads, 2048, 0)
     assert most.written == BATCH_TOKENS
@@ -93,7 +96,7 @@ def evaluate_and_measure(folder: Path) -> tuple[int, int]:
     return status("VmHWM") - before, needs - PROCESS_BYTES
 
 
-def test_memory_of_an_evaluation_is_within_its_plan(tmp_path: Path) -> None:
+def test_evaluation_stays_within_planned_memory(tmp_path: Path) -> None:
     try:
         CLEAR_REFS.write_text("5")
     except OSError:
@@ -105,12 +108,12 @@ def test_memory_of_an_evaluation_is_within_its_plan(tmp_path: Path) -> None:
     # This process has memory left of the tests before, which it would use without growing.
     with ProcessPoolExecutor(1, get_context("spawn")) as fresh:
         growth, allowed = fresh.submit(evaluate_and_measure, folder).result()
-    assert growth > 20e6, "something is measured"
+    assert growth > 20e6, "memory grows"
     assert growth <= allowed
-    assert allowed < 3 * growth, "a plan that allows anything is none"
+    assert allowed < 3 * growth, "the plan is tight"
 
 
-def test_a_file_is_answered_as_planned_and_gone_on_with_as_it_was_begun(shell, tmp_path: Path) -> None:
+def test_resumed_generation_keeps_its_token_budget(shell, tmp_path: Path) -> None:
     folder = make_tiny(tmp_path / "model", ["A note of some words. "] * 20, seed=0, vocab_target=300)
     Path("rows.jsonl").write_text('{"document": "A note."}\n' * 3, encoding="utf-8")
     line = f"generate --model {folder} --recipe summarization --max-new-tokens 4 --set max_length=64 --input rows.jsonl"
@@ -124,4 +127,4 @@ def test_a_file_is_answered_as_planned_and_gone_on_with_as_it_was_begun(shell, t
     assert shell(f"{line} --output out.jsonl").code == 0
     settings = json.loads(Path("out.jsonl.settings.json").read_text(encoding="utf-8"))
     assert settings["together"] == BATCH_TOKENS
-    assert shell(f"{line} --output out.jsonl --host-memory 600MB").code == 0, "all of it is there"
+    assert shell(f"{line} --output out.jsonl --host-memory 600MB").code == 0, "all rows are already answered"

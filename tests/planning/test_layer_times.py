@@ -1,4 +1,4 @@
-"""Times of a model's layers on a CPU: what is timed, what a plan makes of it, and which type it chooses by it."""
+"""Timed layers of a model on a CPU, the forecasts and the data type that follow from them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import assumed_rates
-from support.rates import layers_by
+from support.rates import FakeMachine
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.batches import Rows
@@ -37,7 +37,7 @@ GPT2_SHAPE = {name: value for name, value in SHAPE.items() if name != "rotary_di
 PLENTY = 10**12
 NOTHING = LayerTimes(SecondsByTokens(0.0, 0.0), SecondsByTokens(0.0, 0.0))
 RESIDENT = Placement("device", "device")
-REAL = layer_times.time_kinds  # before a fixture stands in for it
+REAL = layer_times.time_kinds  # before a fixture replaces it
 
 
 def workload(family: str = "gptj", recipe: Recipe = Recipe(), **different: object) -> Workload:
@@ -61,48 +61,37 @@ def costs_of(load: Workload, kept: int = 0) -> Costs:
 
 
 @pytest.fixture
-def timed(monkeypatch: pytest.MonkeyPatch) -> list[LayerKind]:
-    """Note what is timed, on a quiet machine."""
-    kinds: list[LayerKind] = []
-    plain = layers_by(assumed_rates().compute)
-
-    def time_kinds(asked: Sequence[LayerKind]) -> list[Seconds]:
-        kinds.extend(asked)
-        return plain(asked)
-
-    monkeypatch.setattr(layer_times, "time_kinds", time_kinds)
-    monkeypatch.setattr(machine_profile.probe, "core_load", lambda: 0.0)
-    return kinds
+def machine() -> FakeMachine:
+    """A quiet machine that notes the layers that it times."""
+    return FakeMachine(assumed_rates())
 
 
 @pytest.mark.parametrize(("bf16", "chosen"), [(0.5, "bf16"), (0.7, "bf16"), (0.8, "fp32"), (4.0, "fp32")])
-def test_auto_takes_the_type_in_which_the_models_own_layers_are_faster(
-    bf16: float, chosen: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Products are five times as slow in bf16 here: they are not what decides.
-    def time_kinds(kinds: Sequence[LayerKind]) -> list[Seconds]:
-        return [Seconds(bf16, 2 * bf16) if kind.given.dtype == torch.bfloat16 else Seconds(1.0, 2.0) for kind in kinds]
+def test_auto_chooses_type_by_layer_times(bf16: float, chosen: str, machine: FakeMachine) -> None:
+    # This machine's products are five times as slow in bf16: they must not decide.
+    def time_layers(kinds: Sequence[LayerKind]) -> list[Seconds]:
+        return [Seconds(bf16, 2 * bf16) if kind.shape.dtype == torch.bfloat16 else Seconds(1.0, 2.0) for kind in kinds]
 
-    monkeypatch.setattr(layer_times, "time_kinds", time_kinds)
-    load = with_times(workload(), "auto", CPU, PLENTY)
+    machine.time_layers = time_layers
+    load = with_times(workload(), "auto", CPU, PLENTY, machine)
     assert str(load.dtype) == {"bf16": "torch.bfloat16", "fp32": "torch.float32"}[chosen]
     assert load.times.gain == pytest.approx(1 / bf16)
     reason = machine_profile.reason_for("auto", load, assumed_rates().compute)
     assert reason == f"its layers are {1 / bf16:.2g} times as fast in bf16 here"
-    assert with_times(workload(), "bf16", CPU, PLENTY).dtype == torch.bfloat16, "asked for"
+    assert with_times(workload(), "bf16", CPU, PLENTY, machine).dtype == torch.bfloat16, "explicit"
 
 
-def test_types_are_timed_in_turns_on_the_tokens_of_the_runs_micro_batches(timed: list[LayerKind]) -> None:
-    with_times(workload(), "auto", CPU, PLENTY)
+def test_layers_are_timed_on_typical_micro_batches(machine: FakeMachine) -> None:
+    with_times(workload(), "auto", CPU, PLENTY, machine)
     # 100 tokens and 20 targets in a micro-batch.
-    blocks, heads = ([kind.given for kind in timed if kind.is_head == is_head] for is_head in (False, True))
+    blocks, heads = ([kind.shape for kind in machine.timed if kind.is_head == is_head] for is_head in (False, True))
     assert {given.dtype for given in blocks} == {torch.float32, torch.bfloat16}
     assert {given.documents for given in blocks} == {(50, 14), (50, 50, 28)}
     assert {given.documents for given in heads} == {(16,), (32,)}
-    assert len(timed) == 2 * (2 + 2), "all blocks are alike, and timed once"
+    assert len(machine.timed) == 2 * (2 + 2), "all blocks are alike, and timed once"
 
 
-def test_real_layers_take_time_in_both_passes_and_draw_no_number_of_a_run() -> None:
+def test_timing_layers_leaves_random_state_alone() -> None:
     state = torch.get_rng_state()
     load = workload()
     kinds = Timing(load, torch.bfloat16, 1e12).kinds + Timing(load, torch.float32, 1e12).kinds
@@ -112,51 +101,49 @@ def test_real_layers_take_time_in_both_passes_and_draw_no_number_of_a_run() -> N
     assert torch.equal(torch.get_rng_state(), state), "a run after this would draw other numbers"
 
 
-def test_what_is_known_of_a_layer_is_not_timed_again(timed: list[LayerKind], tmp_path: Path) -> None:
-    first, load = with_times(workload(), "fp32", CPU, PLENTY), workload()
-    count = len(timed)
-    assert with_times(load, "fp32", CPU, PLENTY).times == first.times
-    assert with_times(load.with_step(mean=440.0), "fp32", CPU, PLENTY).times == first.times
-    assert len(timed) == count, "between the same two numbers of tokens"
-    with_times(load.with_step(micro_batches=2.0), "fp32", CPU, PLENTY)
-    assert len(timed) > count, "micro-batches of another size"
-    count = len(timed)
-    with_times(load, "bf16", CPU, PLENTY)
-    assert len(timed) == count + 4, "another type"
-    with_times(workload("gpt2"), "fp32", CPU, PLENTY)
-    assert len(timed) == count + 8, "another model"
-    rates(CPU, tmp_path, again=True)
-    with_times(load, "fp32", CPU, PLENTY)
-    assert len(timed) == count + 12, "plan --measure"
+def test_cached_layers_are_not_timed_again(machine: FakeMachine, tmp_path: Path) -> None:
+    first, load = with_times(workload(), "fp32", CPU, PLENTY, machine), workload()
+    count = len(machine.timed)
+    assert with_times(load, "fp32", CPU, PLENTY, machine).times == first.times
+    assert with_times(load.with_step(mean=440.0), "fp32", CPU, PLENTY, machine).times == first.times
+    assert len(machine.timed) == count, "between the same two numbers of tokens"
+    with_times(load.with_step(micro_batches=2.0), "fp32", CPU, PLENTY, machine)
+    assert len(machine.timed) > count, "micro-batches of another size"
+    count = len(machine.timed)
+    with_times(load, "bf16", CPU, PLENTY, machine)
+    assert len(machine.timed) == count + 4, "another type"
+    with_times(workload("gpt2"), "fp32", CPU, PLENTY, machine)
+    assert len(machine.timed) == count + 8, "another model"
+    rates(CPU, tmp_path, again=True, machine=machine)
+    with_times(load, "fp32", CPU, PLENTY, machine)
+    assert len(machine.timed) == count + 12, "plan --measure"
 
 
-def test_layers_that_were_timed_on_a_busy_machine_are_timed_again_on_a_quiet_one(timed, monkeypatch) -> None:
-    load = {"now": 0.9}
-    monkeypatch.setattr(machine_profile.probe, "core_load", lambda: load["now"])
+def test_quiet_machine_repeats_busy_layer_timings(machine: FakeMachine) -> None:
     counts = []
-    for load["now"] in (0.9, 0.6, 0.1, 0.1):
-        with_times(workload(), "fp32", CPU, PLENTY)
-        counts.append(len(timed))
+    for machine.load in (0.9, 0.6, 0.1, 0.1):
+        with_times(workload(), "fp32", CPU, PLENTY, machine)
+        counts.append(len(machine.timed))
     assert counts == [4, 4, 8, 8]
 
 
 @pytest.mark.parametrize(
     "entry", [[0.0, 1.0, 0.0], [1.0, 1.0], [1.0, -1.0, 0.0], ["a", 1.0, 0.0], [1e9, 1e9, 0.0], None, {"forward": 1.0}]
 )
-def test_times_that_make_no_sense_are_taken_again(entry: object, timed: list[LayerKind]) -> None:
+def test_implausible_cached_times_are_measured_again(entry: object, machine: FakeMachine) -> None:
     from gptj_ft.system.digests import read_sealed, sealed
 
-    known = with_times(workload(), "fp32", CPU, PLENTY)
-    count, file = len(timed), home() / "machine.json"
+    known = with_times(workload(), "fp32", CPU, PLENTY, machine)
+    count, file = len(machine.timed), home() / "machine.json"
     text = read_sealed(file)
     (layers,) = text["layers"].values()
     layers[next(iter(layers))] = entry
     file.write_text(json.dumps(sealed({name: each for name, each in text.items() if name != "sha256"})))
-    assert with_times(workload(), "fp32", CPU, PLENTY) == known
-    assert len(timed) == count + 1
+    assert with_times(workload(), "fp32", CPU, PLENTY, machine) == known
+    assert len(machine.timed) == count + 1
 
 
-def test_a_step_takes_the_time_of_its_layers_on_its_micro_batches() -> None:
+def test_step_takes_its_layers_times() -> None:
     block = LayerTimes(SecondsByTokens(0.5, 0.01), SecondsByTokens(1.0, 0.02))
     head = LayerTimes(SecondsByTokens(0.25, 0.0), SecondsByTokens(0.5, 0.1))
     load = workload(times=ModelTimes((NOTHING, *(block,) * 4, head)))
@@ -168,7 +155,7 @@ def test_a_step_takes_the_time_of_its_layers_on_its_micro_batches() -> None:
         assert 0.0 < seconds - expected < 0.001
 
 
-def test_a_head_computes_in_chunks_and_a_micro_batch_without_room_for_two_rows_is_many() -> None:
+def test_head_time_counts_chunks() -> None:
     head = LayerTimes(SecondsByTokens(1.0, 0.0), SecondsByTokens(0.0, 0.0))
     load = workload(times=ModelTimes((*(NOTHING,) * 5, head)))
     assert load.head_seconds(0.0, trains=True) == 0.0
@@ -177,7 +164,7 @@ def test_a_head_computes_in_chunks_and_a_micro_batch_without_room_for_two_rows_i
     assert load.head_seconds(4.0 * load.head_chunk, trains=False) == 4.0
 
 
-def test_parts_of_a_model_and_replicas_take_together_what_the_whole_takes() -> None:
+def test_parts_and_replicas_sum_to_whole() -> None:
     blocks = tuple(LayerTimes(SecondsByTokens(0.5, 0.01 * n), SecondsByTokens(1.0, 0.02 * n)) for n in range(4))
     load = workload(
         times=ModelTimes((NOTHING, *blocks, LayerTimes(SecondsByTokens(0.25, 0.0), SecondsByTokens(0.5, 0.1))))
@@ -189,47 +176,47 @@ def test_parts_of_a_model_and_replicas_take_together_what_the_whole_takes() -> N
     assert replica_of(load, 8).step.num_micro_batches == 1, "there is no half of one"
 
 
-def test_what_is_frozen_has_a_cheaper_backward_pass_and_none_below_what_is_trained(timed: list[LayerKind]) -> None:
-    upper = with_times(workload(recipe=Recipe(train=["transformer.h.[23].*"])), "fp32", CPU, PLENTY)
+def test_frozen_layers_have_cheaper_or_no_backward(machine: FakeMachine) -> None:
+    upper = with_times(workload(recipe=Recipe(train=["transformer.h.[23].*"])), "fp32", CPU, PLENTY, machine)
     assert [each.backward.per_token > 0 for each in upper.times.layers[1:5]] == [False, False, True, True]
-    assert upper.layer_seconds < with_times(workload(), "fp32", CPU, PLENTY).layer_seconds
-    lora = with_times(workload(recipe=Recipe(method="lora")), "fp32", CPU, PLENTY)
+    assert upper.layer_seconds < with_times(workload(), "fp32", CPU, PLENTY, machine).layer_seconds
+    lora = with_times(workload(recipe=Recipe(method="lora")), "fp32", CPU, PLENTY, machine)
     assert all(each.backward.per_token > 0 for each in lora.times.layers[1:5])
-    assert len({kind.name for kind in timed}) == len(timed), "each has a name of its own"
+    assert len({kind.name for kind in machine.timed}) == len(machine.timed), "each has a name of its own"
 
 
-def test_a_tied_head_is_timed_and_one_that_chooses_among_labels_is_not(timed: list[LayerKind]) -> None:
-    assert with_times(workload("gpt2"), "fp32", CPU, PLENTY).times.layers[-1].backward.per_token > 0
+def test_only_language_model_heads_are_timed(machine: FakeMachine) -> None:
+    assert with_times(workload("gpt2"), "fp32", CPU, PLENTY, machine).times.layers[-1].backward.per_token > 0
     layers = bert.FAMILY.build_layers(
         bert.read_config({"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 4, "intermediate_size": 64})
     )
     load = workload(layouts=[Layout.of(layer) for layer in layers], layers=layers, frozen=())
-    assert with_times(load, "fp32", CPU, PLENTY).times.layers[-1] == NOTHING
+    assert with_times(load, "fp32", CPU, PLENTY, machine).times.layers[-1] == NOTHING
     assert REAL(Timing(load, torch.float32, 1e12).kinds)
 
 
-def test_nothing_is_timed_without_memory_nor_for_an_accelerator(timed: list[LayerKind]) -> None:
+def test_nothing_is_timed_without_memory_or_cpu(machine: FakeMachine) -> None:
     for load in (
-        with_times(workload(), "auto", CPU, free_bytes=1000),
-        with_times(workload(), "bf16", torch.device("meta"), PLENTY),
-        with_times(workload(layers=()), "fp32", CPU, PLENTY),
+        with_times(workload(), "auto", CPU, 1000, machine),
+        with_times(workload(), "bf16", torch.device("meta"), PLENTY, machine),
+        with_times(workload(layers=()), "fp32", CPU, PLENTY, machine),
     ):
         assert not load.times.layers
         assert not load.times.gain
-    assert not timed
+    assert not machine.timed
 
 
-def test_wide_blocks_are_timed_on_few_tokens_and_the_line_goes_on() -> None:
+def test_wide_blocks_extrapolate_from_few_tokens() -> None:
     load = workload().with_step(mean=16384.0, micro_batch=4096, most=16384)
     slow, fast = (Timing(load, torch.float32, rate) for rate in (1.0, 1e15))
-    assert {kind.given.tokens for kind in slow.kinds if not kind.is_head} == {256, 512}
-    assert {kind.given.tokens for kind in fast.kinds if not kind.is_head} == {2048, 4096}
-    found = {kind.name: Seconds(1.0 + kind.given.tokens, 2.0 * kind.given.tokens) for kind in slow.kinds}
+    assert {kind.shape.tokens for kind in slow.kinds if not kind.is_head} == {256, 512}
+    assert {kind.shape.tokens for kind in fast.kinds if not kind.is_head} == {2048, 4096}
+    found = {kind.name: Seconds(1.0 + kind.shape.tokens, 2.0 * kind.shape.tokens) for kind in slow.kinds}
     (_, block, *_) = slow.times(found).layers
     assert (block.forward.at(4096), block.backward.at(4096)) == (4097.0, 8192.0)
 
 
-def test_micro_batches_are_counted_as_they_are_packed() -> None:
+def test_workload_counts_packed_micro_batches() -> None:
     lengths = [200, 100, 150, 120, 220, 90, 250, 30] * 3
     rows = Rows([list(range(length + 1)) for length in lengths], [5] * len(lengths))
     recipe = Recipe(batch_size=8, micro_batch_tokens=256, epochs=1.0)
@@ -246,17 +233,15 @@ def test_micro_batches_are_counted_as_they_are_packed() -> None:
     assert load.rows.typical == round(sum(length**2 for length in rows.lengths) / sum(rows.lengths))
 
 
-def test_a_run_that_does_not_fit_is_refused_as_before_without_a_layer_being_timed(
-    shell, rows_file: Path, timed: list[LayerKind]
-) -> None:
+def test_too_large_run_is_refused_untimed(shell, rows_file: Path) -> None:
     done = shell(
         "finetune --recipe summarization --data rows.jsonl --model tiny --max-steps 1 --output run --device-memory 1000"
     )
     assert done.code == ResourceError.exit_code
-    assert not timed
+    assert "layers" not in json.loads((home() / "machine.json").read_text(encoding="utf-8"))
 
 
-def test_gpt2_and_gptj_layers_have_other_names(timed: list[LayerKind]) -> None:
+def test_gpt2_and_gptj_layers_have_other_names(machine: FakeMachine) -> None:
     names = set()
     for family, width in (("gptj", 4), ("gptj", 2), ("gpt2", 4)):
         shape = (SHAPE if family == "gptj" else GPT2_SHAPE) | {"n_head": width}

@@ -1,4 +1,4 @@
-"""The forecast: which placement is chosen, what it needs, how long it takes, when it refuses and what it advises."""
+"""Plans of training runs: placement, memory, costs, refusals and suggestions."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from gptj_ft.models.batch import rounded_up
 from gptj_ft.models.gptj import GPTJConfig, build_layers
 from gptj_ft.models.layout import Layout
 from gptj_ft.models.published import CEREBRAS_GPT, find_published
-from gptj_ft.planning.costs import cost
-from gptj_ft.planning.plan import FASTEST_FIRST, LOGITS, Free, Plan, candidates, choose, forecast
+from gptj_ft.planning.constants import LOGITS
+from gptj_ft.planning.costs import Pass, cost
+from gptj_ft.planning.memory import Free
+from gptj_ft.planning.plan import FASTEST_FIRST, Plan, candidates, choose, forecast
 from gptj_ft.planning.probe import ASSUMED_DISK, DiskRates, Rates
 from gptj_ft.planning.scaling_law import ScalingForecast, pile_loss
-from gptj_ft.planning.traffic import Pass
 from gptj_ft.planning.workload import RowLengths, StepTokens, Validation, Workload
 from gptj_ft.streaming.step import HEAD_CHUNK_BYTES
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
@@ -48,18 +49,18 @@ def six_b() -> Workload:
     )
 
 
-def test_gpt_j_has_the_parameters_it_is_known_for(six_b: Workload) -> None:
+def test_gptj_has_six_billion_parameters(six_b: Workload) -> None:
     assert six_b.num_parameters == 6_050_882_784
 
 
-def test_everything_stays_on_a_device_that_has_room(six_b: Workload) -> None:
+def test_large_device_keeps_everything_resident(six_b: Workload) -> None:
     plan = choose(Recipe(), six_b, PLENTY, RATES)
     assert plan.placement == Placement("device", "device")
     assert plan.device_bytes > 16 * six_b.num_parameters
     assert plan.costs.bytes_read_per_step == plan.costs.bytes_written_per_step == 0
 
 
-def test_what_does_not_fit_is_streamed_from_the_fastest_place_that_has_room(six_b: Workload) -> None:
+def test_model_streams_from_fastest_place_with_room(six_b: Workload) -> None:
     for device, host, expected in (
         (48, 128, ("device", "host")),
         (24, 128, ("host", "host")),
@@ -71,7 +72,7 @@ def test_what_does_not_fit_is_streamed_from_the_fastest_place_that_has_room(six_
         assert choose(Recipe(), six_b, free, RATES).placement == Placement(*expected), (device, host)
 
 
-def test_a_cpu_never_copies_from_host_memory_unless_asked_to(six_b: Workload) -> None:
+def test_cpu_uses_host_stores_only_if_told(six_b: Workload) -> None:
     shared = replace(PLENTY, is_shared=True)
     assert all("host" not in (p.weights, p.optimizer_state) for p in candidates(Recipe(), shared))
     assert {p.weights for p in candidates(Recipe(weights="host"), shared)} == {"host"}
@@ -81,13 +82,13 @@ def test_a_cpu_never_copies_from_host_memory_unless_asked_to(six_b: Workload) ->
 
 
 @pytest.mark.parametrize(("weights", "state"), FASTEST_FIRST)
-def test_a_placement_that_the_user_names_is_the_one_that_is_planned(weights, state, six_b: Workload) -> None:
+def test_plan_obeys_the_users_placement(weights, state, six_b: Workload) -> None:
     for free in (PLENTY, replace(PLENTY, is_shared=True)):
         recipe = Recipe(weights=weights, optimizer_state=state)
         assert choose(recipe, six_b, free, RATES).placement == Placement(weights, state)
 
 
-def test_streamed_memory_does_not_grow_with_depth_but_for_the_boundaries() -> None:
+def test_depth_adds_only_boundaries_to_streamed_memory() -> None:
     def device_bytes(n_layer: int) -> int:
         layouts = [Layout.of(layer) for layer in build_layers(GPTJConfig(n_layer=n_layer))]
         load = Workload(layouts, 4096, torch.float32, StepTokens(2048, 2048, 2048, 512), 1)
@@ -96,7 +97,7 @@ def test_streamed_memory_does_not_grow_with_depth_but_for_the_boundaries() -> No
     assert device_bytes(32) - device_bytes(4) == 28 * 2048 * 4096 * 4
 
 
-def test_a_forward_pass_that_keeps_activations_leaves_room_for_the_head_in_the_memory_of_a_cpu(six_b: Workload) -> None:
+def test_cpu_forward_leaves_memory_for_the_head(six_b: Workload) -> None:
     def most(recipe: Recipe, free: Free) -> int | None:
         return forecast(ON_DISK, six_b, recipe, RATES, free).budget.forward_bytes
 
@@ -105,11 +106,11 @@ def test_a_forward_pass_that_keeps_activations_leaves_room_for_the_head_in_the_m
     least, found = forecast(ON_DISK, six_b, Recipe(activations=1), RATES, shared), most(Recipe(), shared)
     assert found is not None
     assert least.device_bytes < found < 24 * GB - of_head
-    assert most(Recipe(activations="recompute"), shared) is None, "nothing is kept, and nothing lies between it"
-    assert most(Recipe(), PLENTY) is None, "an accelerator's memory is no heap of the C library"
+    assert most(Recipe(activations="recompute"), shared) is None, "without kept graphs the heap has no holes"
+    assert most(Recipe(), PLENTY) is None, "an accelerator does not use the C heap"
 
 
-def test_a_validation_set_of_any_size_needs_no_more_memory_than_the_plan_says(six_b: Workload) -> None:
+def test_validation_size_does_not_change_planned_memory(six_b: Workload) -> None:
     def plan(tokens: int, device: float) -> Plan:
         return forecast(ON_DISK, replace(six_b, validation=Validation(tokens)), recipe, RATES, shared(device))
 
@@ -135,7 +136,7 @@ def ends(load: Workload) -> tuple[int, int]:
     return sum(sizes[:2]), sum(sizes[-2:])
 
 
-def test_each_pass_moves_the_bytes_that_the_design_says_but_for_what_is_still_there(six_b: Workload) -> None:
+def test_passes_move_all_bytes_except_cached_layers(six_b: Workload) -> None:
     fast = replace(RATES, disk=DiskRates(1e11, 1e11, 1e11))  # so that no update is deferred
     costs, all_of_it = planned(six_b, rates=fast).costs, six_b.stored_elements
     low, high = ends(six_b)
@@ -148,7 +149,7 @@ def test_each_pass_moves_the_bytes_that_the_design_says_but_for_what_is_still_th
     assert costs.bytes_written_per_step == 16 * all_of_it
 
 
-def test_nothing_is_read_of_a_model_so_small_that_its_layers_stay_where_they_are() -> None:
+def test_tiny_model_stays_in_its_slots() -> None:
     layouts = [Layout.of(layer) for layer in build_layers(GPTJConfig(n_layer=1))]
     costs = planned(
         Workload(layouts, 4096, torch.float32, StepTokens(2048, 2048, 2048, 512), 1), recipe=Recipe(read_ahead=2)
@@ -157,7 +158,7 @@ def test_nothing_is_read_of_a_model_so_small_that_its_layers_stay_where_they_are
     assert costs.forward.read == {"disk": 8 * sum(x.numel for x in layouts) + 4 * layouts[-1].numel}
 
 
-def test_an_update_kept_for_backward_is_that_of_the_first_and_the_last_layers_at_once(six_b: Workload) -> None:
+def test_deferred_updates_move_writes_to_backward(six_b: Workload) -> None:
     slow = replace(RATES, disk=DiskRates(2e9, 2e9, 2e9))
     costs, (low, _) = planned(six_b, recipe=Recipe(activations="recompute"), rates=slow).costs, ends(six_b)
     assert 0 < costs.num_deferred < len(six_b.layouts) - 3
@@ -169,7 +170,7 @@ def test_an_update_kept_for_backward_is_that_of_the_first_and_the_last_layers_at
     assert costs.backward.written == {"disk": 12 * late + 4 * six_b.stored_elements}
 
 
-def test_as_many_updates_are_deferred_as_balance_the_passes(six_b: Workload) -> None:
+def test_number_of_deferred_updates_balances_passes(six_b: Workload) -> None:
     # With moments in bf16 and products of an AMX machine, forward alone would be bound by the disk, and backward if
     # it wrote all updates: the step is shorter with some of them, and that is what the plan takes.
     load = replace(six_b, dtype=torch.bfloat16)
@@ -189,7 +190,7 @@ def test_as_many_updates_are_deferred_as_balance_the_passes(six_b: Workload) -> 
     assert chosen.costs.seconds_per_step < 0.95 * min(none, every)
 
 
-def test_narrow_models_and_what_is_no_matrix_product_take_their_time(six_b: Workload) -> None:
+def test_narrow_products_and_other_operations_take_time(six_b: Workload) -> None:
     compute = replace(RATES.compute, fp32=8e11, fp32_narrow=2e11)
     rates = [compute.matmul(torch.float32, width) for width in (64, 512, 1024, 2048, 4096, 8192)]
     assert rates == pytest.approx([2e11, 2e11, 4e11, 6e11, 8e11, 8e11])
@@ -206,7 +207,7 @@ def test_narrow_models_and_what_is_no_matrix_product_take_their_time(six_b: Work
     assert slowed.compute_seconds - fast.compute_seconds == pytest.approx(4 * seconds)
 
 
-def test_a_master_copy_is_read_instead_of_the_weights_it_makes_anew(six_b: Workload) -> None:
+def test_update_reads_master_copy_instead_of_weights(six_b: Workload) -> None:
     costs = planned(replace(six_b, dtype=torch.bfloat16)).costs
     moved = [costs.forward.read, costs.forward.written, costs.backward.read, costs.backward.written]
     per_parameter = [each["disk"] / six_b.num_parameters for each in moved]
@@ -214,7 +215,7 @@ def test_a_master_copy_is_read_instead_of_the_weights_it_makes_anew(six_b: Workl
     assert per_parameter == pytest.approx([16 - 4 * low, 14, 2 - 2 * high, 4], rel=1e-4)
 
 
-def test_without_clipping_backward_updates_and_gradients_do_not_move(six_b: Workload) -> None:
+def test_without_clipping_gradients_never_move(six_b: Workload) -> None:
     costs = planned(six_b, Placement("host", "host"), Recipe(clip_norm=None)).costs
     moved = [costs.forward.read, costs.forward.written, costs.backward.read, costs.backward.written]
     per_parameter = [each.get("host", 0) / six_b.num_parameters for each in moved]
@@ -222,7 +223,7 @@ def test_without_clipping_backward_updates_and_gradients_do_not_move(six_b: Work
     assert per_parameter == pytest.approx([4 - 4 * low, 0, 12 - 4 * high, 12], rel=1e-4)
 
 
-def test_reads_and_writes_share_the_disk_while_there_are_both() -> None:
+def test_simultaneous_reads_and_writes_share_the_disk() -> None:
     disk = DiskRates(read=2.0, write=1.0, mixed=1.5)
     assert disk.seconds(10, 0) == 5
     assert disk.seconds(0, 10) == 10
@@ -230,7 +231,7 @@ def test_reads_and_writes_share_the_disk_while_there_are_both() -> None:
     assert disk.seconds(6, 9) == 12 / 1.5 + 3 / 1
 
 
-def test_a_pass_takes_as_long_as_the_slowest_of_computing_and_moving(six_b: Workload) -> None:
+def test_pass_takes_the_longer_of_both(six_b: Workload) -> None:
     recompute = Recipe(activations="recompute")
 
     def seconds(disk: float, compute: float) -> float:
@@ -248,8 +249,8 @@ def test_a_pass_takes_as_long_as_the_slowest_of_computing_and_moving(six_b: Work
     assert moved[0] / 2e9 > forward / 1e12 + update
     assert moved[1] / 2e9 < backward / 1e12
     kept_in_forward = moved[0] / 2e9 + backward / 1e12
-    # So updates are kept in backward, which reads the state once more but takes the writes off forward: of some blocks,
-    # for with those of all it would be backward that waits.
+    # So the updates of some blocks are deferred: backward reads their state again, but forward need not write it. With
+    # all of them deferred, backward would wait.
     bottom, last, head = (six_b.layouts[layer].numel for layer in (0, -2, -1))
     late = all_of_it - bottom - last - head
     up = 16 * all_of_it - 8 * low + 12 * (all_of_it - late)
@@ -257,7 +258,7 @@ def test_a_pass_takes_as_long_as_the_slowest_of_computing_and_moving(six_b: Work
     assert sum(moved) / 2e9 < seconds(2e9, 1e12) < 0.95 * min((up + down) / 2e9, kept_in_forward)
 
 
-def test_what_is_in_host_memory_crosses_the_link_both_ways_at_once(six_b: Workload) -> None:
+def test_host_transfers_use_both_link_directions(six_b: Workload) -> None:
     rates = replace(RATES, compute=replace(RATES.compute, fp32=1e18, memory=1e18, near_memory=1e18))
     seconds = planned(six_b, Placement("host", "host"), rates=rates).costs.seconds_per_step
     low, high = (size / six_b.stored_elements for size in ends(six_b))
@@ -265,7 +266,7 @@ def test_what_is_in_host_memory_crosses_the_link_both_ways_at_once(six_b: Worklo
     assert seconds == pytest.approx((forward + backward) * six_b.num_parameters, rel=1e-3)
 
 
-def test_a_run_on_disk_is_forecast_with_what_it_writes_and_what_that_means_for_an_ssd(six_b: Workload) -> None:
+def test_disk_run_forecasts_writes_and_ssd_wear(six_b: Workload) -> None:
     costs = planned(replace(six_b, num_steps=250)).costs
     written = (250 * 16 + 12 + 4) * six_b.num_parameters  # steps, the state at the start, the model at the end
     assert costs.disk_bytes_written == pytest.approx(written, rel=1e-4)
@@ -298,17 +299,17 @@ def test_validations_and_checkpoints_are_counted(six_b: Workload) -> None:
     assert streamed.validations.seconds == pytest.approx(moved / 5e7, rel=5e-2)
 
 
-def test_checkpoints_come_by_the_clock_when_that_is_sooner(six_b: Workload) -> None:
+def test_checkpoints_follow_the_clock_if_sooner(six_b: Workload) -> None:
     costs = planned(replace(six_b, num_steps=400), Placement("device", "device"), Recipe(save_minutes=60)).costs
     assert costs.checkpoints.number == int(400 * costs.seconds_per_step / 3600) > 2
 
 
-def test_flops_are_those_of_forward_recompute_and_backward(six_b: Workload) -> None:
+def test_flops_cover_forward_recompute_and_backward(six_b: Workload) -> None:
     blocks, head = 5_637_947_392, 206_488_800 + 8192
     assert six_b.flops().hardware == pytest.approx(8 * blocks * 2048 + 6 * head * 512, rel=1e-9)
 
 
-def test_a_run_on_disk_needs_no_room_for_checkpoints(six_b: Workload) -> None:
+def test_disk_run_needs_no_checkpoint_space(six_b: Workload) -> None:
     on_disk = forecast(ON_DISK, six_b, Recipe(), RATES, PLENTY).disk_bytes
     # State 12, gradients 4, the model 4 bytes each, and two more layers: one being replaced, one being written.
     assert on_disk < 21.2 * six_b.num_parameters
@@ -329,7 +330,7 @@ def test_refusal_says_what_lacks_and_how_much(six_b: Workload) -> None:
         choose(Recipe(weights="device", device_memory="4GiB"), six_b, PLENTY, RATES)
 
 
-def test_every_option_that_a_refusal_names_makes_the_run_fit_and_no_smaller_change_does(six_b: Workload) -> None:
+def test_suggested_options_are_the_smallest_that_fit(six_b: Workload) -> None:
     def load_of(recipe: Recipe) -> Workload:
         step = recipe.batch_size * recipe.max_length
         micro = max(recipe.micro_batch_tokens, recipe.max_length)
@@ -365,7 +366,7 @@ def test_every_option_that_a_refusal_names_makes_the_run_fit_and_no_smaller_chan
     assert {"read_ahead", "micro_batch_tokens", "batch_size", "max_length"} <= named
 
 
-def test_a_run_that_has_begun_is_told_only_what_it_may_still_change(six_b: Workload) -> None:
+def test_resumed_run_gets_only_harmless_suggestions(six_b: Workload) -> None:
     recipe = Recipe(weights="disk", optimizer_state="disk", boundaries="disk", read_ahead=2)
     free = replace(PLENTY, device=int(0.75 * planned(six_b, Placement(*["disk"] * 3), recipe).device_bytes))
     for has_begun in (False, True):
@@ -375,7 +376,7 @@ def test_a_run_that_has_begun_is_told_only_what_it_may_still_change(six_b: Workl
         assert "read_ahead=0" in str(refusal.value)
 
 
-def test_layer_inputs_leave_the_device_before_a_run_is_refused(six_b: Workload) -> None:
+def test_boundaries_leave_device_before_refusal(six_b: Workload) -> None:
     many = six_b.with_step(most=100_000, mean=50_000.0)
     recompute = Recipe(weights="disk", optimizer_state="disk", activations="recompute")
     here = planned(many, recipe=recompute)
@@ -392,7 +393,7 @@ def test_layer_inputs_leave_the_device_before_a_run_is_refused(six_b: Workload) 
     assert choose(Recipe(boundaries="disk"), many, PLENTY, RATES).placement == Placement("device", "device", "disk")
 
 
-def test_where_nothing_is_enough_the_refusal_says_so(six_b: Workload) -> None:
+def test_refusal_admits_that_no_option_suffices(six_b: Workload) -> None:
     tiny = replace(PLENTY, device=GB // 10, host=GB // 10, is_shared=True)
     with pytest.raises(ResourceError, match="helps most, but is not enough"):
         choose(Recipe(), six_b, tiny, RATES)
@@ -410,7 +411,7 @@ def test_where_nothing_is_enough_the_refusal_says_so(six_b: Workload) -> None:
         ({"device_memory": "24GB", "host_memory": "16GB"}, ("disk", "disk")),
     ],
 )
-def test_caps_rule_where_less_is_allowed_than_is_free(caps: dict[str, str], expected, six_b: Workload) -> None:
+def test_caps_below_free_memory_decide_placement(caps: dict[str, str], expected, six_b: Workload) -> None:
     plan = choose(Recipe(**caps), six_b, PLENTY, RATES)
     assert plan.placement == Placement(*expected)
     assert choose(Recipe(**dict.fromkeys(caps, "900TB")), six_b, PLENTY, RATES).placement == Placement(
@@ -418,7 +419,7 @@ def test_caps_rule_where_less_is_allowed_than_is_free(caps: dict[str, str], expe
     )
 
 
-def test_on_a_cpu_the_smaller_of_both_memory_caps_rules(six_b: Workload) -> None:
+def test_cpu_obeys_the_smaller_memory_cap(six_b: Workload) -> None:
     shared = replace(PLENTY, is_shared=True)
     for caps in ({"device_memory": "16GB"}, {"host_memory": "16GB"}, {"device_memory": "16GB", "host_memory": "99GB"}):
         plan = choose(Recipe(**caps), six_b, shared, RATES)
@@ -426,7 +427,7 @@ def test_on_a_cpu_the_smaller_of_both_memory_caps_rules(six_b: Workload) -> None
         assert (plan.have.device, plan.have.host) == (16 * GB, 16 * GB)
 
 
-def test_a_cap_on_the_disk_is_obeyed_and_lifting_it_is_advised_where_that_helps(six_b: Workload) -> None:
+def test_disk_cap_is_obeyed_and_mentioned(six_b: Workload) -> None:
     recipe = Recipe(disk_space="100GB")
     assert choose(recipe.model_copy(update={"disk_space": None}), six_b, PLENTY, RATES)
     with pytest.raises(ResourceError, match=r"of disk, 100\.0 GB is allowed; try a larger --disk-space"):
@@ -435,7 +436,7 @@ def test_a_cap_on_the_disk_is_obeyed_and_lifting_it_is_advised_where_that_helps(
         choose(recipe, six_b, replace(PLENTY, disk=90 * GB), RATES)
 
 
-def test_the_plan_for_people_shows_need_beside_have_time_and_wear(six_b: Workload) -> None:
+def test_printed_plan_shows_memory_time_and_wear(six_b: Workload) -> None:
     def shown(plan: Plan) -> str:
         console = Console(file=io.StringIO(), width=150)
         show_plan(console, plan)
@@ -482,7 +483,7 @@ def planned(
 
 
 @pytest.mark.parametrize("size", CEREBRAS_GPT)
-def test_published_models_have_the_parameters_tokens_and_loss_that_were_published(size: str) -> None:
+def test_published_models_match_their_papers_numbers(size: str) -> None:
     published = find_published(f"cerebras/Cerebras-GPT-{size}")
     assert published is not None
     assert find_published(f"cerebras-gpt-{size.lower()}") == published
@@ -504,14 +505,14 @@ def test_published_models_have_the_parameters_tokens_and_loss_that_were_publishe
     assert outlook.flops == pytest.approx(6 * products * 20480, rel=1e-3)
 
 
-def test_the_law_is_that_of_the_paper_and_says_where_it_holds() -> None:
+def test_scaling_law_matches_paper_and_knows_range() -> None:
     assert pile_loss(2.6e18) == pytest.approx(2.603, abs=1e-3)
     assert pile_loss(2.3e22) == pytest.approx(1.580, abs=1e-3)
     layouts = [Layout.of(layer) for layer in build_layers(GPTJConfig(n_layer=1, n_embd=64, n_head=4, rotary_dim=8))]
     assert not ScalingForecast.of(layouts, 64, 2048, (1.0, 1.0), None).is_in_range
 
 
-def test_a_cpu_takes_room_for_the_logits_of_the_targets_that_there_are(six_b: Workload) -> None:
+def test_cpu_memory_counts_logits_of_actual_targets(six_b: Workload) -> None:
     have = Free(10**13, 10**13, 10**14, is_shared=True)
     place, recipe = Placement("device", "device", frozen="device"), Recipe(activations="recompute")
 
@@ -523,13 +524,13 @@ def test_a_cpu_takes_room_for_the_logits_of_the_targets_that_there_are(six_b: Wo
     assert needed(200) - few == of_a_target * (rounded_up(200) - rounded_up(100))
     chunk = HEAD_CHUNK_BYTES // (4 * six_b.vocabulary)
     assert needed(2000) - few == of_a_target * (chunk - rounded_up(100))
-    assert needed() - few == of_a_target * (chunk - rounded_up(100)), "as many as tokens"
+    assert needed() - few == of_a_target * (chunk - rounded_up(100)), "one per token"
     validated = replace(six_b.with_step(most_targets=100), validation=Validation(0, 500)).most_logits
-    assert validated == rounded_up(500), "a validation scores its own"
-    assert six_b.with_step(most_targets=500, micro_batch=100).most_logits == 100, "no more than tokens"
+    assert validated == rounded_up(500), "a validation scores its own targets"
+    assert six_b.with_step(most_targets=500, micro_batch=100).most_logits == 100, "at most one per token"
 
 
-def test_a_tied_head_needs_room_for_what_it_borrows_and_for_a_gradient_that_stays(six_b: Workload) -> None:
+def test_tied_head_needs_source_weights_and_gradient(six_b: Workload) -> None:
     published = find_published("Cerebras-GPT-6.7B")
     assert published is not None
     load = replace(six_b, layouts=[Layout.of(layer) for layer in published.architecture.layers()])
@@ -547,7 +548,7 @@ def test_a_tied_head_needs_room_for_what_it_borrows_and_for_a_gradient_that_stay
     assert read == 4 * (embedding.numel - block.numel)
 
 
-def test_plan_knows_published_models_without_a_download(shell) -> None:
+def test_plan_knows_published_models_offline(shell) -> None:
     done = shell("plan --recipe summarization --model cerebras/Cerebras-GPT-13B --max-steps 3 --json")
     values = done.json
     assert (done.code, values["exit_code"]) == (4, 4)
@@ -560,12 +561,12 @@ def test_plan_knows_published_models_without_a_download(shell) -> None:
     assert done.code == 0, done.err
     for phrase in ("111,050,496", "2.4e+18 FLOPs", "a loss of 2.62", "fitted from 2.6e+18 to", "2.608"):
         assert phrase in done.said, phrase
-    assert "From scratch" not in shell(f"{small} --max-steps 3 --set batch_size=1").said, "only if it is asked for"
+    assert "From scratch" not in shell(f"{small} --max-steps 3 --set batch_size=1").said, "only with --scaling-law"
     assert shell("plan --recipe summarization --json").json["num_parameters"] == 6_050_882_784
     assert shell("plan --recipe summarization --model cerebras/Cerebras-GPT-112M").code == 2
 
 
-def test_dropout_that_a_config_asks_for_is_said_and_can_be_turned_off(shell, tmp_path: Path) -> None:
+def test_plan_notes_dropout_from_the_config(shell, tmp_path: Path) -> None:
     model = random_gpt2(**GPT2_SHAPES["gpt2"])
     model.config.attn_pdrop = 0.1
     model.save_pretrained(tmp_path / "model")
@@ -576,9 +577,9 @@ def test_dropout_that_a_config_asks_for_is_said_and_can_be_turned_off(shell, tmp
     assert done.json["notes"] == []
 
 
-def test_on_a_cpu_the_work_of_transfers_is_part_of_the_computation(six_b: Workload) -> None:
+def test_cpu_computation_includes_transfer_work(six_b: Workload) -> None:
     costly = replace(RATES, disk=replace(RATES.disk, read_cpu=1e-10, write_cpu=2e-10))
     down = Pass(flops=1e12, read={"disk": 10 * GB, "host": GB}, written={"disk": 5 * GB})
     plain = down.compute_seconds(six_b, RATES)
-    assert down.compute_seconds(six_b, costly) == plain, "a GPU has nothing to do with them"
+    assert down.compute_seconds(six_b, costly) == plain, "an accelerator does not move them itself"
     assert down.compute_seconds(six_b, replace(costly, on_cpu=True)) == pytest.approx(plain + 2.0)

@@ -1,4 +1,4 @@
-"""Virtual time: engines, streams that slow each other down, what comes after what."""
+"""The virtual machine: engines, streams, hazards and stores."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ def bytes_of(number: int) -> torch.Tensor:
     return torch.empty(number, dtype=torch.uint8, device="meta")
 
 
-def test_the_program_waits_until_a_transfer_has_ended_and_each_direction_works_alone() -> None:
+def test_link_directions_work_at_the_same_time() -> None:
     clock = Clock()
     over = link(clock)
     host = store(clock, over, Hazards(100))
     one, other = bytes_of(20), bytes_of(20)
-    coming, going = host.read(Span("weight", 1), one), host.write(Span("weight", 2), other)
-    assert not coming.done()
-    coming.result()
+    incoming, outgoing = host.read(Span("weight", 1), one), host.write(Span("weight", 2), other)
+    assert not incoming.done()
+    incoming.result()
     assert clock.now == pytest.approx(2.0, abs=1e-3)
-    going.result()
-    assert clock.now == pytest.approx(4.0, abs=1e-3), "beside each other, not one after the other"
-    assert over.engines["in"].busy == pytest.approx(2.0, abs=1e-3)
+    outgoing.result()
+    assert clock.now == pytest.approx(4.0, abs=1e-3), "at the same time, not one after the other"
+    assert over.engines["in"].busy_seconds == pytest.approx(2.0, abs=1e-3)
 
 
-def test_a_transfer_into_memory_comes_after_what_computes_with_it_and_no_other_does() -> None:
+def test_transfer_waits_for_kernels_using_its_memory() -> None:
     clock, hazards = Clock(), Hazards(10)
     processor = Processor(clock, lambda: "link")
     host, slot = store(clock, link(clock), hazards), bytes_of(20)
-    hazards.note(slot[:10], processor.give("compute", 7.0), writes=False)
-    leaving = host.write(Span("weight", 1), slot[:10])
-    leaving.result()
-    assert clock.now == pytest.approx(2.0, abs=1e-3), "who reads need not wait for who reads"
+    hazards.note(slot[:10], processor.submit("compute", 7.0), writes=False)
+    outgoing = host.write(Span("weight", 1), slot[:10])
+    outgoing.result()
+    assert clock.now == pytest.approx(2.0, abs=1e-3), "readers do not wait for readers"
     host.read(Span("weight", 2), slot[10:]).result()
     assert clock.now == pytest.approx(3.0, abs=1e-3), "another part of the buffer"
     host.read(Span("weight", 2), slot[:10]).result()
     assert clock.now == pytest.approx(8.0, abs=1e-3)
 
 
-def test_what_is_read_from_a_layer_comes_after_its_last_commit() -> None:
+def test_read_waits_for_the_layers_commit() -> None:
     clock = Clock()
     host = store(clock, link(clock), Hazards(10))
     gradient, one, other = bytes_of(30), bytes_of(10), bytes_of(10)
@@ -62,41 +62,41 @@ def test_what_is_read_from_a_layer_comes_after_its_last_commit() -> None:
     assert clock.now == pytest.approx(7.0, abs=1e-3)
 
 
-def test_a_disk_moves_parts_and_is_slower_while_it_reads_and_writes() -> None:
+def test_disk_moves_chunks_and_slows_when_mixed() -> None:
     clock = Clock()
     over = link(clock)
     disk = store(clock, over, Hazards(10), part=4)
     one = bytes_of(8)
     disk.read(Span("weight", 1), one).result()
     assert clock.now == pytest.approx(2.8, abs=1e-3), "two parts: one second of disk and 0.4 of link each"
-    assert over.engines["disk"].busy == pytest.approx(2.0)
+    assert over.engines["disk"].busy_seconds == pytest.approx(2.0)
     ended: list[int] = []
     for number, direction in enumerate(("in", "out", "in")):  # the second begins while a read waits
         over.use_disk(direction, 4, lambda number=number: ended.append(number))
     clock.advance(10.0)
     assert ended == [0, 1, 2]
-    assert over.engines["disk"].busy - 2.0 == pytest.approx(4 / 4 + 4 / 1 + 4 / 4)
+    assert over.engines["disk"].busy_seconds - 2.0 == pytest.approx(4 / 4 + 4 / 1 + 4 / 4)
 
 
-def test_updates_run_beside_a_product_which_takes_as_much_longer() -> None:
+def test_concurrent_update_prolongs_the_product() -> None:
     clock = Clock()
     processor = Processor(clock, lambda: "program")
-    product = processor.give("compute", 10.0)
+    product = processor.submit("compute", 10.0)
     clock.advance(2.0)
-    update = processor.give("update", 3.0)
+    update = processor.submit("update", 3.0)
     update.result()
     assert clock.now == pytest.approx(5.0)
     product.result()
     assert clock.now == pytest.approx(13.0)
-    assert processor.busy == pytest.approx(13.0)
+    assert processor.busy_seconds == pytest.approx(13.0)
 
 
-def test_time_in_which_nothing_computes_is_told_by_what_works_meanwhile() -> None:
+def test_idle_time_names_the_busy_engine() -> None:
     clock = Clock()
     over = link(clock)
-    processor, host = Processor(clock, over.at_work), store(clock, over, Hazards(10))
-    coming = host.read(Span("weight", 1), bytes_of(50))
-    processor.give("compute", 1.0)
-    assert isinstance(coming, Work)
-    processor.give("compute", 1.0, after=[coming]).result()
+    processor, host = Processor(clock, over.blocker), store(clock, over, Hazards(10))
+    incoming = host.read(Span("weight", 1), bytes_of(50))
+    processor.submit("compute", 1.0)
+    assert isinstance(incoming, Work)
+    processor.submit("compute", 1.0, after=[incoming]).result()
     assert processor.idle["link"] == pytest.approx(4.0, abs=1e-3)

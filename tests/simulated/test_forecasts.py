@@ -1,4 +1,4 @@
-"""Forecasts of GPT-J 6B on accelerators beside the step itself: its memory by the ledger, its seconds by a replay."""
+"""Forecasts of GPT-J 6B on accelerators, compared with a simulated step: memory ledger and replayed seconds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check_memory(case: dict[str, Any]) -> None:
     assert case["ledger"] <= case["forecast"] <= 1.1 * case["ledger"], case
 
 
-def test_a_few_blocks_take_the_memory_that_was_forecast_and_the_seconds(server: ForkServer) -> None:
+def test_few_blocks_match_memory_and_time_forecasts(server: ForkServer) -> None:
     found = forecasts(
         server, "memory", *({"cap": 6, "tokens": 4096, "method": each, "layers": 2} for each in ("full", "lora"))
     )
@@ -33,7 +33,7 @@ def test_a_few_blocks_take_the_memory_that_was_forecast_and_the_seconds(server: 
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [4096, 16384, 32768])
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_no_step_takes_more_memory_than_forecast_or_a_tenth_less(server: ForkServer, method: str, tokens: int) -> None:
+def test_memory_forecast_is_tight_upper_bound(server: ForkServer, method: str, tokens: int) -> None:
     cases = forecasts(server, "memory", *({"cap": cap, "tokens": tokens, "method": method} for cap in CAPS))
     for case in cases:
         if case["need"] <= case["have"]:
@@ -45,6 +45,6 @@ def test_no_step_takes_more_memory_than_forecast_or_a_tenth_less(server: ForkSer
 @pytest.mark.parametrize(
     ("device", "cap"), [("RTX 4060 8GB", 8), ("RTX 4090 24GB", 24), ("H100 80GB", 40), ("H200 141GB", 80)]
 )
-def test_the_timeline_takes_as_long_as_the_operations_of_a_step(server: ForkServer, device: str, cap: int) -> None:
+def test_timeline_matches_a_steps_operations(server: ForkServer, device: str, cap: int) -> None:
     (step,) = forecasts(server, "time", {"device": device, "tokens": 16384, "cap": cap})
     assert step["forecast"] == pytest.approx(step["replay"], rel=0.05)

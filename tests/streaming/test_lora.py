@@ -43,8 +43,8 @@ from gptj_ft.models.batch import PackedBatch, pack
 from gptj_ft.models.dropout import Dropout, seed_of
 from gptj_ft.models.lora import linear_layers, name_of
 from gptj_ft.models.trainable import select
+from gptj_ft.planning.costs import training_passes
 from gptj_ft.planning.layer_cost import LayerInput, measure_block
-from gptj_ft.planning.traffic import training_passes
 from gptj_ft.planning.workload import StepTokens, Workload
 from gptj_ft.streaming.activations import boundary_layout
 from gptj_ft.streaming.adamw import AdamW

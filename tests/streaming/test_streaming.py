@@ -40,7 +40,7 @@ from gptj_ft.data.batches import micro_batches
 from gptj_ft.errors import GptjFtError
 from gptj_ft.models.batch import NO_TARGET, PackedBatch, pack
 from gptj_ft.models.layout import TIED_SOURCE_LAYER, Layout
-from gptj_ft.planning.traffic import training_passes
+from gptj_ft.planning.costs import training_passes
 from gptj_ft.planning.workload import StepTokens, Workload
 from gptj_ft.streaming.activations import NUM_BUFFERS, DeviceActivations, boundary_layout
 from gptj_ft.streaming.adamw import BLOCK_NUMEL, AdamW

@@ -23,7 +23,7 @@ NARROW = {"moments": "bf16", "gradients": "bf16"}
 
 def memory(case: dict[str, Any]) -> dict[str, Any]:
     """Plan a step within a cap and return the ledger of that plan."""
-    from gptj_ft.planning.working_memory import usable
+    from gptj_ft.planning.memory import usable
 
     options = {**NARROW, "method": case["method"]}
     if case["method"] == "lora":
@@ -65,7 +65,8 @@ def planned(case: dict[str, Any], options: dict[str, Any], cap: int, device: Dev
     from gptj_ft.config.resolve import build
     from gptj_ft.models.registry import Architecture, families
     from gptj_ft.models.trainable import select
-    from gptj_ft.planning.plan import Free, choose
+    from gptj_ft.planning.memory import Free
+    from gptj_ft.planning.plan import choose
     from gptj_ft.planning.workload import RowLengths, StepTokens, Workload
 
     shape = {**GPTJ_6B, "n_layer": case.get("layers", GPTJ_6B["n_layer"])}

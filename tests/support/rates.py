@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
 from gptj_ft.planning.layer_times import LayerKind, Seconds
+from gptj_ft.planning.machine_profile import MachineProbe
 from gptj_ft.planning.probe import ComputeRates, DiskRates, Rates
 
 
@@ -14,9 +17,9 @@ def layers_by(compute: ComputeRates) -> Callable[[Sequence[LayerKind]], list[Sec
     """Return a layer timer for a machine that does only matrix products, at these rates."""
 
     def seconds(kind: LayerKind) -> Seconds:
-        rate = compute.fp32 if kind.given.dtype == torch.float32 else compute.bf16
+        rate = compute.fp32 if kind.shape.dtype == torch.float32 else compute.bf16
         parameters = sum(parameter.numel() for parameter in kind.layer.parameters())
-        forward = (2.0 * parameters * kind.given.tokens + 1.0) / rate
+        forward = (2.0 * parameters * kind.shape.tokens + 1.0) / rate
         return Seconds(forward, 2.0 * forward if kind.is_trained else 0.0)
 
     return lambda kinds: [seconds(kind) for kind in kinds]
@@ -37,3 +40,34 @@ def round_rates(disk: DiskRates, to_device: float, from_device: float, on_cpu: b
         from_device=from_device,
     )
     return Rates(compute, disk, on_cpu)
+
+
+class FakeMachine(MachineProbe):
+    """A machine with known rates; counts its measurements."""
+
+    def __init__(self, rates: Rates, load: float = 0.0, free: int = 10**13, has_bf16: bool = True) -> None:
+        self.rates, self.load, self.free, self.has_bf16 = rates, load, free, has_bf16
+        self.counts = Counter[str]()
+        self.timed: list[LayerKind] = []
+        self.time_layers = layers_by(rates.compute)
+
+    def compute(self, device: torch.device) -> ComputeRates:
+        self.counts["compute"] += 1
+        return self.rates.compute
+
+    def disk(self, folder: Path) -> DiskRates:
+        self.counts["disk"] += 1
+        return self.rates.disk
+
+    def layers(self, kinds: Sequence[LayerKind]) -> list[Seconds]:
+        self.timed += kinds
+        return self.time_layers(kinds)
+
+    def core_load(self) -> float:
+        return self.load
+
+    def free_disk(self, folder: Path) -> int:
+        return self.free
+
+    def supports_bf16(self, device: torch.device) -> bool:
+        return self.has_bf16

@@ -89,7 +89,7 @@ def main() -> None:
     # Products of GPT-J's size would take long; copies over the link are measured.
     probe.matmul_rate = lambda *_: 1e11
     probe._block_rates = lambda *_: (1e18, 1e18)
-    probe._COPY_BYTES = LINK_BYTES
+    probe.COPY_BYTES = LINK_BYTES
     probe.measure_disk = lambda folder: DiskRates(read=2e9, write=1e9, mixed=1.5e9)
     checkup.MODEL = "cerebras/Cerebras-GPT-111M"  # planned sooner than GPT-J
     speed.LINK_BYTES, parity.SHAPES, trial.CHUNK_NUMEL = LINK_BYTES, SHAPES, CHUNK_NUMEL

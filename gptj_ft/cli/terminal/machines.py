@@ -8,7 +8,7 @@ from rich.console import Console
 
 from gptj_ft.cli.terminal.screen import panel, table, time_after
 from gptj_ft.distributed.scale_out import NodePass, ScaleOut, Share, bits_text
-from gptj_ft.planning.plan import Need
+from gptj_ft.planning.memory import Need
 from gptj_ft.system.units import clock, gigabytes
 
 BOUND = {"compute": "computing", "waiting": "waiting", "transfer": "moving bytes", "network": "network"}

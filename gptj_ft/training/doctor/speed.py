@@ -20,9 +20,9 @@ from gptj_ft.models.batch import PackedBatch, most_filled
 from gptj_ft.models.layout import Layout
 from gptj_ft.models.registry import Architecture, families
 from gptj_ft.planning.machine_profile import rates
-from gptj_ft.planning.plan import DoesNotFit, Free, Plan, choose, forecast, with_replay
+from gptj_ft.planning.memory import Free, allocator_limit
+from gptj_ft.planning.plan import DoesNotFit, Plan, choose, forecast, with_replay
 from gptj_ft.planning.probe import Rates
-from gptj_ft.planning.working_memory import allocator_limit
 from gptj_ft.planning.workload import RowLengths, StepTokens, Workload
 from gptj_ft.streaming.activations import boundary_layout
 from gptj_ft.streaming.adamw import AdamW

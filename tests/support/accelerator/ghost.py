@@ -106,7 +106,7 @@ def ghost_step(
     from gptj_ft.data.batches import micro_batches
     from gptj_ft.models.registry import Architecture, families
     from gptj_ft.models.trainable import select
-    from gptj_ft.planning.plan import keeps_gradients
+    from gptj_ft.planning.memory import keeps_gradients
     from gptj_ft.streaming.activations import boundary_layout
     from gptj_ft.streaming.adamw import AdamW
     from gptj_ft.streaming.open import open_for_training

@@ -1,4 +1,4 @@
-"""A step replayed in virtual time: what it takes, what it waits for, for devices that are not here."""
+"""Replayed steps in virtual time, on accelerators and on a CPU with a disk."""
 
 from __future__ import annotations
 
@@ -13,22 +13,12 @@ from gptj_ft.config.options import Recipe
 from gptj_ft.errors import UsageError
 from gptj_ft.models.gptj import GPTJConfig, build_layers
 from gptj_ft.models.layout import Layout
+from gptj_ft.planning.costs import training_passes
 from gptj_ft.planning.devices import DEVICES, LINKS, find_device
-from gptj_ft.planning.plan import (
-    NUM_REPLAYED,
-    SAME,
-    Free,
-    Plan,
-    candidates,
-    choose,
-    forecast,
-    forecast_memory,
-    kinds_on_disk,
-    with_replay,
-)
+from gptj_ft.planning.memory import Free, forecast_memory
+from gptj_ft.planning.plan import NUM_REPLAYED, SAME, Plan, candidates, choose, forecast, kinds_on_disk, with_replay
 from gptj_ft.planning.probe import ComputeRates, DiskRates, Rates
-from gptj_ft.planning.timeline import ScheduleInputs, Timeline, replay
-from gptj_ft.planning.traffic import training_passes
+from gptj_ft.planning.step_replay import ScheduleInputs, Timeline, replay
 from gptj_ft.planning.workload import LayerTimes, ModelTimes, RowLengths, SecondsByTokens, StepTokens, Workload
 from gptj_ft.streaming.buffers import BufferBudget
 from gptj_ft.streaming.stores.placement import Place, Placement, training_dtypes
@@ -45,7 +35,7 @@ ON_HOST, ON_DEVICE = Placement("host", "host"), Placement("device", "device")
 
 
 def workload(tokens: int, blocks: int = 4) -> Workload:
-    """Some blocks of GPT-J, documents of 1,024 tokens, micro-batches of 2,048."""
+    """Return blocks of GPT-J, documents of 1,024 tokens, micro-batches of 2,048."""
     layers = build_layers(GPTJConfig(n_layer=blocks))
     layouts = [Layout.of(layer) for layer in layers]
     return Workload(
@@ -58,17 +48,17 @@ def schedule(placement: Placement = ON_HOST, clips: bool = True, **budget: int) 
     return ScheduleInputs(placement, tuple(stored.items()), BufferBudget(**budget))
 
 
-def test_a_model_that_stays_on_the_device_waits_for_nothing() -> None:
+def test_resident_model_never_waits() -> None:
     found = replay(workload(8192), schedule(ON_DEVICE), RATES)
     assert (found.step.link_in, found.step.link_out, found.step.disk) == (0, 0, 0)
     assert found.stall < 0.01
     assert found.seconds == pytest.approx(found.step.compute, rel=0.01)
     flops = workload(8192).flops().hardware
-    assert flops / 4e13 < found.step.compute < 1.6 * flops / 4e13, "products, attention, and what memory bounds"
+    assert flops / 4e13 < found.step.compute < 1.6 * flops / 4e13, "products, attention, and operations bound by memory"
 
 
 @pytest.mark.parametrize("clips", [True, False])
-def test_the_replay_moves_the_bytes_that_the_schedule_counts(clips: bool) -> None:
+def test_replay_moves_the_counted_bytes(clips: bool) -> None:
     load, asked = workload(2048), schedule(clips=clips)
     found = replay(load, asked, RATES)
     passes = training_passes(ON_HOST, load, dict(asked.stored), asked.budget, 0)[:2]
@@ -77,7 +67,7 @@ def test_the_replay_moves_the_bytes_that_the_schedule_counts(clips: bool) -> Non
 
 
 @pytest.mark.parametrize("place", ["host", "disk"])
-def test_where_bytes_are_slow_a_step_takes_as_long_as_they_do(place: Place) -> None:
+def test_slow_transfers_bound_the_step(place: Place) -> None:
     slow = replace(RATES, compute=replace(RATES.compute, to_device=2e9, from_device=2e9))
     found = replay(workload(2048), schedule(Placement(place, place)), slow)
     assert found.step.bound == max(found.step.link_in, found.step.link_out, found.step.disk) > found.step.compute
@@ -86,7 +76,7 @@ def test_where_bytes_are_slow_a_step_takes_as_long_as_they_do(place: Place) -> N
     assert found.stall == pytest.approx(1 - found.step.compute / found.seconds, abs=0.02)
 
 
-def test_long_steps_hide_their_transfers_and_short_ones_say_how_many_tokens_would() -> None:
+def test_suggested_tokens_hide_the_transfers() -> None:
     recipe = Recipe(moments="bf16", gradients="bf16", weights="host", optimizer_state="host", activations="recompute")
     free = Free(10**11, 10**12, 10**14, is_shared=False)
 
@@ -107,7 +97,7 @@ def test_long_steps_hide_their_transfers_and_short_ones_say_how_many_tokens_woul
 
 
 def gptj_6b(device: str, tokens: int = 16384, **options: object) -> tuple[Recipe, Workload, Free, Rates]:
-    """Rows of 1,024 tokens on a published device, in a machine with memory enough."""
+    """Return GPT-J 6B on a published device, with rows of 1,024 tokens and enough host memory."""
     card = find_device(device)
     free = Free(card.memory_bytes, 256 * 10**9, 2 * 10**12, is_shared=False)
     load = workload(tokens, blocks=28).with_step(micro_batch=4096)
@@ -120,7 +110,7 @@ def plan_of_gptj_6b(device: str) -> Plan:
 
 
 @pytest.mark.parametrize("device", ["RTX 4060 8GB", "RTX 4090 24GB", "A100 80GB", "H100 80GB", "H200 141GB"])
-def test_a_step_of_gptj_6b_takes_as_long_as_the_longer_of_what_each_pass_does(device: str) -> None:
+def test_gptj_6b_step_reaches_its_bound(device: str) -> None:
     timeline = plan_of_gptj_6b(device).timeline
     assert timeline is not None
     assert timeline.share_by_pass > 0.97
@@ -130,11 +120,11 @@ def test_a_step_of_gptj_6b_takes_as_long_as_the_longer_of_what_each_pass_does(de
     if not timeline.step.moving:
         return
     forward = timeline.forward
-    assert forward.moving > timeline.backward.moving, "with clipping all updates are made there"
+    assert forward.moving > timeline.backward.moving, "with clipping, forward applies all updates"
     assert (timeline.share_of_bound > 0.95) == (forward.compute > forward.moving)
 
 
-def test_so_many_more_tokens_hide_the_transfers_of_gptj_6b() -> None:
+def test_suggested_tokens_hide_transfers_of_gptj_6b() -> None:
     plan = plan_of_gptj_6b("RTX 4090 24GB")
     assert plan.timeline is not None
     assert plan.timeline.stall > 0.1
@@ -145,7 +135,7 @@ def test_so_many_more_tokens_hide_the_transfers_of_gptj_6b() -> None:
 
 
 @pytest.mark.parametrize("device", ["RTX 4090 24GB", pytest.param("H200 141GB", marks=pytest.mark.slow)])
-def test_of_the_placements_that_fit_an_accelerator_the_one_whose_replay_is_fastest_is_taken(device: str) -> None:
+def test_accelerator_gets_placement_with_fastest_replay(device: str) -> None:
     recipe, load, free, rates = gptj_6b(device)
     plan = plan_of_gptj_6b(device)
     assert not kinds_on_disk(plan.placement)
@@ -155,28 +145,30 @@ def test_of_the_placements_that_fit_an_accelerator_the_one_whose_replay_is_faste
             seconds[each] = with_replay(forecast(each, load, recipe, rates, free), load, recipe).costs.seconds_per_step
     assert len(seconds) > NUM_REPLAYED
     assert plan.costs.seconds_per_step == seconds[plan.placement] <= (1 + SAME) * min(seconds.values())
-    assert seconds[plan.placement] < 0.96 * next(iter(seconds.values())), "memory of the device is for activations"
+    assert seconds[plan.placement] < 0.96 * next(iter(seconds.values())), (
+        "streamed weights leave device memory for kept graphs"
+    )
     asked = choose(recipe.model_copy(update={"weights": "device"}), load, free, rates)
     assert asked.placement.weights == "device"
 
 
-def test_what_fits_elsewhere_is_not_put_on_a_disk_however_fast() -> None:
+def test_memory_is_preferred_to_any_disk() -> None:
     recipe, load, free, rates = gptj_6b("RTX 4090 24GB")
     rates = replace(rates, disk=DiskRates(read=1e12, write=1e12, mixed=1e12))
     found = {host: choose(recipe, load, replace(free, host=host * 10**9), rates).placement for host in (105, 60)}
-    assert (found[105].weights, found[105].optimizer_state) == ("device", "host"), "there is no room for both there"
+    assert (found[105].weights, found[105].optimizer_state) == ("device", "host"), "the device has no room for both"
     assert not kinds_on_disk(found[105])
     assert kinds_on_disk(found[60]) == {"optimizer_state"}
 
 
-def test_micro_batches_that_are_not_alike_leave_the_device_too() -> None:
+def test_uneven_micro_batches_leave_the_device() -> None:
     away = replay(workload(12799), schedule(replace(ON_HOST, boundaries="host")), RATES)
     assert away.step.link_out == pytest.approx(
         replay(workload(12800), schedule(replace(ON_HOST, boundaries="host")), RATES).step.link_out, rel=0.01
     )
 
 
-def test_kept_activations_and_no_clipping_take_less() -> None:
+def test_kept_graphs_and_no_clipping_save_time() -> None:
     load = workload(4096)
     plain, kept, unclipped = (
         replay(load, each, RATES) for each in (schedule(), schedule(num_kept_layers=4), schedule(clips=False))
@@ -185,30 +177,30 @@ def test_kept_activations_and_no_clipping_take_less() -> None:
     assert unclipped.step.link_out < plain.step.link_out
 
 
-def test_inputs_that_wait_in_host_memory_cross_the_link() -> None:
+def test_boundaries_in_host_memory_cross_the_link() -> None:
     load = workload(8192)
     here, away = (replay(load, schedule(replace(ON_HOST, boundaries=place)), RATES) for place in ("device", "host"))
     moved = 4 * 8192 * 4096 * 2 / 1e10
     assert away.step.link_out - here.step.link_out == pytest.approx(moved, rel=0.02)
 
 
-MEMORY_OF_NO_COST = replace(RATES.compute, memory=1e30, near_memory=1e30)
-DISK_OF_NO_COST = DiskRates(1e30, 1e30, 1e30)
+FREE_MEMORY = replace(RATES.compute, memory=1e30, near_memory=1e30)
+FREE_DISK = DiskRates(1e30, 1e30, 1e30)
 
 
 def timed_workload(tokens: int = 4096) -> Workload:
-    """The same blocks, timed: a block forward takes 0.01 s and 0.1 ms a token, backward twice as long."""
+    """Return the same blocks with times: forward 0.01 s and 0.1 ms per token, backward twice as long."""
     load = workload(tokens)
     block = LayerTimes(SecondsByTokens(0.01, 1e-4), SecondsByTokens(0.02, 2e-4))
     return replace(load, times=ModelTimes((block, *(block,) * 4, block)))
 
 
 def on_cpu(**rates: object) -> Rates:
-    return replace(Rates(MEMORY_OF_NO_COST, DISK_OF_NO_COST, on_cpu=True), **rates)
+    return replace(Rates(FREE_MEMORY, FREE_DISK, on_cpu=True), **rates)
 
 
 @pytest.mark.parametrize(("kept", "micro_batches"), [(0, 0.0), (2, 0.0), (0, 2.6)])
-def test_on_a_cpu_layers_take_the_seconds_that_they_were_timed_to_take(kept: int, micro_batches: float) -> None:
+def test_cpu_replay_takes_the_timed_seconds(kept: int, micro_batches: float) -> None:
     load = timed_workload().with_step(micro_batches=micro_batches)
     found = replay(load, schedule(Placement("disk", "disk"), num_kept_layers=kept), on_cpu())
     assert found.forward.compute == pytest.approx(load.forward_seconds, rel=0.02)
@@ -216,29 +208,29 @@ def test_on_a_cpu_layers_take_the_seconds_that_they_were_timed_to_take(kept: int
     assert found.stall < 1e-3
 
 
-def test_on_a_cpu_what_moves_beside_a_computation_takes_time_from_it() -> None:
+def test_cpu_transfers_slow_the_computation() -> None:
     load, each = timed_workload(tokens=16384), 1e-10
     costly = on_cpu(disk=replace(RATES.disk, read_cpu=each, write_cpu=2 * each))
     asked = schedule(Placement("disk", "disk"))
     passes = training_passes(asked.placement, load, dict(asked.stored), asked.budget, 0)[:2]
     moving = each * sum(found.read["disk"] + 2 * found.written["disk"] for found in passes)
     found, free = (replay(load, asked, rates) for rates in (costly, on_cpu(disk=RATES.disk)))
-    assert 0.7 * moving < found.step.compute - free.step.compute < moving, "nothing is taken while nothing is computed"
+    assert 0.7 * moving < found.step.compute - free.step.compute < moving, "idle time is not slowed down"
 
 
-def test_on_a_cpu_updates_wait_for_the_memory_that_transfers_take() -> None:
+def test_cpu_transfers_slow_updates() -> None:
     load, asked = timed_workload(), schedule(Placement("disk", "disk"))
-    compute = replace(MEMORY_OF_NO_COST, memory=1e10)
+    compute = replace(FREE_MEMORY, memory=1e10)
     disks = (replace(RATES.disk, update_delay=delay) for delay in (0.0, 1e-10))
     alone, beside = (replay(load, asked, on_cpu(compute=compute, disk=disk)) for disk in disks)
     passes = training_passes(asked.placement, load, dict(asked.stored), asked.budget, 0)[:2]
     moved = [sum((*each.read.values(), *each.written.values())) for each in passes]
     assert 0.5e-10 * moved[0] < beside.forward.compute - alone.forward.compute < 1e-10 * moved[0]
-    assert beside.backward.compute - alone.backward.compute < 0.5e-10 * moved[1], "products, mostly"
+    assert beside.backward.compute - alone.backward.compute < 0.5e-10 * moved[1], "mostly products"
 
 
-def test_on_a_cpu_a_step_from_disk_takes_longer_than_its_passes_would_if_all_overlapped() -> None:
-    # The update of an embedding comes before there is anything to compute, and the gradient of one when all is done.
+def test_cpu_disk_step_overlaps_imperfectly() -> None:
+    # The embedding's update comes before any computation, and its gradient after all of it.
     recipe = Recipe(moments="bf16", gradients="bf16", weights="disk", optimizer_state="disk", activations="recompute")
     free, load = Free(10**11, 10**11, 10**13, is_shared=True), timed_workload()
     plan = choose(recipe, load, free, on_cpu(disk=RATES.disk))
@@ -250,11 +242,11 @@ def test_on_a_cpu_a_step_from_disk_takes_longer_than_its_passes_would_if_all_ove
     assert choose(in_memory, load, free, plan.rates).timeline is None
 
 
-def test_a_replay_is_the_same_each_time() -> None:
+def test_replay_is_deterministic() -> None:
     assert replay(workload(2048), schedule(), RATES) == replay(workload(2048), schedule(), RATES)
 
 
-def test_published_devices_are_found_by_how_people_call_them() -> None:
+def test_published_devices_have_common_names() -> None:
     for name in ("RTX 4060 8GB", "rtx4060", "GeForce RTX 4060", "NVIDIA 4060 8 GB", "4060"):
         assert find_device(name).name == "RTX 4060 8GB", name
     assert find_device("RTX 4060 Ti").memory_gib == 16
@@ -276,7 +268,7 @@ def test_published_rates_are_plausible() -> None:
         assert rates.to_device < LINKS[device.link] * 1e9
 
 
-def test_plan_forecasts_a_run_on_a_device_that_is_not_here(shell, tmp_path: Path) -> None:
+def test_plan_forecasts_a_published_device(shell, tmp_path: Path) -> None:
     line = "plan --recipe summarization --model cerebras/Cerebras-GPT-1.3B --host-memory 64GB --disk-space 200GB"
     sized = f"{line} --max-length 512 --set batch_size=4"
     done = shell(f"{sized} --device 'RTX 4060 8GB' --json")

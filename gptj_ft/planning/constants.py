@@ -1,0 +1,50 @@
+"""Constants that measurements fitted, in one table; each with the benchmark or count that it comes from.
+
+`benchmarks/forecast.py` compares the forecasts with runs: fit them again with it when an engine change moves a number.
+"""
+
+from __future__ import annotations
+
+from gptj_ft.streaming.stores.base import CHUNK_NUMEL
+from gptj_ft.system.direct_io import TRANSFERS
+
+# Seconds. tests/simulated/test_forecasts.py compares with every operation of a step on the simulated device.
+ISSUE_SECONDS = 10e-6  # for the program to submit a kernel
+LAUNCH_SECONDS = 3e-6  # for the device to start a kernel
+COPY_SECONDS = 10e-6  # to start a copy over the link
+BACKWARD_PIECES = 6  # of a layer; updates of other layers run between them
+ZEROED_ON_CPU = 5  # passes over a gradient that zeroing takes, page faults included (forecast.py)
+
+# Threads of the stores; see `stores.host`, `stores.folder`.
+HOST_TRANSFERS = 2  # each way
+FOLDER_TRANSFERS = 8
+
+# Work between the matrix products, counted in GPT-J's block in tensors of [tokens, width] that are read or written; an
+# MLP tensor counts 4: norms, rotation, GELU, sums. Backward: twice. Checked against layer timings (forecast.py).
+TOUCHED = 44
+TOUCHED_LOGITS = 12  # fp32 tensors of [targets, vocabulary]: softmax, loss and their gradients
+SUMMED = 3  # passes over a gradient by which autograd adds one micro-batch
+ONCE_A_STEP = 6  # passes over a gradient per step: zeroing, four times as slow as a copy, and the norm
+INNER = 4  # width of the MLP, in model widths
+
+# Memory of a process on a CPU: peak of the kernel's counters over the runs of forecast.py and full_size.py.
+PROCESS_BYTES = 560 * 2**20  # interpreter, torch, transformers, rows
+FREE_SHARE = 0.8  # of the free memory that kept activations may take
+SAVED_PER_TOKEN = 20  # tensors of [tokens, width] alive in one block's backward; MLP tensors count 4
+LOGITS = 4  # fp32 tensors of [targets, vocabulary]: a chunk's logits, softmax and gradients
+# Holes in the heap that graphs of small blocks leave; fitted to runs of encoders. Kept graphs fill them.
+HOLES, MOST_HOLES = 6, 260 * 10**6
+# Holes between kept graphs of causal blocks, in tensors of [tokens, width] per block and kept block; fitted to runs of
+# 8 blocks (2 to 4 kept) and of 24 (6 to 16 kept). Fewer if the MLP's tensors are so large that glibc maps them.
+HOLES_A_BLOCK, HOLES_BETWEEN_MAPPED, MAPPED_BYTES = 0.4, 1.5, 32 * 2**20
+HEAP_SHARE = 0.05  # remaining overhead of encoders, oneDNN's kernels included
+WEIGHT_BYTES = 4 + 1  # of an attention weight under dropout: fp32 and its mask
+WEIGHT_COPIES = 4  # attention weights alive at once: scores, weights, dropped weights, gradients
+
+# Memory of an accelerator: tests/simulated/test_forecasts.py and gpu.py.
+CONTEXT_BYTES = 400 * 10**6  # the device's context and the kernels that it loads
+LIBRARY_BYTES = CONTEXT_BYTES + 200 * 10**6  # and workspaces of libraries in torch's allocator
+FRAGMENTED_SHARE = 0.03  # of the memory that the allocator loses to changing shapes
+UPDATE_BYTES = 4 * 4 * CHUNK_NUMEL  # resident moments in fp32, random bits, copies of a first step
+DISK_STAGING_BYTES = 2 * 2 * TRANSFERS * 4 * CHUNK_NUMEL  # locked host memory of two stores that read and write
+TOKEN_BYTES = 3 * 8  # id, position and target of a token
