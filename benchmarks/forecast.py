@@ -1,15 +1,14 @@
-"""What the plan says that a run will cost, beside what it cost: memory and seconds per step.
+"""Compare forecasts with runs: memory and seconds per step.
 
-Random GPT-Js on rows of DialogSum, in fp32 and bf16 on the CPU, in placements and settings of all kinds; each is
-planned (`finetune --dry-run --json`) and then run, in processes of their own. Before each the machine is measured, as a
-user would have it measured (`plan --measure`), because a virtual machine is not the same for long; nothing else should
-run. Asked for: memory 0 to 10 % above what is measured, time within 15 %, in nine of ten.
+Random GPT-Js on rows of DialogSum, fp32 and bf16 on a CPU, in several placements. Each is planned (`finetune --dry-run
+--json`) and then run, in separate processes. `plan --measure` measures the machine before each of them, because the
+speed of a virtual machine changes; nothing else should run. Targets: memory 0 to 10 % above the measured peak, time
+within 15 %, in nine of ten runs.
 
     python benchmarks/forecast.py --data train.jsonl --tokenizer gpt2/ --work /tmp/forecast
 
-The first step is left out of the seconds: it has no update to apply. Steps are not of the same length, and the plan
-tells of the average of those to come: what is compared is the median of the seconds per token times the tokens of that
-average. Memory is the peak that the kernel counts.
+The first step is not timed: it has no pending update. Steps differ in length, so the measured time is the median of
+seconds per token, times the mean tokens of a step. Memory is the kernel's peak.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ RUNS: list[tuple[str, dict[str, Any]]] = [
 
 
 def main() -> None:
-    """Measure the machine, then plan and run."""
+    """Measure, plan and run each configuration; print a table."""
     options = parser(__doc__)
     options.add_argument("--only", help="numbers of the runs, from 1; default all")
     arguments = options.parse_args()
@@ -70,17 +69,17 @@ def main() -> None:
         print(json.dumps(results[-1]), flush=True)
     print(f"{'':<66}{'memory, GB':>22}{'':>7}{'seconds a step':>20}")
     for result in results:
-        told, was = result["forecast"], result["measured"]
-        what = ", ".join(str(result[key]) for key in result if key not in ("forecast", "measured", "placement"))
+        forecast, measured = result["forecast"], result["measured"]
+        label = ", ".join(str(result[key]) for key in result if key not in ("forecast", "measured", "placement"))
         print(
-            f"{what[:48]:<50}{told['memory'] / 1e9:>12.2f}{was['memory'] / 1e9:>8.2f}"
-            f"{told['memory'] / was['memory'] - 1:>8.0%}{told['seconds']:>12.1f}{was['seconds']:>8.1f}"
-            f"{told['seconds'] / was['seconds'] - 1:>8.0%}"
+            f"{label[:48]:<50}{forecast['memory'] / 1e9:>12.2f}{measured['memory'] / 1e9:>8.2f}"
+            f"{forecast['memory'] / measured['memory'] - 1:>8.0%}{forecast['seconds']:>12.1f}{measured['seconds']:>8.1f}"
+            f"{forecast['seconds'] / measured['seconds'] - 1:>8.0%}"
         )
 
 
 def plan_and_run(arguments: Any, model: Path, different: dict[str, Any]) -> dict[str, Any]:
-    """Return what was forecast and what was measured."""
+    """Return the forecast and the measured values."""
     run = Run(arguments.work / "run")
     choices = {
         "recipe": "summarization", "model": model, "data": arguments.data, "output": run.folder, "holdout": 0,

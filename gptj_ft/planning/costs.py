@@ -1,6 +1,6 @@
 """Compute the seconds and the written bytes of a run: its steps, and everything beside them.
 
-A pass takes as long as the slower of its computation and its transfers. `step_replay` says how well they overlap.
+A pass takes as long as the slower of its computation and its transfers. `timeline` says how well they overlap.
 """
 
 from __future__ import annotations

@@ -16,8 +16,9 @@ from gptj_ft.planning.machine_profile import reason_for
 from gptj_ft.planning.memory import Free, MemoryForecast, Requirements, forecast_memory, stored_kinds
 from gptj_ft.planning.probe import Rates
 from gptj_ft.planning.scaling_law import ScalingForecast
-from gptj_ft.planning.step_replay import ScheduleInputs, Timeline, replay
+from gptj_ft.planning.step_replay import ScheduleInputs
 from gptj_ft.planning.suggestions import HARMLESS, TRAINING, Candidate, suggest
+from gptj_ft.planning.timeline import Timeline, replay
 from gptj_ft.planning.workload import Workload
 from gptj_ft.streaming.buffers import BufferBudget
 from gptj_ft.streaming.stores.placement import Place, Placement

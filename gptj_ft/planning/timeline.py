@@ -1,0 +1,362 @@
+"""Replay a training step in virtual time, at the rates of a device and a disk.
+
+On an accelerator, a layer takes the seconds of the kernels that its own code runs on the meta device (`layer_cost`).
+On a CPU it takes its timed seconds (`layer_times`); the program waits for each kernel, files are read into the device's
+own memory, and transfers take processor time from the computation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gptj_ft.models.batch import Poll
+from gptj_ft.models.layout import FROZEN, Kind
+from gptj_ft.planning.constants import (
+    BACKWARD_PIECES,
+    FOLDER_TRANSFERS,
+    HOST_TRANSFERS,
+    ISSUE_SECONDS,
+    LAUNCH_SECONDS,
+    ZEROED_ON_CPU,
+)
+from gptj_ft.planning.layer_cost import KernelCost, LayerCost, LayerInput, embedding_cost, measure_blocks
+from gptj_ft.planning.memory import head_cost, largest_chunk
+from gptj_ft.planning.probe import Rates
+from gptj_ft.planning.step_replay import ScheduleInputs, StepReplay, UntimedDevice, bytes_to_update
+from gptj_ft.planning.virtual_machine import (
+    Clock,
+    CopyEngines,
+    Direction,
+    Hazards,
+    Processor,
+    Stream,
+    VirtualQueue,
+    VirtualStore,
+    Work,
+)
+from gptj_ft.planning.workload import Workload
+from gptj_ft.streaming.activations import OffloadedActivations, boundary_layout
+from gptj_ft.streaming.loaded_layer import LoadedLayer
+from gptj_ft.streaming.offloaded_model import OffloadedModel
+from gptj_ft.streaming.stores.placement import Place
+from gptj_ft.system.accelerator import META
+from gptj_ft.system.direct_io import TRANSFERS
+
+REPLAYED_STEPS = 2  # the first step has no pending update
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """Seconds of a pass over the layers, and the busy seconds of each part of the machine."""
+
+    seconds: float
+    compute: float
+    link_in: float
+    link_out: float
+    disk: float
+
+    @property
+    def bound(self) -> float:
+        """Lower bound of the seconds: those of the busiest part."""
+        return max(self.compute, self.moving)
+
+    @property
+    def moving(self) -> float:
+        """Busy seconds of the busiest transfer engine."""
+        return max(self.link_in, self.link_out, self.disk)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A training step in virtual time."""
+
+    tokens: float
+    forward: PassTimes  # until the head starts
+    backward: PassTimes
+    waits: Mapping[str, float]  # idle seconds of the computation while the "disk", "link" or "program" works
+
+    @property
+    def step(self) -> PassTimes:
+        first, second = asdict(self.forward), asdict(self.backward)
+        return PassTimes(**{name: first[name] + second[name] for name in first})
+
+    @property
+    def seconds(self) -> float:
+        return self.step.seconds
+
+    @property
+    def share_of_bound(self) -> float:
+        """Busiest part of the machine, as a share of the step's seconds; 1: perfect overlap."""
+        return self.step.bound / self.seconds
+
+    @property
+    def bound_by_pass(self) -> float:
+        """Lower bound of the seconds if no work moves between the passes.
+
+        With clipping none can: updates need the norm of all gradients, so the next forward pass applies them.
+        """
+        return self.forward.bound + self.backward.bound
+
+    @property
+    def share_by_pass(self) -> float:
+        return self.bound_by_pass / self.seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def stall(self) -> float:
+        """Share of the step in which the computation is idle."""
+        return sum(self.waits.values()) / self.seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """Convert to JSON values."""
+        derived = ("share_of_bound", "bound_by_pass", "share_by_pass", "tokens_per_second", "stall")
+        return {
+            **asdict(self.step),
+            "bound": self.step.bound,
+            **asdict(self),
+            **{name: getattr(self, name) for name in derived},
+        }
+
+
+def replay(workload: Workload, schedule: ScheduleInputs, rates: Rates) -> Timeline:
+    """Replay a step in the steady state, in virtual time; the workload needs its layers, on a CPU with their times."""
+    device = VirtualDevice(workload, schedule, rates)
+    steps = StepReplay(workload, schedule, device.store, device)
+    device.attach(steps.model)
+    for _ in range(REPLAYED_STEPS):
+        device.start_step()
+        steps.run_step()
+    return device.timeline()
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Kernels that are submitted together."""
+
+    seconds: float
+    number: int
+    by_memory: bool = False  # bound by memory bandwidth
+
+
+@dataclass(frozen=True)
+class _LayerPieces:
+    """A layer's kernels on a micro-batch; the layer polls between the pieces of forward."""
+
+    forward: tuple[_Piece, ...]
+    backward: tuple[_Piece, ...]
+
+    def lasting(self, forward: float, backward: float) -> _LayerPieces:
+        """Return the same pieces with other total seconds."""
+        return _LayerPieces(_lasting(self.forward, forward), _lasting(self.backward, backward))
+
+
+def _lasting(pieces: Sequence[_Piece], seconds: float) -> tuple[_Piece, ...]:
+    total = sum(piece.seconds for piece in pieces)
+    return tuple(replace(piece, seconds=piece.seconds * seconds / total) for piece in pieces) if total else ()
+
+
+class VirtualDevice(UntimedDevice):
+    """A device in virtual time, with the stores that it moves tensors from and to."""
+
+    def __init__(self, workload: Workload, schedule: ScheduleInputs, rates: Rates) -> None:
+        self._workload, self._schedule, self._rates = workload, schedule, rates
+        self._tokens = workload.step.mean
+        self.micro_batches = max(1, -(-int(self._tokens) // workload.step.micro_batch))
+        # Rounded down: all micro-batches together must fit the buffer of a mean step.
+        self.micro_batch_tokens = max(1, int(self._tokens / self.micro_batches))
+        self._clock = clock = Clock()
+        compute, on_cpu = rates.compute, rates.on_cpu
+        delays = self._delay if on_cpu else None
+        self._link = CopyEngines(clock, compute.to_device, compute.from_device, rates.disk, delays)
+        self._processor = Processor(clock, self._link.blocker)
+        self._hazards = Hazards(schedule.budget.chunk_numel)
+        self._by_memory = False  # whether memory bandwidth bounds the running kernels
+        self._earlier: list[Work] = []  # that the next kernels wait for
+        self._start: tuple[float, ...] = ()
+        self._turn: tuple[float, ...] = ()  # counters when the head started
+        # Gradients are written at other times than the rest: in host memory they have a store of their own.
+        threads: dict[Place, int] = {"host": HOST_TRANSFERS, "disk": TRANSFERS}
+        self._queues = {place: VirtualQueue(clock, number) for place, number in threads.items()}
+        self._update_bytes = bytes_to_update(dict(schedule.stored))
+        self._update_kernels = 4 + 6 * sum(dtype != torch.float32 for _, dtype in schedule.stored)
+        self._products = compute.matmul(workload.dtype, workload.width)
+        self._layers = [self._pieces(cost) for cost in self._layer_costs()]
+        if on_cpu:
+            tokens, share = workload.step.micro_batch_mean, workload.step.num_micro_batches / self.micro_batches
+            self._layers[1:-1] = [
+                pieces.lasting(share * times.forward.at(tokens), share * times.backward.at(tokens))
+                for pieces, times in zip(self._layers[1:-1], workload.times.layers[1:-1], strict=True)
+            ]
+
+    def store(self, kind: Kind) -> VirtualStore:
+        """Return the store of a kind that is not on the device."""
+        place, clock = self._schedule.placement.of(kind), self._clock
+        if kind == FROZEN:
+            queue = VirtualQueue(clock, FOLDER_TRANSFERS if place == "disk" else HOST_TRANSFERS)
+        elif place == "host" and kind == "grad":
+            queue = VirtualQueue(clock, HOST_TRANSFERS)
+        else:
+            queue = self._queues[place]
+        return self._store(place, queue)
+
+    def _store(self, place: Place, queue: VirtualQueue) -> VirtualStore:
+        chunk = self._schedule.budget.chunk_numel if place == "disk" else 0
+        return VirtualStore(queue, self._link, self._hazards, chunk, lambda: [self._processor.last["compute"]])
+
+    def attach(self, model: OffloadedModel) -> None:
+        """Prepare the model: layer inputs may leave the device."""
+        self._model, workload, place = model, self._workload, self._schedule.placement.boundaries
+        if place != "device":
+            numel = boundary_layout(workload.step.most, workload.width, self.micro_batches).numel
+            store = self._store(place, VirtualQueue(self._clock, HOST_TRANSFERS))
+            model.boundaries = OffloadedActivations(
+                store, numel, model.budget.chunk_numel, workload.dtype, META, model.meter
+            )
+
+    def _layer_costs(self) -> list[LayerCost]:
+        workload, attended = self._workload, self._workload.rows.attended
+        tokens = max(1, round(self._tokens / self.micro_batches))
+        row = min(tokens, max(1, round(2 * attended) if attended else workload.rows.longest))
+        batch = LayerInput.of_rows(tokens, row, workload.width, workload.dtype)
+        blocks = measure_blocks(workload.layers, workload.layouts, batch, workload.lowest_trained)
+        return [embedding_cost(workload.layouts[0], batch), *blocks, head_cost(workload)]
+
+    def _pieces(self, cost: LayerCost) -> _LayerPieces:
+        size = -(-len(cost.backward) // BACKWARD_PIECES) or 1
+        parts = [cost.backward[start : start + size] for start in range(0, len(cost.backward), size)]
+        return _LayerPieces(tuple(map(self._piece, cost.forward)), tuple(map(self._piece, parts)))
+
+    def _piece(self, kernels: Sequence[KernelCost]) -> _Piece:
+        return _Piece(sum(self._kernel_seconds(kernel) for kernel in kernels), len(kernels))
+
+    def _kernel_seconds(self, kernel: KernelCost) -> float:
+        compute = self._rates.compute
+        rate = compute.attention if kernel.is_attention else self._products
+        memory = compute.memory_for(kernel.num_bytes / 2)
+        return max(kernel.flops / rate, kernel.num_bytes / memory) + LAUNCH_SECONDS
+
+    def _moving(self, num_bytes: float, number: int = 1) -> _Piece:
+        """Return kernels that read and write this many bytes."""
+        return _Piece(num_bytes / self._rates.compute.memory + number * LAUNCH_SECONDS, number, by_memory=True)
+
+    def start_step(self) -> None:
+        self._start = self._counters()
+        self._processor.idle.clear()
+
+    def run_forward(self, layer: LoadedLayer, poll: Poll) -> None:
+        self._use(_weights(layer))
+        for number, piece in enumerate(self._layers[layer.index].forward):
+            if number:
+                poll()
+            self._compute(piece)
+        self._note(_weights(layer))
+
+    def run_backward(self, layer: LoadedLayer) -> None:
+        self._use(_weights(layer))
+        for piece in self._layers[layer.index].backward:
+            self._compute(piece)
+        self._note(_weights(layer))
+
+    def start_head(self, head: LoadedLayer) -> None:
+        self._use(_weights(head))
+        self._clock.after([self._processor.last["compute"], *self._earlier], self._note_turn)
+
+    def _note_turn(self) -> None:
+        self._turn = self._counters()
+
+    def run_head(self, head: LoadedLayer) -> None:
+        workload, pieces = self._workload, self._layers[head.index]
+        if self._rates.on_cpu:
+            self._compute(_Piece(workload.head_seconds(workload.step.targets, trains=True), 1))
+        else:
+            chunk, left = largest_chunk(workload), workload.step.targets
+            while left > 0:
+                share = min(1.0, left / chunk)
+                for piece in (*pieces.forward, *pieces.backward):
+                    self._compute(_Piece(share * piece.seconds, piece.number))
+                left -= chunk
+        self._note(_weights(head))
+        self._clock.wait(self._processor.last["compute"])  # for the loss
+
+    def zero_gradients(self, layer: LoadedLayer) -> None:
+        if layer.layout.numel:
+            gradient = layer.gradient.flat
+            self._use([gradient], writes=True)
+            self._compute(self._moving((ZEROED_ON_CPU if self._rates.on_cpu else 1) * gradient.nbytes))
+
+    def take_norm(self, layer: LoadedLayer) -> None:
+        gradient, model = layer.gradient.flat, self._model
+        self._compute(self._moving(gradient.nbytes))
+        if layer.task.gradient == "write" and model.dtypes["grad"] != gradient.dtype:
+            number = 2 * -(-gradient.numel() // model.budget.chunk_numel)
+            self._compute(self._moving(2 * gradient.nbytes, number))
+        self._note([gradient], writes=True)
+
+    def update(self, numel: int, tensors: Mapping[Kind, Tensor]) -> None:
+        earlier = [work for tensor in tensors.values() for work in self._hazards.earlier(tensor, writes=True)]
+        work = self._submit("update", self._moving(self._update_bytes * numel, self._update_kernels), earlier)
+        for tensor in tensors.values():
+            self._hazards.note(tensor, work, writes=True)
+
+    def end_step(self) -> None:
+        self._clock.wait(self._processor.last["compute"])
+
+    def timeline(self) -> Timeline:
+        """Return the step since the last `start_step`."""
+        up, down = _between(self._start, self._turn), _between(self._turn, self._counters())
+        idle, total = self._processor.idle, sum(self._processor.idle.values()) or 1.0
+        still = up.seconds + down.seconds - up.compute - down.compute
+        waits = {name: max(0.0, still) * each / total for name, each in idle.items()}
+        return Timeline(self._tokens, up, down, waits)
+
+    def _use(self, tensors: Sequence[Tensor], writes: bool = False) -> None:
+        """Have the next kernels wait for the work that still touches this memory."""
+        for tensor in tensors:
+            self._earlier += self._hazards.earlier(tensor, writes)
+
+    def _note(self, tensors: Sequence[Tensor], writes: bool = False) -> None:
+        """Note that the last kernels read this memory, or wrote it."""
+        for tensor in tensors:
+            self._hazards.note(tensor, self._processor.last["compute"], writes)
+
+    def _compute(self, piece: _Piece) -> None:
+        self._submit("compute", piece, self._earlier)
+        self._earlier = []
+
+    def _submit(self, stream: Stream, piece: _Piece, earlier: Sequence[Work]) -> Work:
+        if self._rates.on_cpu:  # the program computes, updates included
+            self._by_memory = piece.by_memory
+            work = self._processor.submit("compute", piece.seconds, earlier)
+            self._clock.wait(work)
+            return work
+        issue = piece.number * ISSUE_SECONDS
+        work = self._processor.submit(stream, max(piece.seconds, issue), earlier)
+        self._clock.advance(issue)
+        return work
+
+    def _delay(self, direction: Direction, num_bytes: int) -> None:
+        """Slow the computation down by the cores or the memory bandwidth that a transfer has taken."""
+        disk = self._rates.disk
+        read, written = (num_bytes, 0) if direction == "in" else (0, num_bytes)
+        taken = disk.update_delay * num_bytes if self._by_memory else disk.cpu_seconds(read, written)
+        self._processor.delay(taken)
+
+    def _counters(self) -> tuple[float, ...]:
+        busy = (self._link.engines[name].busy_seconds for name in ("in", "out", "disk"))
+        return self._clock.now, self._processor.busy_seconds, *busy
+
+
+def _between(before: Sequence[float], after: Sequence[float]) -> PassTimes:
+    return PassTimes(*(new - old for new, old in zip(after, before, strict=True)))
+
+
+def _weights(layer: LoadedLayer) -> list[Tensor]:
+    return [tensor for tensor in (layer.weights.trained, layer.weights.frozen) if tensor.numel()]
