@@ -69,12 +69,12 @@ def main() -> None:
         print(json.dumps(results[-1]), flush=True)
     print(f"{'':<66}{'memory, GB':>22}{'':>7}{'seconds a step':>20}")
     for result in results:
-        forecast, measured = result["forecast"], result["measured"]
+        plan, run = result["forecast"], result["measured"]
         label = ", ".join(str(result[key]) for key in result if key not in ("forecast", "measured", "placement"))
         print(
-            f"{label[:48]:<50}{forecast['memory'] / 1e9:>12.2f}{measured['memory'] / 1e9:>8.2f}"
-            f"{forecast['memory'] / measured['memory'] - 1:>8.0%}{forecast['seconds']:>12.1f}{measured['seconds']:>8.1f}"
-            f"{forecast['seconds'] / measured['seconds'] - 1:>8.0%}"
+            f"{label[:48]:<50}{plan['memory'] / 1e9:>12.2f}{run['memory'] / 1e9:>8.2f}"
+            f"{plan['memory'] / run['memory'] - 1:>8.0%}{plan['seconds']:>12.1f}{run['seconds']:>8.1f}"
+            f"{plan['seconds'] / run['seconds'] - 1:>8.0%}"
         )
 
 
