@@ -27,61 +27,41 @@ from gptj_ft.system.digests import check_weights
 from gptj_ft.training.parallel import ONE_PROCESS, Parallel
 from gptj_ft.training.schedule import Schedule
 
-COUNTED_STEPS = 100  # whose micro-batches are counted
+COUNTED_STEPS = 100  # their micro-batches are counted
 
 
 @dataclass(frozen=True)
 class TrainSetup:
-    """Recipe, model, rows, steps and plan of a run.
+    """Recipe, model, rows, steps and plan of a run."""
 
-    Attributes:
-        recipe: options of the run; its ``precision`` is not ``auto`` any more.
-        model: folder of the model to start from.
-        architecture: architecture of the model, with the head of its task.
-        selection: trained and frozen parameters of this process's layers.
-        train: rows to train on.
-        validation: rows to measure on; may be none.
-        data_sha256: digest of the file the rows came from.
-        num_steps: optimizer steps of the run.
-        most_step_tokens: largest number of tokens of a step, whatever the order of the rows.
-        schedule: learning rates of the run.
-        device: device that computes.
-        dtype: data type of the computation.
-        plan: placement, buffer budget and forecast.
-        objective: objective of the task.
-        updates_before: updates that the first values of the moments have seen; ``None``: these are zeros.
-        parallel: ranks of the run, and the share of this one.
-        whole: trained and frozen parameters of the model.
-    """
-
-    recipe: Recipe
-    model: Path
-    architecture: Architecture
-    selection: Selection
+    recipe: Recipe  # with the chosen precision
+    model: Path  # folder of the model to start from
+    architecture: Architecture  # with the head of the task
+    selection: Selection  # trained and frozen parameters of this process's layers
     train: Rows
-    validation: Rows
-    data_sha256: str
-    num_steps: int
-    most_step_tokens: int
-    schedule: Schedule
+    validation: Rows  # may be empty
+    data_sha256: str  # of the file of rows
+    num_steps: int  # optimizer steps of the run
+    most_step_tokens: int  # of a step, for any order of the rows
+    schedule: Schedule  # learning rates
     device: torch.device
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the computation
     plan: Plan
     objective: Objective
-    updates_before: int | None = None
-    parallel: Parallel = ONE_PROCESS
-    whole: Selection | None = None
+    updates_before: int | None = None  # updates in the initial moments; None: these are zeros
+    parallel: Parallel = ONE_PROCESS  # ranks of the run, and the share of this one
+    whole: Selection | None = None  # trained and frozen parameters of the model
 
     @property
     def num_classes(self) -> int:
-        """Classes among which is chosen: tokens or labels; 2 where numbers are learned."""
+        """Number of tokens or labels; 2 for a regression."""
         if self.architecture.task is None:
             return int(self.architecture.config.vocab_size)
         return max(2, self.architecture.num_outputs)
 
     @property
     def drops(self) -> bool:
-        """Whether training drops activations, of the model or of adapters' inputs."""
+        """Whether training has dropout, in the model or before adapters."""
         recipe = self.recipe
         return bool(self.architecture.dropout) or (recipe.method == "lora" and recipe.lora.dropout > 0)
 
@@ -97,22 +77,17 @@ def make_setup(
     labels: Sequence[str] = (),
     parallel: Parallel = ONE_PROCESS,
 ) -> TrainSetup:
-    """Derive the steps of a run and plan where everything goes.
+    """Derive the steps of a run, and plan its placement.
 
     Args:
-        recipe: the whole run.
-        model: folder of the model to start from.
-        train: rows to train on.
-        validation: rows to measure on; may be none.
-        data_sha256: digest of the file the rows came from.
-        folder: the run folder, for the space and rate of its disk, and the steps done if it is resumed.
+        folder: the run folder; a resumed run has steps in it.
         target: device and resources to plan for; default: this machine.
-        labels: names of the classes, of a task with labels.
+        labels: names of the classes, for a task with labels.
         parallel: ranks that share the run.
 
     Raises:
-        ResourceError: it cannot fit.
-        UsageError, DataError: a model folder that cannot be used, or a schedule that ends before the run.
+        ResourceError: the run does not fit.
+        UsageError, DataError: the model folder is unusable, or the schedule ends before the run.
     """
     check_weights(model)
     architecture = trained_architecture(recipe, model, labels)
@@ -129,7 +104,7 @@ def make_setup(
     workload = replace(workload, num_steps=num_steps - steps_done(Run(folder)))
     planned, workload = parallel.local_job(recipe, workload)
     plan = choose(planned, workload, target.free, target.rates, has_begun)
-    # Another machine, or this one on another day, might choose another type in the middle of the run.
+    # A resumed run must not choose another type, on another machine or after other measurements.
     recipe = recipe.model_copy(update={"precision": plan.precision})
     most_step_tokens = sum(sorted(train.lengths)[-recipe.batch_size :])
     objective = objective_of(recipe, class_weights(recipe, train, len(labels)))
@@ -162,16 +137,7 @@ def workload_of(
     validation: Rows,
     dtype: torch.dtype = torch.float32,
 ) -> Workload:
-    """Return the workload of a whole run, on one machine.
-
-    Args:
-        recipe: batch size and number of steps.
-        architecture: model that is trained.
-        selection: its parameters that are.
-        train: rows to train on.
-        validation: rows to measure on; may be none.
-        dtype: data type of the computation, as long as none is chosen.
-    """
+    """Return the workload of a whole run on one machine; ``dtype`` until one is chosen."""
     per_epoch, num_steps = steps_per_epoch(len(train), recipe.batch_size), recipe.num_steps(len(train))
     lengths, steps = train.lengths, range(min(num_steps, per_epoch))
     rows = [rows_of_step(step, len(train), recipe.batch_size, recipe.seed) for step in steps]
@@ -182,14 +148,14 @@ def workload_of(
     groups = [first_fit(each, most) for each in chosen[:COUNTED_STEPS]]
 
     def by_micro_batch(counts: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Sum up the numbers of rows, of each micro-batch of the counted steps."""
+        """Sum counts of rows by micro-batch, in the counted steps."""
         pairs = zip(counts, groups, strict=False)
         return [[sum(of_row[place] for place in group) for group in step] for of_row, step in pairs]
 
     packed = by_micro_batch(chosen)
     fillers = [rounded_up(tokens) - tokens for step in packed for tokens in step]
     targets = [[train.targets[row] for row in each] for each in rows]
-    # The share that one micro-batch has of a step's targets; in steps that are not counted it is taken for no larger.
+    # Largest share of a step's targets in one micro-batch; assumed to hold for the steps that are not counted.
     share = max(max(step) / max(1, sum(step)) for step in by_micro_batch(targets))
     is_encoder, drops = architecture.family.is_encoder, architecture.drops_attention
     pairs = max(sum(padded_length(length) ** 2 for length in each) for each in chosen) if is_encoder or drops else 0
@@ -218,15 +184,10 @@ def workload_of(
 
 
 def trained_architecture(recipe: Recipe, model: Path, labels: Sequence[str]) -> Architecture:
-    """Return the architecture that a run trains: that of the model it starts from, with the head of its task.
-
-    Args:
-        recipe: task and dropout.
-        model: folder of the model to start from.
-        labels: names of the classes, of a task with labels.
+    """Return the architecture of the initial model with the head and the dropout of the run.
 
     Raises:
-        UsageError, DataError: the family has no such head, or the weights do not fit.
+        UsageError, DataError: the family has no such head, or the weights do not match.
     """
     source = read_architecture(model)
     architecture = source.with_head(recipe.task, labels).with_dropout(recipe.dropout, recipe.attention_dropout)
@@ -238,10 +199,10 @@ def trained_architecture(recipe: Recipe, model: Path, labels: Sequence[str]) -> 
 
 
 def updates_before(recipe: Recipe, model: Path, architecture: Architecture) -> int | None:
-    """Count the updates that a run's first moments have seen; ``None`` if they are zeros.
+    """Return the number of updates in a run's initial moments; ``None`` if they are zeros.
 
     Raises:
-        UsageError, DataError: the moments in the model's folder are damaged, or of another model.
+        UsageError, DataError: the moments in the model's folder are damaged, or belong to another model.
     """
     if recipe.method != "full" or recipe.initial_moments != "model" or not has_moments(model):
         return None
@@ -252,7 +213,7 @@ def updates_before(recipe: Recipe, model: Path, architecture: Architecture) -> i
 
 
 def class_weights(recipe: Recipe, rows: Rows, num_classes: int) -> tuple[float, ...]:
-    """Return the weight of the rows of each class, the mean over the rows 1; none where all are alike."""
+    """Return the loss weight of each class, with mean 1 over the rows; empty if all are equal."""
     if recipe.class_weights == "none" or recipe.task not in ("classification", "token-labels"):
         return ()
     counts = Counter(target for mark in rows.marks or () for target in mark.targets)
