@@ -203,7 +203,7 @@ def test_adapter_requires_its_base_model(here: Path, shell: Shell) -> None:
         "convert --merge lora-done",
     ):
         done = shell(command)
-        assert (done.code, "is not the model that the adapter in" in done.err) == (3, True), done.err
+        assert (done.code, "is not the base model of the adapter in" in done.err) == (3, True), done.err
 
 
 def test_damaged_cache_is_rebuilt(here: Path, shell: Shell, made: Path, monkeypatch) -> None:
