@@ -63,6 +63,7 @@ class KeptActivations:
     def take(self, b: int) -> tuple[Tensor, Tensor]:
         """Return input and output of a micro-batch; drop the references, so that backward frees its graph."""
         x, output = self.inputs[b], self.outputs[b]
+        # Lists keep their length: the next micro-batches have the same indices.
         self.inputs[b] = self.outputs[b] = torch.empty(0)
         return x, output
 

@@ -267,7 +267,7 @@ class LoadedLayer:
         return {**self.parameters(), **trained}
 
     def parameters_for(self, batches: Sequence[PackedBatch]) -> Mapping[str, Tensor | EmbeddingRows]:
-        """Return the `parameters`; of tables that are read by rows, the rows that these batches use."""
+        """Return the `parameters`; a table that is read by rows contains only the rows that these batches use."""
         if not self._tables:
             return self.parameters()
         with self._model.meter.waiting():
@@ -294,6 +294,7 @@ class LoadedLayer:
             self.gradient.store(step)
         else:
             assert self.update is not None
+            # The update overwrites the slot. It starts after reads of the slot and after backward's last kernel.
             used = self.weights.lease.transfers if self.weights.lease else []
             self.weights.label(None)  # no valid content until the update ends
             self.update.start([*used, *record_event(self._model.device)])

@@ -59,12 +59,14 @@ class Prefetcher:
         return [*self._updating, *self._visited, *self._loading]
 
     def _visit_all(self) -> Iterator[LoadedLayer]:
+        # An earlier prefetcher may have been dropped in the middle of its pass, with buffers still in use.
         self.model.cancel()
         self.model.active = self
         self._next = next(self._tasks, None)
         while True:
             self._request_layers()
             if not self._loading:
+                # The next layer waits for a slot of a layer that is still updating; or this was the last one.
                 if not self._updating:
                     return
                 self._end_updates(wait=True)
@@ -88,6 +90,7 @@ class Prefetcher:
         """Request the next layers while slots are free."""
         while self._next is not None:
             layers = self._in_order()
+            # There are `read_ahead` + 1 slots: one is for the visited layer.
             if sum(layer.takes_slot for layer in layers) > self.model.budget.read_ahead:
                 return
             # A visit may change the layer's weights. So neither the layer itself nor a layer that is tied to it is
