@@ -83,6 +83,8 @@ def train_step(
     reducer = model.exchange.open_reducer(optimizer.add_gradient)
     step = Step(batches, objective, optimizer.loss_scale, up, down, reducer)
 
+    # One iterator for the whole step: `forward` takes the layers below the head, the next is the head, and `backward`
+    # takes the same layers again, top down. So backward's first layers load while the head still computes.
     layers = Prefetcher(model, training_tasks(model, optimizer.updates), optimizer)
     kept = kept_layers(model)
     model.boundaries.begin()
@@ -109,8 +111,14 @@ def kept_layers(model: OffloadedModel) -> dict[int, KeptActivations]:
 
 
 def pad_batches(model: OffloadedModel, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
-    """On a CPU, pad token counts to a few sizes: oneDNN compiles one kernel per shape."""
-    return [batch.filled() if model.device.type == "cpu" and not batch.cache else batch for batch in batches]
+    """Pad token counts to a few sizes where kernels are compiled per shape."""
+    is_padded = compiles_per_shape(model.device)
+    return [batch.filled() if is_padded and not batch.cache else batch for batch in batches]
+
+
+def compiles_per_shape(device: torch.device) -> bool:
+    """Tell whether each shape has a kernel of its own, as in oneDNN on CPUs."""
+    return device.type == "cpu"
 
 
 def open_channel(model: OffloadedModel, layers: Sequence[int], batches: Sequence[PackedBatch]) -> Channel:
@@ -307,5 +315,5 @@ def head_chunk_size(head: LoadedLayer) -> int:
 
 def num_padding_rows(head: LoadedLayer, positions_S: Tensor, objective: Objective) -> int:
     """Return the number of rows that pad a chunk to a common size, as in `pad_batches`."""
-    is_filled = head.device.type == "cpu" and not objective.reads_documents
+    is_filled = compiles_per_shape(head.device) and not objective.reads_documents
     return rounded_up(len(positions_S)) - len(positions_S) if is_filled else 0

@@ -18,7 +18,7 @@ from gptj_ft.checkpoints.model_folder import open_checkpoint
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.batches import micro_batches
 from gptj_ft.models.batch import PackedBatch, most_filled, pack, rounded_up
-from gptj_ft.streaming import scoring, step
+from gptj_ft.streaming import step
 from gptj_ft.streaming.adamw import AdamW
 from gptj_ft.streaming.buffers import BufferBudget
 from gptj_ft.streaming.objective import CrossEntropy
@@ -69,9 +69,7 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Return a function that turns padding off."""
 
     def turn_off() -> None:
-        for module in (step, scoring):
-            monkeypatch.setattr(module, "pad_batches", lambda model, batches: list(batches))
-        monkeypatch.setattr(step, "num_padding_rows", lambda *_: 0)
+        monkeypatch.setattr(step, "compiles_per_shape", lambda device: False)
 
     return turn_off
 
