@@ -16,6 +16,7 @@ import pytest
 import torch
 from conftest import random_gpt2
 from support.lossy_disk import LossyDisk
+from support.os_calls import wrap_calls
 from support.small_run import (
     Power,
     PowerCut,
@@ -202,7 +203,7 @@ def test_commit_name_is_durable_before_resume_message(
 ) -> None:
     run, flushed = new_run(tmp_path), list[str]()
     train(keeping_session, run)
-    monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    wrap_calls(monkeypatch, ["fsync"], lambda _: lambda file: flushed.append(os.readlink(f"/proc/self/fd/{file}")))
     run.note_saved(run.state / "another.json")
     assert flushed[0] == str(run.folder)
 
@@ -221,8 +222,7 @@ class OneFault:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int, code: int) -> None:
         self.count = 0
-        for name in ("pwritev", "fsync"):
-            monkeypatch.setattr(os, name, self._guard(getattr(os, name), number, code))
+        wrap_calls(monkeypatch, ["pwritev", "fsync"], lambda operation: self._guard(operation, number, code))
 
     def _guard(self, operation, number: int, code: int):
         def guarded(*arguments, **settings):
@@ -267,14 +267,17 @@ def count_faultable(patch: pytest.MonkeyPatch, session: TrainSetup, folder: Path
 
 
 def test_unreadable_state_exits_4(session: TrainSetup, tmp_path: Path, monkeypatch) -> None:
-    run, read = new_run(tmp_path), os.preadv
+    run = new_run(tmp_path)
 
-    def bad_block(descriptor: int, *arguments: object) -> int:
-        if Path(os.readlink(f"/proc/self/fd/{descriptor}")).is_relative_to(run.state):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return read(descriptor, *arguments)
+    def with_bad_block(read):
+        def bad_block(descriptor: int, *arguments: object) -> int:
+            if Path(os.readlink(f"/proc/self/fd/{descriptor}")).is_relative_to(run.state):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return read(descriptor, *arguments)
 
-    monkeypatch.setattr(os, "preadv", bad_block)
+        return bad_block
+
+    wrap_calls(monkeypatch, ["preadv"], with_bad_block)
     with pytest.raises(ResourceError, match="cannot read the state of the run"):
         train(session, run)
 

@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from support.os_calls import wrap_calls
 
 Names = dict[str, tuple[int, bool]]  # name -> inode, whether it is a folder
 
@@ -25,16 +26,17 @@ class LossyDisk:
         self._folder, self._lock = folder, threading.Lock()
         self._content: dict[int, bytes] = {}
         self._names: dict[int, Names] = {}
-        self._pins: dict[int, int] = {}  # inode -> descriptor, so that no number is given to another file
+        self._pins: dict[int, int] = {}  # inode -> open descriptor, so that no other file gets the inode
         for path in (folder, *folder.rglob("*")):
             self._flush(os.open(path, os.O_RDONLY))
-        monkeypatch.setattr(os, "fsync", self._fsync)
+        wrap_calls(monkeypatch, ["fsync"], lambda _: self._fsync)
 
     def crash(self, seed: int | None = None) -> None:
         """Put the folder into its state after a power cut.
 
-        Args: seed: ``None`` loses all unflushed data. A number keeps a random part: disks write when they like. Each
-        name has its flushed or newest state, and each file may hold half of that.
+        Args:
+            seed: ``None`` loses all unflushed data. A number keeps a random part of it, as a real disk may: each name
+                has its flushed or its newest state, and a file may contain half of its newest content.
         """
         draw = random.Random(seed)
         self._watch_names(self._folder)
@@ -53,10 +55,10 @@ class LossyDisk:
                     rebuild(entry[0], target / name)
                     continue
                 flushed_content, content = self._content.get(entry[0], b""), newest[entry[0]]
-                # What was only appended to cannot lose what it had.
+                # A file that was only appended to keeps its flushed content.
                 safe = len(flushed_content) if content.startswith(flushed_content) else 0
                 choices = [flushed_content, content, content[: (safe + len(content)) // 2]]
-                # A file that was flushed as it is cannot be half of that.
+                # A fully flushed file is never cut in half.
                 is_flushed = seed is None or content == flushed_content
                 (target / name).write_bytes(flushed_content if is_flushed else draw.choice(choices))
 

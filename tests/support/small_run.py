@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import random_gptj
 from safetensors.torch import load_file
+from support.os_calls import wrap_calls
 
 from gptj_ft.config.resolve import build
 from gptj_ft.config.run_folder import Run
@@ -74,9 +75,8 @@ class Power:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, last: int | None = None) -> None:
         self.count, self._last = 0, last
-        for name in OPERATIONS:
-            monkeypatch.setattr(os, name, self._guard(getattr(os, name)))
-        monkeypatch.setattr(os, "unlink", self._guard(os.unlink, counts=False))
+        wrap_calls(monkeypatch, OPERATIONS, self._guard)
+        wrap_calls(monkeypatch, ["unlink"], partial(self._guard, counts=False))
 
     def _guard(self, operation, counts: bool = True):
         def guarded(*arguments, **settings):
