@@ -10,9 +10,10 @@ import pickle
 import shutil
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import pytest
@@ -77,19 +78,17 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture(autouse=True)
-def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reject every connection that leaves this machine."""
-    connect = socket.socket.connect
+def reject_remote_connections(event: str, arguments: tuple[Any, ...]) -> None:
+    """Fail a connection that leaves this machine."""
+    if event != "socket.connect" or arguments[0].family == socket.AF_UNIX:
+        return
+    address = arguments[1]
+    host = address[0] if isinstance(address, tuple) else str(address)
+    if host != "localhost" and not ipaddress.ip_address(host).is_loopback:
+        raise AssertionError(f"a test tried to reach {address}")
 
-    def guarded(self: socket.socket, address: object) -> object:
-        if self.family != socket.AF_UNIX:
-            host = address[0] if isinstance(address, tuple) else str(address)
-            if host != "localhost" and not ipaddress.ip_address(host).is_loopback:
-                raise AssertionError(f"a test tried to reach {address}")
-        return connect(self, address)
 
-    monkeypatch.setattr(socket.socket, "connect", guarded)
+sys.addaudithook(reject_remote_connections)
 
 
 def assumed_rates() -> Rates:
@@ -263,11 +262,11 @@ def write_rows(path: Path) -> Path:
 
 
 @pytest.fixture
-def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def shell(capsys: pytest.CaptureFixture[str]):
     """Return a runner for commands: ``shell("recipes list")``."""
     from support.cli_runner import Shell
 
-    return Shell(monkeypatch, capsys)
+    return Shell(capsys)
 
 
 @pytest.fixture(scope="session")

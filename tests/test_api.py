@@ -62,8 +62,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def shell(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Shell:
-    return Shell(monkeypatch, capfd)
+def shell(capfd: pytest.CaptureFixture[str]) -> Shell:
+    return Shell(capfd)
 
 
 @pytest.fixture

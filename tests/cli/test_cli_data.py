@@ -7,15 +7,9 @@ import json
 from pathlib import Path
 
 import pytest
-from support.cli_runner import Shell
 from support.token_files import sample, text_record, write_hdf5
 
 from gptj_ft.data.dataset import load_dataset
-
-
-@pytest.fixture
-def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shell:
-    return Shell(monkeypatch, capsys)
 
 
 def write(name: str, rows: list[dict[str, object]]) -> Path:

@@ -25,11 +25,6 @@ Row = tuple[list[int], int, list[int]]
 GOOD: Row = ([5, 6, 7, 8, 9, 10], 2, [3, 4])
 
 
-@pytest.fixture
-def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shell:
-    return Shell(monkeypatch, capsys)
-
-
 def batch_of(rows: list[Row], **labelled: list[Any]) -> pyarrow.RecordBatch:
     columns: dict[str, Any] = {
         "input_ids": [array("i", ids) for ids, _, _ in rows],

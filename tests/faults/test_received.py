@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from support.cli_runner import Shell
+from support.cli_runner import Shell, run_command
+from support.os_calls import Call, wrap_calls
 
-from gptj_ft.cli import app
 from gptj_ft.config.run_folder import Run, environment_changes
 from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.system import atomic, files
@@ -72,11 +72,6 @@ class Trace:
 @pytest.fixture(scope="session")
 def trace() -> Trace:
     return Trace()
-
-
-@pytest.fixture
-def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shell:
-    return Shell(monkeypatch, capsys)
 
 
 def write_rows(path: Path) -> Path:
@@ -163,15 +158,10 @@ def stop_at(step: int) -> Callable[..., range]:
 
 def typed(line: str) -> int:
     """Run a command in this process; return its exit code."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["gptj-ft", *shlex.split(line)])
-        try:
-            app.main()
-        except SystemExit as stop:
-            return int(stop.code or 0)
-        except KeyboardInterrupt:
-            pass
-    return 130
+    try:
+        return run_command(shlex.split(line))
+    except KeyboardInterrupt:
+        return 130
 
 
 @contextmanager
@@ -220,7 +210,7 @@ def test_symlink_created_after_check_is_not_followed(made: Made, tmp_path: Path)
             with linked(run / name, outside, tmp_path / "kept"), pytest.MonkeyPatch.context() as patch:
                 patch.chdir(made.folder)
                 patch.setenv("GPTJ_FT_HOME", "home")
-                patch.setattr(files.os, "walk", lambda folder: ())
+                wrap_calls(patch, ["walk"], lambda _: lambda folder: ())
                 typed(f"finetune --resume {shlex.quote(str(run))}")
                 assert outside.is_untouched(), name
         shutil.rmtree(run)
@@ -380,16 +370,18 @@ def content(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in whole}
 
 
-def refusing(number: int, *names: str) -> Callable[..., int]:
-    """Return a replacement for opening files that denies access."""
-    opened = os.open
+def refusing(number: int, *names: str) -> Callable[[Call], Call]:
+    """Return a wrapper of `os.open` that fails for these names."""
 
-    def refuse(path: str | Path, *others: int, **more: int | None) -> int:
-        if Path(path).name in names:
-            raise OSError(number, os.strerror(number), str(path))
-        return opened(path, *others, **more)
+    def wrap(opened: Call) -> Call:
+        def refuse(path: str | Path, *others: int, **more: int | None) -> int:
+            if Path(path).name in names:
+                raise OSError(number, os.strerror(number), str(path))
+            return opened(path, *others, **more)
 
-    return refuse
+        return refuse
+
+    return wrap
 
 
 def test_denied_operations_give_one_line_errors(
@@ -401,7 +393,7 @@ def test_denied_operations_give_one_line_errors(
     for number, code in ((errno.EACCES, 2), (errno.EROFS, 4), (errno.EIO, 4)):
         shutil.copytree(made.folder / "stopped", run)
         with monkeypatch.context() as patch:
-            patch.setattr(os, "open", refusing(number, "log.txt"))
+            wrap_calls(patch, ["open"], refusing(number, "log.txt"))
             outcome = shell("finetune --resume", run)
         assert outcome.code == code, outcome
         assert f"{run}/log.txt: {os.strerror(number)}; " in outcome.err
@@ -409,7 +401,7 @@ def test_denied_operations_give_one_line_errors(
         shutil.rmtree(run)
     shutil.copytree(made.folder / "stopped", run)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "open", refusing(errno.EACCES, "newest-run.new", "machine.new"))
+        wrap_calls(patch, ["open"], refusing(errno.EACCES, "newest-run.new", "machine.new"))
         assert shell("finetune --resume", run).code == 0
     (tmp_path / "circle").symlink_to("circle")
     for line in (

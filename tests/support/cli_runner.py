@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,17 +31,24 @@ class Outcome:
         return json.loads(self.out)
 
 
-class Shell:
-    """Run commands."""
+def run_command(words: Sequence[str]) -> int:
+    """Run ``gptj-ft`` with these arguments; return its exit code."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["gptj-ft", *words])
+        with pytest.raises(SystemExit) as stop:
+            app.main()
+    return int(stop.value.code or 0)
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        self._monkeypatch, self._capsys = monkeypatch, capsys
+
+class Shell:
+    """Run commands and capture their output."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
 
     def __call__(self, line: str, *more: object) -> Outcome:
         """Run ``gptj-ft`` with the words of a line plus unsplit arguments."""
-        self._monkeypatch.setattr("sys.argv", ["gptj-ft", *shlex.split(line), *map(str, more)])
         self._capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            app.main()
+        code = run_command([*shlex.split(line), *map(str, more)])
         captured = self._capsys.readouterr()
-        return Outcome(int(stop.value.code or 0), captured.out, captured.err)
+        return Outcome(code, captured.out, captured.err)

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 from conftest import write_rows
+from support.cli_runner import run_command
 from support.steps import failing
-
-from gptj_ft.cli import app
 
 
 def make_runs(folder: Path, lines: Mapping[str, str], steps: int) -> None:
@@ -27,7 +26,5 @@ def make_runs(folder: Path, lines: Mapping[str, str], steps: int) -> None:
         patch.setenv("GPTJ_FT_HOME", str(folder / "home"))
         for stopped, line in lines.items():
             for name, disk, code in ((f"{stopped}-done", nullcontext(), 0), (stopped, failing(steps + 1), 4)):
-                patch.setattr("sys.argv", ["gptj-ft", *line.split(), "--json", "--output", name])
-                with disk, pytest.raises(SystemExit) as stop:
-                    app.main()
-                assert int(stop.value.code or 0) == code
+                with disk:
+                    assert run_command([*line.split(), "--json", "--output", name]) == code
