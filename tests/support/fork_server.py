@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from gptj_ft.system.signals import SIGNALS, StopRequest
 
 TESTS = Path(__file__).parents[1]
-LAUNCHER_SECONDS = 8.0  # after the death of a process, until the others are told to stop, as torchrun does it at once
+LAUNCHER_SECONDS = 8.0  # from the death of a process to SIGTERM for the others; torchrun sends it at once
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class ForkServer:
         return self._do(Job(line, str(folder), signals, processes))
 
     def run_module(self, module: str, *words: str) -> list[Any]:
-        """Run a module of the tests with these words; return what it printed, lines of JSON."""
+        """Run a module of the tests with these words; return its output, parsed from lines of JSON."""
         with tempfile.TemporaryDirectory() as folder:
             (code,), _ = self._do(Job(json.dumps(words), folder, module=module))
             said = Path(folder, "output.txt").read_text(encoding="utf-8")
@@ -102,7 +102,7 @@ def serve() -> None:
     for count, text in enumerate(sys.stdin):
         job = Job(**json.loads(text))
         start, due = time.monotonic(), sorted(job.signals)
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until the command takes them, as at its real start
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until the command installs its handlers, as in a real start
         processes = [os.fork() or work(job, rank, count) for rank in range(job.processes)]
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         ended: dict[int, tuple[int, float]] = {}

@@ -58,38 +58,24 @@ class Pushed:
 
 @dataclass
 class Hub:
-    """A folder served as one repository, and data sets.
+    """A folder served as one repository, and data sets."""
 
-    Attributes:
-        folder: its files.
-        datasets: by name; of each its revisions, by name too.
-        url: where it listens.
-        requests: what came, in order.
-        cut_after: bytes of a large file after which the connection breaks; ``None`` never.
-        cuts: how often it still breaks.
-        status: answer everything with this and `error_code`, where set.
-        damage: flip a bit in what is sent.
-        stall_after: bytes of a large file after which no more comes, while the connection stays; ``None`` never.
-        storage: address of the server that large files are fetched from; by default this one.
-        branches: other revisions of the model, by name.
-        pushed: repositories that were made here, by name.
-        stored: large files that have arrived, by their SHA-256.
-    """
-
-    folder: Path
+    folder: Path  # files of the repository
     datasets: dict[str, dict[str, Revision]] = field(default_factory=dict)
-    url: str = ""
-    requests: list[Request] = field(default_factory=list)
-    cut_after: int | None = None
-    cuts: int = 0
-    status: int | None = None
+    """Revisions by name, of each data set by name."""
+    url: str = ""  # address of this server
+    requests: list[Request] = field(default_factory=list)  # in order of arrival
+    cut_after: int | None = None  # bytes of a large file before the connection breaks; None: never
+    cuts: int = 0  # remaining breaks
+    status: int | None = None  # answer every request with this and `error_code`, if set
     error_code: str | None = None
-    damage: bool = False
+    damage: bool = False  # flip a bit in every answer
     stall_after: int | None = None
-    storage: str = ""
-    branches: dict[str, Revision] = field(default_factory=dict)
-    pushed: dict[str, Pushed] = field(default_factory=dict)
-    stored: dict[str, bytes] = field(default_factory=dict)
+    """Bytes of a large file after which the server sends no more, with the connection open; None: never."""
+    storage: str = ""  # server of large files; by default this one
+    branches: dict[str, Revision] = field(default_factory=dict)  # other revisions of the model, by name
+    pushed: dict[str, Pushed] = field(default_factory=dict)  # repositories created by clients, by name
+    stored: dict[str, bytes] = field(default_factory=dict)  # uploaded large files, by SHA-256
     closing: threading.Event = field(default_factory=threading.Event)
 
     def fetched(self) -> list[str]:
@@ -172,7 +158,7 @@ def reachable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy", "HF_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)  # what is written before a cut is in whole chunks
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)  # a cut download has whole chunks
     monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda seconds: None)
     huggingface_hub.close_session()
     with serve(folder) as running:

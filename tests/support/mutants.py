@@ -100,9 +100,9 @@ SUITE = (
     "training/test_finetune.py",
     "streaming/test_draws.py",
 )  # fmt: skip
-LEAST_TESTS = 12  # for a mutant, the quickest of those that reach its line,
-MOST_SECONDS = 40.0  # and as many more as take so long; the rest where these pass
-PATIENCE = 90.0  # seconds more than four times what its tests took before, and it hangs
+LEAST_TESTS = 12  # first tests of a mutant: the fastest of those that reach its line,
+MOST_SECONDS = 40.0  # and more up to this time; the remaining tests run only if these pass
+PATIENCE = 90.0  # a mutant hangs after this and four times its tests' usual seconds
 COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
@@ -118,18 +118,16 @@ class Mutant:
     """One change of one module.
 
     Attributes:
-        file: module, below the package.
-        line, text: number and text of the line that it begins in.
-        before, after: source of the node that changes.
-        source: of the whole module, changed.
+        line, text: number and text of the first line of the node.
+        before, after: source of the node.
     """
 
-    file: str
+    file: str  # path of the module in the package
     line: int
     text: str
     before: str
     after: str
-    source: str
+    source: str  # mutated source of the whole module
 
     @property
     def key(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Locate published data sets, which are not part of the project."""
+"""Locate published data sets outside the project."""
 
 from __future__ import annotations
 

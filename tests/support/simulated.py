@@ -35,7 +35,7 @@ DEVICE = f"{accelerator.NAME}:0"
 CPU = torch.device("cpu")
 LENGTHS, PROMPTS = (5, 9, 12, 3, 7), (2, 3, 1, 0, 2)  # tokens of the rows
 MICRO_BATCH_TOKENS = 16
-STEPS = 3  # the first checks what moved, and waits so often that it hides races
+STEPS = 3  # the first checks for unchanged tensors, and its many waits hide races
 PLACES = ("device", "host", "disk")
 MIXED = (
     ("device", "host", "device"),
@@ -49,29 +49,20 @@ SHAPES = {
     "gptj": {"vocab_size": 61, "n_positions": 32, "n_embd": 16, "n_layer": 3, "n_head": 2, "rotary_dim": 4},
     "gpt2": {"vocab_size": 61, "n_positions": 32, "n_embd": 16, "n_layer": 3, "n_head": 2},
 }
-SHAPES["strided gptj"] = SHAPES["gptj"]  # whose tensors lie nowhere in one piece in their file
+SHAPES["strided gptj"] = SHAPES["gptj"]  # its tensors are not contiguous in their file
 SHAPES["deep gptj"] = {**SHAPES["gptj"], "n_layer": 5}
 LORA = {"rank": 4, "alpha": 6, "targets": ["q_proj", "v_proj", "mlp.fc_out"], "dropout": 0.1}
 
 
 @dataclass(frozen=True)
 class Case:
-    """Something to do on the device.
+    """A computation on the device under a schedule."""
 
-    Attributes:
-        scenario: name of what is done.
-        group: cases of a scenario's group give the same numbers.
-        label: what is special about it.
-        schedule: order of the device's work.
-        run: returns its numbers.
-        num_devices: devices that it needs.
-    """
-
-    scenario: str
-    group: str
-    label: str
-    schedule: Schedule
-    run: Callable[[torch.device], Any] = field(repr=False)
+    scenario: str  # name in `SCENARIOS`
+    group: str  # cases of a scenario's group give the same numbers
+    label: str  # placement and options
+    schedule: Schedule  # when the device executes its queues
+    run: Callable[[torch.device], Any] = field(repr=False)  # returns the numbers to compare
     num_devices: int = 1
 
 
@@ -107,30 +98,17 @@ def documents(lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Training:
-    """Some steps of training, by the streaming core.
+    """A few training steps of the streaming core."""
 
-    Attributes:
-        model: name of a shape.
-        options: options of the recipe.
-        places: places of weights, optimizer state and boundaries.
-        frozen: place of what is not trained.
-        dtype: name of the type of the computation.
-        narrow: whether moments are bf16, and with clipping, which stores them, gradients, too.
-        kept: blocks whose activations are kept.
-        late: blocks whose updates are deferred.
-        fp16_exponent: of the loss scale in fp16, doubled after every step: so large that a later one is skipped.
-        micro_batch_tokens: tokens of a micro-batch.
-    """
-
-    model: str = "gptj"
-    options: dict[str, Any] = field(default_factory=dict)
-    places: tuple[str, str, str] = ("host", "host", "host")
-    frozen: str | None = None
-    dtype: str = "fp32"
-    narrow: bool = False
-    kept: int = 0
-    late: int = 0
-    fp16_exponent: int = 18
+    model: str = "gptj"  # name of a shape
+    options: dict[str, Any] = field(default_factory=dict)  # of the recipe
+    places: tuple[str, str, str] = ("host", "host", "host")  # of weights, optimizer state and boundaries
+    frozen: str | None = None  # place of frozen weights
+    dtype: str = "fp32"  # of the computation
+    narrow: bool = False  # bf16 moments, and bf16 gradients if clipping stores them
+    kept: int = 0  # blocks whose activations are kept
+    late: int = 0  # blocks whose updates are deferred
+    fp16_exponent: int = 18  # of the loss scale, which doubles after every step until one is skipped
     micro_batch_tokens: int = MICRO_BATCH_TOKENS
 
     def __call__(self, device: torch.device) -> Any:
@@ -343,18 +321,11 @@ def runs(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[Case]
 
 @dataclass(frozen=True)
 class WholeRun:
-    """A run of the training loop: four steps, validated and saved after each second one, and exported.
+    """A run of the training loop: four steps, validated and saved after each second one, and exported."""
 
-    Attributes:
-        state: place of weights and optimizer state.
-        dtype: name of the type of the computation.
-        is_cut: whether it is cut off in its third step, and resumed.
-        options: other options.
-    """
-
-    state: str
-    dtype: str = "fp32"
-    is_cut: bool = False
+    state: str  # place of weights and optimizer state
+    dtype: str = "fp32"  # of the computation
+    is_cut: bool = False  # interrupt the third step and resume
     options: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, device: torch.device) -> Any:
@@ -447,7 +418,7 @@ def prepare() -> None:
 def run_case(case: Case, device: str = DEVICE, **options: Any) -> dict[str, Any]:
     """Run a case in a new simulation; return its findings."""
     forget_tensors()
-    gc.freeze()  # modules come as cases need them: a second to look through each time
+    gc.freeze()  # cases import modules: a full collection would take a second each time
     simulation = accelerator.start(case.schedule, seed=1, num_devices=case.num_devices, **options)
     found: dict[str, Any] = {
         "scenario": case.scenario, "group": case.group, "case": case.label, "schedule": case.schedule,
@@ -466,7 +437,7 @@ def run_case(case: Case, device: str = DEVICE, **options: Any) -> dict[str, Any]
 
 def clean_up() -> None:
     """Remove the files of `prepare` and `model_folder`."""
-    for name in SHAPES:  # those that were made, and the others in a moment
+    for name in SHAPES:  # creates the missing ones first: fast
         shutil.rmtree(model_folder(name), ignore_errors=True)
     shutil.rmtree(os.environ["GPTJ_FT_HOME"], ignore_errors=True)
 
@@ -515,7 +486,7 @@ def main(arguments: Sequence[str]) -> None:
     except BrokenPipeError:
         pass
     clean_up()
-    os._exit(0)  # threads of a device that is not there need not be waited for
+    os._exit(0)  # do not wait for the simulated device's threads
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ SHAPES = {
     },
 }  # fmt: skip
 HOARDED = 1 << 30
-MOST_SEEDS = 24  # a race that is planted shows under one seed in two
+MOST_SEEDS = 24  # a planted race shows under every second seed
 start("random", faults=Faults(lockable_bytes=1 << 31))
 install()
 DEVICE = torch.device(NAME, 0)
@@ -56,7 +56,7 @@ def greedy(model: Any, *more: Any) -> Any:
     return take_steps(model, *more), hoard
 
 
-# What is planted: the part that should find it, and what stands where instead.
+# Each planted fault: the part that should find it, and the patches.
 FAULTS: dict[str, tuple[str, list[Any]]] = {
     "copies wait for nothing": ("streams", [partial(patch.object, host, "copy", lambda a, b, after=(): copy(a, b))]),
     "a loss is off": ("placements", [partial(patch.object, parity, "run", off_by_a_hundredth)]),
@@ -91,14 +91,14 @@ def main() -> None:
     probe._block_rates = lambda *_: (1e18, 1e18)
     probe.COPY_BYTES = LINK_BYTES
     probe.measure_disk = lambda folder: DiskRates(read=2e9, write=1e9, mixed=1.5e9)
-    checkup.MODEL = "cerebras/Cerebras-GPT-111M"  # planned sooner than GPT-J
+    checkup.MODEL = "cerebras/Cerebras-GPT-111M"  # faster to plan than GPT-J
     speed.LINK_BYTES, parity.SHAPES, trial.CHUNK_NUMEL = LINK_BYTES, SHAPES, CHUNK_NUMEL
     found = check_up(DEVICE, effort=QUICK)
     print(json.dumps({**found.to_dict(), "races": len(now().races)}), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         for name, (part, planted) in FAULTS.items():
             print(json.dumps({"fault": name, **find(part, planted, Path(folder))}), flush=True)
-    os._exit(0)  # threads of a device that is not there need not be waited for
+    os._exit(0)  # do not wait for the simulated device's threads
 
 
 if __name__ == "__main__":

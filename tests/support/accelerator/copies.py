@@ -21,7 +21,7 @@ def copy(target: Any, source: Any, non_blocking: bool = False) -> Any:
     host, device = (source, target) if to_device else (target, source)
     simulation, stream = now(), now().stream(device.block.device_index)
     kind = "h2d" if to_device else "d2h"
-    is_number = to_device and host.ndim == 0  # which travels with the kernel
+    is_number = to_device and host.ndim == 0  # it travels with the kernel
     locked = None if host.is_meta else find_locked(host)
     is_locked = is_number or host.is_meta or locked is not None  # a ghost's host memory is locked
     accesses = [access(device, to_device)]

@@ -48,7 +48,7 @@ def command(line: str, **options: Any) -> tuple[dict[str, Any], Simulation]:
             app.main()
         except SystemExit as end:
             code = int(end.code or 0)
-        except BaseException as error:  # which a user would see as a traceback
+        except BaseException as error:  # a user would see a traceback
             code, _ = -1, err.write(f"Traceback: {type(error).__name__}: {error}")
     found = {"code": code, "said": err.getvalue() + out.getvalue(), "races": len(simulation.races)}
     return found, simulation

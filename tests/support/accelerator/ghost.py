@@ -30,35 +30,22 @@ GPTJ_6B: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class GhostBatch:
-    """The rows of a step, all of one length.
+    """The rows of a step, all of one length."""
 
-    Attributes:
-        tokens: tokens of the step.
-        row_tokens: tokens of a row.
-        micro_batch_tokens: tokens of a micro-batch.
-        prompt_tokens: tokens at each row's start that are not trained on.
-    """
-
-    tokens: int = 16384
+    tokens: int = 16384  # of the step
     row_tokens: int = 1024
     micro_batch_tokens: int = 4096
-    prompt_tokens: int = 1
+    prompt_tokens: int = 1  # tokens at each row's start that are not trained on
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """Device memory of a step, in bytes.
+    """Device memory of a step, in bytes."""
 
-    Attributes:
-        peak: most that was allocated at once.
-        before: allocated when the step began.
-        at_peak: what was alive at the peak, by the lines that allocated it, the most first.
-        num_operations: operations of the step.
-    """
-
-    peak: int
-    before: int
+    peak: int  # most that was allocated at once
+    before: int  # allocated when the step began
     at_peak: list[tuple[int, str]] = field(repr=False)
+    """Bytes alive at the peak, by allocating line, largest first."""
     num_operations: int = 0
 
 

@@ -36,15 +36,22 @@ SOURCES = (
     "streaming/**/*.py", "system/accelerator.py", "system/block_reader.py", *(f"distributed/{name}" for name in SHARED),
 )  # fmt: skip
 WAITS = {"wait_for", "_wait", "wait", "wait_event", "synchronize", "result", "record", "ended"}
-MARKS = {"transfers", "reads", "earlier", "_last_update", "_after", "zeroed"}  # lists of what memory is waited for
+MARKS = {
+    "transfers",
+    "reads",
+    "earlier",
+    "_last_update",
+    "_after",
+    "zeroed",
+}  # lists of transfers that a later user of the memory waits for
 AFTER = re.compile(
     r"(after|span\.after|ended\(span\.after\)|events|zeroed|store\.zeroed|(self|weights)\.earlier|(lease|slot|buffer)\.transfers|chunk\.reads"
     r"|(tuple|list)\((after|weights\.earlier|(slot|buffer|lease)\.transfers)\))"
 )
-# The first three measure time: what they wait for is nobody's memory. What is drained is on its way to a disk; whether
-# it gets there is what power cuts and kills are for.
+# The first three measure time and protect no memory. `drain` waits for writes to the disk: tests of power cuts and of
+# kills check it.
 NOT_OURS = {"StallTimer", "synchronize", "timed", "drain"}
-# By function, what is done and where: changes that change nothing, and why. A transfer of another thread blocks the
+# Mutations without effect, by function, kind and source, each with the reason. A transfer of another thread blocks the
 # program until its bytes are there; only events leave something to wait for on a stream.
 OWN_EVENTS = "the events are that stream's own, the transfers block the program"
 EQUIVALENT = {
@@ -77,25 +84,15 @@ HANGS_AFTER = 150.0  # seconds for a case
 
 @dataclass(frozen=True)
 class Mutation:
-    """A change of a source.
+    """A change of a source."""
 
-    Attributes:
-        path: file, inside the package.
-        line: line of the change.
-        function: function that it is in.
-        what: what is done.
-        before: source text that is replaced.
-        after: text in its place.
-        start: offset of the text in the file, in characters.
-    """
-
-    path: str
+    path: str  # file, inside the package
     line: int
-    function: str
-    what: str
-    before: str
-    after: str
-    start: int
+    function: str  # enclosing function
+    what: str  # kind of the change, in words
+    before: str  # source text
+    after: str  # replacement
+    start: int  # offset of the text in the file, in characters
 
     def apply(self, source: str) -> str:
         assert source[self.start :].startswith(self.before)
@@ -283,7 +280,7 @@ class Server:
         compileall.compile_dir(self._package, quiet=2)
 
         for case in [case for case in cases_for("") if case.scenario == "write"][:1]:
-            simulated.run_case(case)  # imports what else the package imports, and has no backward before a fork
+            simulated.run_case(case)  # imports the rest of the package; no backward runs before the fork
         for name in [name for name in sys.modules if name.split(".")[0] == "gptj_ft" or name == "support.small_run"]:
             del sys.modules[name]
         sys.path.insert(0, str(self._folder))

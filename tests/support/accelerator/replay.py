@@ -20,31 +20,24 @@ Action = Literal["put", "wait", "submit", "start", "done", "join"]
 
 
 class TraceEvent(NamedTuple):
-    """What a thread did: it put an operation into a stream, or dealt with a future, or waited.
+    """An action of a thread: it queued an operation, handled a future, or waited.
 
     Attributes:
-        thread: name of the thread.
-        action: ``put``: into a stream; ``wait``: for an operation; ``submit`` and ``start``: of a task of a pool;
-            ``done`` and ``join``: of a future.
-        what: number of the operation or the future.
-        stream: number of the stream.
-        kind: kind of the operation, see `simulation.Operation`.
-        label: name of the operation.
-        flops, num_bytes: its arithmetic, and what it moves.
-        after: number of the operation of another stream that it waits for; 0: none.
-        priority: of the stream; lower goes first.
+        flops, num_bytes: size of the operation.
     """
 
     thread: str
     action: Action
-    what: int
+    """``put``: into a stream; ``wait``: for an operation; ``submit`` and ``start``: of a task of a pool; ``done`` and
+    ``join``: of a future."""
+    what: int  # number of the operation or the future
     stream: int = 0
-    kind: str = ""
+    kind: str = ""  # kind of the operation, see `simulation.Operation`
     label: str = ""
     flops: int = 0
     num_bytes: int = 0
-    after: int = 0
-    priority: int = 0
+    after: int = 0  # operation of another stream that must end first; 0: none
+    priority: int = 0  # of the stream; lower goes first
 
 
 Trace = Sequence[TraceEvent]
@@ -75,19 +68,16 @@ class DeviceRates:
     """Rates of a device: FLOP/s of half precision products with fp32 sums, bytes/s of memory and of the link each way.
 
     Attributes:
-        reached: share of the FLOP/s that products reach.
-        memory_reached: share of the memory's rate.
-        issue: the program's seconds for an operation.
-        launch, copy: seconds that a kernel and a copy take beside their work.
+        launch, copy: fixed seconds of a kernel and of a copy.
     """
 
     flops: float
     memory: float
     link: float
-    reached: float = 0.7
-    memory_reached: float = 0.85
+    reached: float = 0.7  # share of the FLOP/s that products reach
+    memory_reached: float = 0.85  # share of the memory's rate
     pageable: float = 0.4
-    issue: float = 10e-6
+    issue: float = 10e-6  # the program's seconds for an operation
     launch: float = 3e-6
     copy: float = 10e-6
 
@@ -110,19 +100,12 @@ RATES = {  # data sheets: FLOP/s without sparsity; links as measured with PCIe 4
 
 @dataclass(frozen=True)
 class Replay:
-    """Result of a replay.
+    """Result of a replay."""
 
-    Attributes:
-        seconds: from the first operation to the last.
-        busy: seconds that each engine worked: ``compute``, ``h2d``, ``d2h``.
-        moved: bytes in each direction.
-        flops: FLOPs of products.
-    """
-
-    seconds: float
-    busy: dict[str, float]
-    moved: dict[str, int]
-    flops: float
+    seconds: float  # from the first operation to the last
+    busy: dict[str, float]  # seconds that each engine worked: ``compute``, ``h2d``, ``d2h``
+    moved: dict[str, int]  # bytes in each direction
+    flops: float  # FLOPs of products
 
     @property
     def share_of_bound(self) -> float:

@@ -40,14 +40,12 @@ class Operation:
     """An operation in a stream's queue.
 
     Attributes:
-        label: name of the operation.
-        run: what it does; ``None``: nothing, as in ghost mode.
+        run: the computation; ``None`` in ghost mode.
         waits_for: operation of another stream that must end first.
-        accesses: memory that it touches: region, first byte, end, whether it writes.
-        kind: ``op``, ``h2d``, ``d2h``, ``wait``, ``record`` or ``sleep``; with ``pageable`` behind it where the host
-            memory is not locked.
+        accesses: memory accesses: region, first byte, end, whether it writes.
+        kind: ``op``, ``h2d``, ``d2h``, ``wait``, ``record`` or ``sleep``; the suffix ``pageable`` marks unpinned
+            host memory.
         flops, num_bytes: arithmetic and bytes, for the replay.
-        after: number of the operation that it waits for; 0: it waits for none.
     """
 
     __slots__ = (
@@ -66,6 +64,7 @@ class Operation:
         self.label, self.run, self.accesses, self.kind, self.waits_for = label, run, accesses, kind, waits_for
         self.done, self.ended, self.seq, self.number, self.flops = False, 0.0, 0, 0, 0
         self.num_bytes, self.after = 0, 0 if waits_for is None else waits_for.number
+        """Number of the operation that must end first; 0: none."""
         self.site: Site = ()
         self.stream: Stream
 
@@ -235,20 +234,14 @@ class Event:
 
 @dataclass(frozen=True)
 class Faults:
-    """What goes wrong with the device; ``None``: it does not.
-
-    Attributes:
-        lockable_bytes: host memory that `cudaHostRegister` locks; beyond it refuses, and the thread's next kernel
-            raises "CUDA error: out of memory", as a runtime whose last error nobody has asked for.
-        failing_allocation: number of the allocation that finds no memory, counted from 1.
-        lost_after: operations after which every call to the device raises.
-        taken: number of an allocation, and the bytes that another process takes before it.
-    """
+    """Faults of the device; ``None``: no fault of this kind."""
 
     lockable_bytes: int | None = None
-    failing_allocation: int | None = None
-    lost_after: int | None = None
-    taken: tuple[int, int] | None = None
+    """Host memory that `cudaHostRegister` pins. It rejects more, and the thread's next kernel raises "CUDA error: out
+    of memory": the runtime reports its last error late."""
+    failing_allocation: int | None = None  # number of the allocation that finds no memory, counted from 1
+    lost_after: int | None = None  # operations after which every call to the device raises
+    taken: tuple[int, int] | None = None  # number of an allocation, and the bytes that another process takes before it
 
 
 @dataclass
@@ -256,15 +249,12 @@ class Device:
     """State of one device: its memory (see `memory`) and the generator of its random numbers, a counter as Philox is.
 
     Attributes:
-        total_bytes: memory of the device.
-        limit: share of it that may be allocated.
         allocated, peak, reserved: bytes.
-        regions: free memory by stream and size.
     """
 
     index: int
-    total_bytes: int
-    limit: float = 1.0
+    total_bytes: int  # memory of the device
+    limit: float = 1.0  # share of it that may be allocated
     allocated: int = 0
     peak: int = 0
     reserved: int = 0
@@ -273,6 +263,7 @@ class Device:
     offset: int = 0
     taken: int = 0
     regions: dict[tuple[int, int], list[Any]] = field(default_factory=lambda: defaultdict(list))
+    """Free memory by stream and size."""
 
     def draw(self) -> int:
         """Return the seed of a random operation, fixed when it is issued."""
@@ -282,7 +273,7 @@ class Device:
 
 
 class Simulation:
-    """All that is simulated, and what was found; one at a time, see `start`.
+    """The simulated devices and the recorded faults; one at a time, see `start`.
 
     Args:
         schedule: order in which queued operations run. ``late``: each as late as waits allow, and no future of the
@@ -295,13 +286,6 @@ class Simulation:
         faults: what goes wrong.
         supports_bf16: whether the devices say that they compute in bf16.
         package: the program's package, whose lines are reported.
-
-    Attributes:
-        races: pairs of places that race, and how often; ``examples`` says of each on which streams.
-        waits: places where the program waits for the device: what, thread, where.
-        pageable: bytes of non-blocking copies from or to host memory that is not locked, by place.
-        touched: devices on which the program has made a context.
-        trace: what the threads did, for `replay`; ``None``: not recorded.
     """
 
     def __init__(
@@ -324,11 +308,15 @@ class Simulation:
         self.defaults: list[Stream] = []
         self.locked: dict[int, Any] = {}  # address -> region of registered host memory
         self.races: Counter[tuple[str, str]] = Counter()
+        """Pairs of racing places with their counts; ``examples`` has the streams of each pair."""
         self.examples: dict[tuple[str, str], str] = {}
         self.waits: Counter[tuple[str, str, str]] = Counter()
+        """Waits of the program for the device: operation, thread, place."""
         self.pageable: Counter[tuple[str, str]] = Counter()
-        self.touched: set[int] = set()
+        """Bytes of non-blocking copies from or to unpinned host memory, by place."""
+        self.touched: set[int] = set()  # devices on which the program has made a context
         self.trace: list[tuple[str, str, Any]] | None = None
+        """Actions of the threads, for `replay`; ``None``: not recorded."""
         self.by_site: Counter[Site] = Counter()
         self.at_peak: Counter[Site] = Counter()
         self.num_operations = self.num_allocations = 0

@@ -42,7 +42,7 @@ INDEXED = {
     aten._index_put_impl_.default,
     aten._unsafe_index.Tensor,
 }
-ONLY_SCALED = {aten._fused_adamw_.default, aten._fused_adam_.default}  # which say that they write gradients
+ONLY_SCALED = {aten._fused_adamw_.default, aten._fused_adam_.default}  # their schemas name the gradients as written
 LOOK_UPS = ("aten::embedding", "aten::index.Tensor", "aten::index_select", "aten::gather")
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 
@@ -61,14 +61,9 @@ class SimStorage:
 
 
 class SimTensor(torch.Tensor):
-    """A tensor on the simulated device.
+    """A tensor on the simulated device."""
 
-    Attributes:
-        data_cpu: its numbers, once they have been computed; on ``meta`` for a ghost.
-        block: its memory.
-    """
-
-    data_cpu: torch.Tensor
+    data_cpu: torch.Tensor  # values, once computed; on ``meta`` in ghost mode
     block: Block
 
     @staticmethod
@@ -148,20 +143,12 @@ def _touched(tensor: SimTensor) -> int:
 
 @dataclass(frozen=True)
 class Kernel:
-    """What the schema of an operation says, looked up once.
-
-    Attributes:
-        name: name of the operation.
-        decomposes: whether it is made of others.
-        is_view: whether its result shares the memory of its first tensor.
-        written: arguments that it writes, by position and name.
-        num_returns: number of its results.
-    """
+    """Facts from the schema of an operation, looked up once."""
 
     name: str
-    decomposes: bool
-    is_view: bool
-    written: tuple[tuple[int, str], ...]
+    decomposes: bool  # whether it consists of other operations
+    is_view: bool  # whether its result shares the memory of its first tensor
+    written: tuple[tuple[int, str], ...]  # arguments that it writes, by position and name
     num_returns: int
 
     @classmethod
@@ -298,7 +285,7 @@ def _view(func: Any, args: Any, kwargs: Any, base: SimTensor) -> Any:
     call_args, call_kwargs = _plain(args, kwargs)
     with torch.inference_mode(False):
         result = func(*call_args, **call_kwargs)
-    with torch.inference_mode(base.is_inference()):  # a view is of the kind of what it is a view of
+    with torch.inference_mode(base.is_inference()):  # a view is an inference tensor if its base is one
         return mapped(result, lambda x: SimTensor(x, base.block) if isinstance(x, torch.Tensor) else x)
 
 

@@ -55,7 +55,7 @@ def carry_clocks() -> None:
     known_done = after(done, bool)
 
     def patched_done(self: Any) -> Any:
-        # A late transfer is never done before somebody waits for it: what relies on luck is found.
+        # A late transfer is never done before somebody waits for it: so missing waits show.
         if sim.is_running() and sim.now().is_late and _is_asked_by_program():
             return False
         return known_done(self)
