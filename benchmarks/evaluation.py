@@ -98,7 +98,7 @@ def ours(arguments: argparse.Namespace) -> dict[str, Any]:
     planned = plan_on_rows(arguments.work / "model", recipe_of(arguments), arguments.data / FILE, arguments.rows)
     found = planned.run()
     scores = found.scores
-    planned.journal.close()
+    planned.close()
     return {"seconds": time.perf_counter() - start, "scores": scores, "answers": found.answers}
 
 
@@ -160,7 +160,7 @@ def memory(arguments: argparse.Namespace) -> dict[str, Any]:
     before = peak_memory()
     with Sizes():
         planned.run()
-    planned.journal.close()
+    planned.close()
     planned_bytes = next(need.need for need in planned.plan.needs if need.resource == "memory")
     return {"largest": largest, "chunk": HEAD_CHUNK_BYTES, "need": planned_bytes - PROCESS_BYTES + before}
 

@@ -7,7 +7,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -18,11 +18,8 @@ from gptj_ft.evaluation.metrics import rouge as rouge_metric
 from gptj_ft.evaluation.metrics.label_scores import LabelScores
 from gptj_ft.evaluation.metrics.statistic import Estimate, PairedEstimates, estimate_scores, values
 
-if TYPE_CHECKING:
-    pass
-
-
 LOWER_IS_BETTER = ("loss", "perplexity", "word_perplexity", "byte_perplexity", "ece", "mse", "mae")
+MAX_FILES = 10  # with scores of their own
 OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
     ">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt,
 }  # fmt: skip
@@ -30,27 +27,16 @@ OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Scores of a model, or of the outputs of any system, on a dataset.
+    """Scores of a model, or of the outputs of any system, on a dataset."""
 
-    Attributes:
-        model: model folder, or file of outputs.
-        figures: statistics by name, loss and perplexities included.
-        places: file and line of each row.
-        answers: generated text of each row; empty where none was asked for.
-        references: accepted answers of each row.
-        notes: warnings on the scores.
-        target_tokens: tokens the loss is over; 0 if there is none.
-        labels: scores of each label; ``None`` where the answers are no labels of a head.
-    """
-
-    model: str
-    figures: dict[str, Statistic]
-    places: list[str]
-    answers: list[str]
-    references: list[list[str]]
-    notes: tuple[str, ...] = ()
-    target_tokens: int = 0
-    labels: LabelScores | None = None
+    model: str  # model folder, or file of outputs
+    figures: dict[str, Statistic]  # statistics by name, including loss and perplexities
+    places: list[str]  # file and line of each row
+    answers: list[str]  # generated text of each row; empty if no metric needs one
+    references: list[list[str]]  # accepted answers of each row
+    notes: tuple[str, ...] = ()  # warnings about the scores
+    target_tokens: int = 0  # tokens that the loss covers; 0: no loss
+    labels: LabelScores | None = None  # scores of each label, for heads with labels
 
     @property
     def rows(self) -> int:
@@ -58,7 +44,7 @@ class Evaluation:
 
     @property
     def scores(self) -> dict[str, float]:
-        """Scores of all rows, by name."""
+        """Scores over all rows, by name."""
         return values(self.figures, self.rows)
 
 
@@ -70,23 +56,14 @@ def with_warnings(evaluation: Evaluation, recipe: Recipe) -> Evaluation:
 
 @dataclass(frozen=True)
 class ChangesByRow:
-    """Count the rows that one score ranks better, worse or the same as the baseline.
-
-    Attributes:
-        score: name of the score.
-        better: rows, the greatest gain first.
-        worse: rows, the greatest loss first.
-        same: number of rows with equal scores.
-        before: the score of each row, by the baseline.
-        after: the score of each row, by the system.
-    """
+    """Rows whose score is better, worse or the same as with the baseline."""
 
     score: str
-    better: list[int]
-    worse: list[int]
-    same: int
-    before: list[float]
-    after: list[float]
+    better: list[int]  # greatest gain first
+    worse: list[int]  # greatest loss first
+    same: int  # number of rows
+    before: list[float]  # score of each row with the baseline
+    after: list[float]  # score of each row with the model
 
     def to_dict(self) -> dict[str, Any]:
         """Return the counts."""
@@ -99,32 +76,24 @@ class ChangesByRow:
 
 @dataclass(frozen=True)
 class ModelComparison:
-    """Hold two evaluations of the same rows and their differences.
-
-    Attributes:
-        model: evaluation of the system.
-        baseline: evaluation of the other system on the same rows, or ``None``.
-        comparison: estimates over all rows.
-        by_file: estimates over the rows of each file, if there are several.
-        by_row: wins and losses; ``None`` without a baseline.
-    """
+    """Evaluations of a model and its baseline on the same rows, and their differences."""
 
     model: Evaluation
     baseline: Evaluation | None
-    comparison: PairedEstimates
-    by_file: dict[str, PairedEstimates]
-    by_row: ChangesByRow | None
+    comparison: PairedEstimates  # over all rows
+    by_file: dict[str, PairedEstimates]  # over the rows of each file; empty if there is one file or more than ten
+    by_row: ChangesByRow | None  # None without a baseline
 
     def to_dict(self, texts: bool) -> dict[str, Any]:
-        """Convert to JSON values, with texts only on request; values that are not finite become ``None``."""
+        """Convert to JSON values, with texts only on request; values that are not finite become None."""
         facts = {
             "model": _to_dict(self.model, self.comparison.scores, texts),
             "baseline": _to_dict(self.baseline, self.comparison.baseline, texts) if self.baseline else None,
             "differences": _as_dicts(self.comparison.differences),
             "by_row": self.by_row.to_dict() if self.by_row else None,
             "by_file": {
-                file: {"scores": _as_dicts(found.scores), "baseline": _as_dicts(found.baseline)}
-                for file, found in self.by_file.items()
+                file: {"scores": _as_dicts(estimates.scores), "baseline": _as_dicts(estimates.baseline)}
+                for file, estimates in self.by_file.items()
             },
         }
         return {key: finite(each) for key, each in facts.items()}
@@ -133,7 +102,7 @@ class ModelComparison:
 def compare_models(
     model: Evaluation, baseline: Evaluation | None, metrics: Sequence[str], seed: int
 ) -> ModelComparison:
-    """Compare two evaluations of the same rows, or estimate one alone.
+    """Compare two evaluations of the same rows, or estimate the scores of one alone.
 
     Raises:
         UsageError: the rows are not the same.
@@ -146,17 +115,17 @@ def compare_models(
         file: estimate_scores(
             model.figures, other, model.rows, seed, np.array([each == file for each in files], np.float64)
         )
-        for file in (names if 1 < len(names) <= MOST_FILES else ())
+        for file in (names if 1 < len(names) <= MAX_FILES else ())
     }
     by_row = _by_row(score_by_row(metrics, model.figures), model, baseline) if baseline else None
     return ModelComparison(model, baseline, estimate_scores(model.figures, other, model.rows, seed), by_file, by_row)
 
 
 def same_rows(model: Evaluation, baseline: Evaluation | None) -> None:
-    """Check that two evaluations are of the same rows.
+    """Check that two evaluations cover the same rows.
 
     Raises:
-        UsageError: the rows are not the same.
+        UsageError: they do not.
     """
     if baseline and baseline.places != model.places:
         raise UsageError(
@@ -165,12 +134,9 @@ def same_rows(model: Evaluation, baseline: Evaluation | None) -> None:
         )
 
 
-MOST_FILES = 10  # that are worth a table each
-
-
 @dataclass(frozen=True)
 class Gate:
-    """Require a score: ``rougeL>=30``."""
+    """Required score, such as ``rougeL>=30``."""
 
     text: str
     name: str
@@ -186,7 +152,7 @@ def parse_gates(texts: Sequence[str], names: Sequence[str]) -> list[Gate]:
         names: available scores.
 
     Raises:
-        UsageError: a threshold that is malformed, or of a score that is not available.
+        UsageError: a malformed threshold, or an unknown score.
     """
     gates = []
     for text in texts:
@@ -203,7 +169,7 @@ def parse_gates(texts: Sequence[str], names: Sequence[str]) -> list[Gate]:
 
 
 def failed_gates(gates: Sequence[Gate], verdict: ModelComparison) -> list[str]:
-    """Describe the thresholds that the scores do not reach."""
+    """Describe the thresholds that the scores miss."""
     scores = verdict.comparison.scores
     return [
         f"{gate.text}: it is {scores[gate.name].value:.4f}" if gate.name in scores else f"{gate.text}: no row has it"
@@ -215,38 +181,40 @@ def failed_gates(gates: Sequence[Gate], verdict: ModelComparison) -> list[str]:
 def _by_row(name: str, model: Evaluation, baseline: Evaluation) -> ChangesByRow | None:
     if name not in model.figures or name not in baseline.figures:
         return None
-    ours, theirs = model.figures[name].rows_N, baseline.figures[name].rows_N
-    if ours is None or theirs is None:
+    after_N, before_N = model.figures[name].rows_N, baseline.figures[name].rows_N
+    if after_N is None or before_N is None:
         return None
-    gain = (theirs - ours) if name in LOWER_IS_BETTER else (ours - theirs)
-    order = np.argsort(-gain, kind="stable").tolist()
-    better = [row for row in order if gain[row] > 0]
-    worse = [row for row in reversed(order) if gain[row] < 0]
-    return ChangesByRow(name, better, worse, len(gain) - len(better) - len(worse), theirs.tolist(), ours.tolist())
+    gain_N = (before_N - after_N) if name in LOWER_IS_BETTER else (after_N - before_N)
+    order = np.argsort(-gain_N, kind="stable").tolist()
+    better = [row for row in order if gain_N[row] > 0]
+    worse = [row for row in reversed(order) if gain_N[row] < 0]
+    return ChangesByRow(
+        name, better, worse, len(gain_N) - len(better) - len(worse), before_N.tolist(), after_N.tolist()
+    )
 
 
 def _as_dicts(estimates: Mapping[str, Estimate]) -> dict[str, Any]:
     return {name: asdict(each) for name, each in estimates.items()}
 
 
-def _to_dict(found: Evaluation, estimates: Mapping[str, Estimate], texts: bool) -> dict[str, Any]:
+def _to_dict(evaluation: Evaluation, estimates: Mapping[str, Estimate], texts: bool) -> dict[str, Any]:
     scores = {name: each.value for name, each in estimates.items()}
-    own = {
-        "model": found.model,
-        "rows": found.rows,
-        "target_tokens": found.target_tokens,
+    facts = {
+        "model": evaluation.model,
+        "rows": evaluation.rows,
+        "target_tokens": evaluation.target_tokens,
         "loss": scores.get("loss"),
         "perplexity": scores.get("perplexity"),
         "scores": scores,
         "intervals": {name: [each.low, each.high] for name, each in estimates.items()},
-        "notes": found.notes,
-        **({"labels": found.labels.to_dict()} if found.labels else {}),
+        "notes": evaluation.notes,
+        **({"labels": evaluation.labels.to_dict()} if evaluation.labels else {}),
     }
-    return {**own, "answers": found.answers, "references": found.references} if texts else own
+    return {**facts, "answers": evaluation.answers, "references": evaluation.references} if texts else facts
 
 
 def finite(value: Any) -> Any:
-    """Return a value as JSON has it: without NaN and infinity, for which there is ``None``."""
+    """Replace NaN and infinity, which JSON does not have, by None."""
     if isinstance(value, dict):
         return {key: finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

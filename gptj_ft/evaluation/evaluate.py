@@ -1,4 +1,8 @@
-"""Plan and run evaluations: of a model beside its baseline on rows, or on tasks of lm-eval; of predictions in files."""
+"""Evaluate a model and its baseline on the same rows, or on tasks of lm-eval, and compare them.
+
+`PairedEvaluation` plans one evaluation per model: `text_evaluation` for language models, `label_evaluation` for models
+with another head, `lm_eval.tasks` for tasks.
+"""
 
 from __future__ import annotations
 
@@ -20,110 +24,83 @@ from gptj_ft.errors import UsageError
 from gptj_ft.evaluation.comparison import Evaluation, ModelComparison, compare_models
 from gptj_ft.evaluation.label_evaluation import LabelledEvaluation, plan_labelled
 from gptj_ft.evaluation.lm_eval.tasks import LoadedTasks, compare_on_tasks, plan_on_tasks
+from gptj_ft.evaluation.row_job import Progress
 from gptj_ft.evaluation.text_evaluation import EvaluationPlan, plan_on_rows
 from gptj_ft.generation.workers import NO_WORKERS, Workers
 from gptj_ft.planning.inference_plan import InferencePlan
 from gptj_ft.system.paths import is_adapter, is_model, models
 from gptj_ft.system.signals import stop_says
 
-_STOPPED = "stopped; what was measured so far is kept, and the same command goes on from there"
+_STOPPED = "stopped; finished rows are kept, and the same command resumes there"
 Count = Callable[[str, int, int | None, str], None]  # called with (model or baseline, done, to do, unit)
 
 
 @dataclass(frozen=True)
 class EvaluateRequest:
-    """Rows to evaluate a model on.
+    """Rows to evaluate a model on."""
 
-    Attributes:
-        model: model folder.
-        recipe: templates, metrics, generation settings, device.
-        baseline: model to compare with; ``auto``: what it was tuned from; ``none``.
-        data: rows; ``None``: those that the model's run held out.
-        limit: most rows, the first ones; ``None``: all.
-        workers: ranks that share the work.
-    """
-
-    model: Path
-    recipe: Recipe
-    baseline: str = "auto"
-    data: str | None = None
-    limit: int | None = None
-    workers: Workers = NO_WORKERS
+    model: Path  # model folder
+    recipe: Recipe  # templates, metrics, generation settings, device
+    baseline: str = "auto"  # model to compare with; ``auto``: the model it was tuned from; ``none``
+    data: str | None = None  # rows; None: the held-out rows of the model's run
+    limit: int | None = None  # maximum number of rows, taken from the start; None: all
+    workers: Workers = NO_WORKERS  # ranks that share the rows
 
 
 @dataclass(frozen=True)
 class TasksRequest:
-    """Tasks of lm-eval to evaluate a model by.
+    """Tasks of lm-eval to evaluate a model on."""
 
-    Attributes:
-        model: model folder.
-        recipe: device, memory and precision.
-        tasks: tasks with their rows.
-        baseline: model to compare with, as in `EvaluateRequest`.
-        limit: most questions of each task, the first ones; ``None``: all.
-        workers: ranks that share the work.
-    """
-
-    model: Path
-    recipe: Recipe
+    model: Path  # model folder
+    recipe: Recipe  # device, memory and precision
     tasks: LoadedTasks
-    baseline: str = "auto"
-    limit: int | None = None
-    workers: Workers = NO_WORKERS
+    baseline: str = "auto"  # model to compare with, as in `EvaluateRequest`
+    limit: int | None = None  # maximum number of questions per task, taken from the start; None: all
+    workers: Workers = NO_WORKERS  # ranks that share the questions
 
 
 class PlannedEvaluation(Protocol):
-    """Evaluation of one model, planned and not begun."""
+    """Planned evaluation of one model."""
 
     @property
     def plan(self) -> InferencePlan:
         """Memory and token budget."""
 
-    def run(self, progress: Callable[[int, int], None] | None = None) -> Evaluation:
-        """Evaluate the model; ``progress`` is called with (done, to do)."""
+    def run(self, progress: Progress | None = None) -> Evaluation:
+        """Evaluate the model."""
 
     def close(self) -> None:
-        """Remove the cache of results, once they are saved."""
+        """Delete cached results; call it once the results are saved."""
 
 
 @dataclass(frozen=True)
 class PairedEvaluation:
-    """An evaluation of a model and its baseline, planned and not begun.
-
-    Attributes:
-        request: model, options and rows or tasks as they were asked for.
-        baseline: model folder; ``None``: nothing is compared.
-        runs: plan of each, by ``baseline`` and ``model``, in the order of evaluation.
-        compare: comparison of two results, or estimate of one alone.
-        unit: name of what is counted: ``rows``, or ``questions`` of tasks.
-        data: file or folder of the rows; ``None``: tasks have their own.
-        note: shortening of rows to the context of the models; empty if there is none.
-    """
+    """Planned evaluation of a model and its baseline."""
 
     request: EvaluateRequest | TasksRequest
-    baseline: Path | None
-    runs: Mapping[str, PlannedEvaluation]
+    baseline: Path | None  # model folder, if there is a baseline
+    runs: Mapping[str, PlannedEvaluation]  # by ``baseline`` and ``model``, in the order of evaluation
     compare: Callable[[Evaluation, Evaluation | None], ModelComparison]
-    unit: str = "rows"
-    data: Path | None = None
-    note: str = ""
+    unit: str = "rows"  # name of the counted items: ``rows``, or ``questions`` of tasks
+    data: Path | None = None  # file or folder of the rows; None for tasks, which have their own
+    note: str = ""  # warning that rows are cut to the context of the models; usually empty
 
     @classmethod
     def of(cls, request: EvaluateRequest) -> PairedEvaluation:
-        """Read the rows, and plan the passes of each model over them.
+        """Read the rows and plan the passes of each model over them.
 
         Raises:
             GptjFtError: no rows, no such model, or it does not fit.
         """
         data = data_path(request.data) if request.data else default_rows(request.model)
         baseline, models = _models(request)
-        recipe, asked = fitted(request.recipe, models.values(), data), request.recipe.max_length
+        recipe, wanted = fitted(request.recipe, models.values(), data), request.recipe.max_length
         runs: dict[str, EvaluationPlan | LabelledEvaluation]
         plan = plan_on_rows if recipe.task == "language-model" else plan_labelled
         runs = {name: plan(each, recipe, data, request.limit, request.workers) for name, each in models.items()}
         note = ""
-        if recipe.max_length < asked:
-            length = f"{recipe.max_length:,}, the context of the model, and not {asked:,}"
+        if recipe.max_length < wanted:
+            length = f"{recipe.max_length:,}, the context of the model, and not {wanted:,}"
             note = f"max_length is {length}: rows are cut to that"
             runs = {name: each.with_note(note) for name, each in runs.items()}
         compare = partial(compare_models, metrics=recipe.metrics, seed=recipe.seed)
@@ -145,33 +122,33 @@ class PairedEvaluation:
 
     @property
     def plan(self) -> InferencePlan:
-        """Memory and passes of the larger of the models."""
+        """Plan of the model that needs more memory."""
         return max((each.plan for each in self.runs.values()), key=lambda plan: plan.device_bytes + plan.host_bytes)
 
     def run(self, count: Count) -> ModelComparison:
-        """Evaluate the models, and compare them.
+        """Evaluate the models and compare them.
 
         Args:
-            count: receiver of the rows or questions done.
+            count: receiver of the number of finished rows or questions.
 
         Raises:
-            Interrupted: a signal; what was measured is kept.
-            NotFinite: a loss.
+            Interrupted: a signal; finished rows are cached.
+            NotFinite: a loss is not finite.
         """
-        found: dict[str, Evaluation] = {}
+        results: dict[str, Evaluation] = {}
         for name, each in self.runs.items():
             with stop_says(lambda: _STOPPED):
-                found[name] = each.run(lambda done, total, name=name: count(name, done, total, self.unit))  # type: ignore[misc]
-        comparison = self.compare(found["model"], found.get("baseline"))
+                results[name] = each.run(lambda done, total, name=name: count(name, done, total, self.unit))  # type: ignore[misc]
+        comparison = self.compare(results["model"], results.get("baseline"))
         for each in self.runs.values():
             each.close()
         return comparison
 
 
 def _models(request: EvaluateRequest | TasksRequest) -> tuple[Path | None, dict[str, Path]]:
-    """Return the baseline, if there is one, and the models to evaluate in their order.
+    """Return the baseline, if any, and the models to evaluate by name, in order.
 
-    What a model with a head was tuned from has mostly none: it is no baseline unless it is named.
+    The base model of a model with a head usually has no such head, so ``auto`` means no baseline there.
     """
     has_head, is_named = request.recipe.task != "language-model", request.baseline not in ("auto", "none")
     baseline = None if has_head and not is_named else choose_baseline(request.model, request.baseline)
@@ -179,13 +156,7 @@ def _models(request: EvaluateRequest | TasksRequest) -> tuple[Path | None, dict[
 
 
 def fitted(recipe: Recipe, folders: Iterable[Path], data: Path) -> Recipe:
-    """Limit row length to the context of every model that is compared; prepared rows keep theirs.
-
-    Args:
-        recipe: recipe whose ``max_length`` may exceed a model's context.
-        folders: folders of the models to evaluate on the same rows.
-        data: the rows.
-    """
+    """Limit ``max_length`` to the context of every compared model; prepared rows keep their length."""
     if is_prepared(data):
         return recipe
     shortest = min(int(read_architecture(base_folder(folder)).config.n_positions) for folder in folders)
@@ -193,11 +164,11 @@ def fitted(recipe: Recipe, folders: Iterable[Path], data: Path) -> Recipe:
 
 
 def choose_baseline(folder: Path, name: str) -> Path | None:
-    """Choose the baseline model.
+    """Find the folder of the baseline model.
 
     Args:
-        folder: the model that is measured.
-        name: ``none``, ``auto`` (what the model was tuned from, if that is still there), or a model.
+        folder: the model to evaluate.
+        name: ``none``, ``auto`` (the model that it was tuned from, if that still exists), or a model.
     """
     if name == "none":
         return None
@@ -214,7 +185,7 @@ def choose_baseline(folder: Path, name: str) -> Path | None:
 
 
 def default_rows(folder: Path) -> Path:
-    """Find the validation rows of the run that made a model.
+    """Find the validation rows of the run that tuned a model.
 
     Raises:
         UsageError: there are none.

@@ -1,4 +1,9 @@
-"""Evaluate a model with a head on labelled rows: loss, scores of its task, scores by label."""
+"""Evaluate a model with a head on labelled rows: loss, scores of its task, scores by label.
+
+A long row is split into windows, one document each; `row_outputs` joins the outputs of a row's windows again.
+
+Axis letters: S positions of a window that the head reads, C outputs per position.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +29,7 @@ from gptj_ft.evaluation.likelihood import passes
 from gptj_ft.evaluation.metrics.label_scores import LabelScores
 from gptj_ft.evaluation.metrics.statistic import Ratio, Statistic
 from gptj_ft.evaluation.readout import Outputs, Readout, RowAnswer, RowOutput, loss_of, readout_of
+from gptj_ft.evaluation.row_job import Progress
 from gptj_ft.generation.generator import InferenceSetup
 from gptj_ft.generation.workers import NO_WORKERS, Workers
 from gptj_ft.models.batch import Marks
@@ -35,78 +41,75 @@ from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.scoring import head_outputs
 from gptj_ft.system.paths import home
 
-NO_TOKEN_LIMIT = 2**62  # tokens: no limit
+NO_TOKEN_LIMIT = 2**62
 
 
 def outputs_of(
     offloaded: OffloadedModel,
     rows: Rows,
     objective: Objective,
-    together: TokenBudget,
+    budget: TokenBudget,
     before_pass: Callable[[], None] = lambda: None,
     loss: Callable[[StepLoss], object] | None = None,
 ) -> Iterator[Outputs]:
     """Yield the outputs of the head for each document, [S, C].
 
     Args:
-        offloaded: model.
-        rows: documents.
-        objective: objective that the head was trained with.
-        together: tokens computed at once, and in a pass over the weights.
+        budget: tokens computed at once, and in a pass over the weights.
         before_pass: called before each pass over the weights; may raise to stop.
-        loss: receiver of the loss of each micro-batch; default: the rows have no targets, and none is computed.
+        loss: receiver of each micro-batch's loss; default: the rows need no targets and no loss is computed.
     """
-    for span in passes(rows.lengths, together.read):
+    for span in passes(rows.lengths, budget.read):
         before_pass()
-        groups = first_fit([rows.lengths[row] for row in span], together.computed)
+        groups = first_fit([rows.lengths[row] for row in span], budget.computed)
         numbers = [[span.start + place for place in group] for group in groups]
         batches = [batch.to(offloaded.device) for group in numbers for batch in rows.batches(group, NO_TOKEN_LIMIT)]
-        found: dict[int, Outputs] = {}
+        of_document: dict[int, Outputs] = {}
         for group, batch, output_SC in zip(numbers, batches, head_outputs(offloaded, batches, objective), strict=True):
             if loss is not None:
                 total, _ = objective.loss(output_SC, batch, batch.target_positions_T)
                 loss(StepLoss(float(total), objective.weight(batch), num_targets=batch.num_targets))
             whole = output_SC.cpu().numpy()
             ends = pairwise((0, *batch.row_ends))
-            found |= {row: whole[start:end] for row, (start, end) in zip(group, ends, strict=True)}
-        yield from (found[row] for row in span)
+            of_document |= {row: whole[start:end] for row, (start, end) in zip(group, ends, strict=True)}
+        yield from (of_document[row] for row in span)
 
 
 def row_outputs(table: TokenTable, rows: Rows, outputs: Iterator[Outputs]) -> Iterator[RowOutput]:
-    """Yield the outputs of whole rows: windows that continue a row belong to it.
+    """Join the outputs of each row's windows.
 
     Args:
-        table: the rows, as they were prepared.
-        rows: the same, as documents.
+        table: the documents as prepared; ``continues`` marks all windows of a row but the first.
+        rows: the same documents.
         outputs: outputs of the head for each document.
     """
     assert rows.marks is not None
     columns = ("continues", "texts", "references", "source", "line", "offsets")
-    window: list[tuple[Outputs, Marks, NDArray[np.int64]]] = []
+    windows: list[tuple[Outputs, Marks, NDArray[np.int64]]] = []
     about: tuple[Sequence[str], Sequence[str], str] = (), (), ""
 
-    def whole() -> RowOutput:
-        given, marks, offsets = zip(*window, strict=True)
-        return RowOutput(given, marks, offsets, *about)
+    def joined() -> RowOutput:
+        own_outputs, marks, offsets = zip(*windows, strict=True)
+        return RowOutput(own_outputs, marks, offsets, *about)
 
     for output_SC, marks, (continues, texts, references, source, line, offsets) in zip(
         outputs, rows.marks, zip(*(table[name] for name in columns), strict=True), strict=True
     ):
-        if window and not continues:
-            yield whole()
-            window.clear()
-        if not window:
+        if windows and not continues:
+            yield joined()
+            windows.clear()
+        if not windows:
             about = texts, references, f"{source}:{line}"
-        window.append((output_SC, marks, np.asarray(offsets, np.int64).reshape(-1, 2)))
-    if window:
-        yield whole()
+        windows.append((output_SC, marks, np.asarray(offsets, np.int64).reshape(-1, 2)))
+    if windows:
+        yield joined()
 
 
-def split_rows(table: TokenTable, most_tokens: int) -> Iterator[range]:
-    """Yield ranges of documents of about so many tokens, none of which parts the windows of a row."""
+def split_rows(table: TokenTable, max_tokens: int) -> Iterator[range]:
+    """Split documents into ranges of about ``max_tokens``, without splitting a row's windows."""
     start = tokens = 0
     for number, (length, continues) in enumerate(zip(table.lengths().tolist(), table["continues"], strict=True)):
-        if not continues and number > start and tokens + length > most_tokens:
+        if not continues and number > start and tokens + length > max_tokens:
             yield range(start, number)
             start, tokens = number, 0
         tokens += length
@@ -116,30 +119,21 @@ def split_rows(table: TokenTable, most_tokens: int) -> Iterator[range]:
 
 @dataclass(frozen=True)
 class ScoredAnswers:
-    """Answers to rows that say what is right, with their scores.
-
-    Attributes:
-        answers: answer to each row.
-        places: file and line of each row.
-        references: accepted answers of each row.
-        figures: statistics by name, the loss included.
-        labels: scores of each label; ``None`` where there are none.
-        remark: sentence about the scores; mostly empty.
-    """
+    """Answers to labelled rows, with their scores."""
 
     answers: list[RowAnswer]
-    places: list[str]
-    references: list[list[str]]
-    figures: dict[str, Statistic]
-    labels: LabelScores | None
-    remark: str
+    places: list[str]  # file and line of each row
+    references: list[list[str]]  # accepted answers of each row
+    figures: dict[str, Statistic]  # by name, including the loss
+    labels: LabelScores | None  # scores of each label, if the task has labels
+    remark: str  # sentence about the scores; usually empty
 
 
 def answer_rows(recipe: Recipe, readout: Readout, rows: Sequence[RowOutput]) -> ScoredAnswers:
-    """Read the answers to rows, and score them.
+    """Read the answers to labelled rows and score them.
 
     Raises:
-        NotFinite: a loss.
+        NotFinite: a loss is not finite.
     """
     answers, losses = [readout.read(row) for row in rows], [loss_of(recipe.task, row) for row in rows]
     for row, (total, _) in zip(rows, losses, strict=True):
@@ -155,51 +149,41 @@ def answer_rows(recipe: Recipe, readout: Readout, rows: Sequence[RowOutput]) -> 
 
 @dataclass(frozen=True)
 class LabelledEvaluation:
-    """An evaluation of labelled rows, planned and not begun.
-
-    Attributes:
-        setup: model and options.
-        prepared: rows.
-        plan: memory and token budget.
-        notes: warnings on the rows.
-    """
+    """A planned evaluation of labelled rows."""
 
     setup: InferenceSetup
     prepared: Prepared
     plan: InferencePlan
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # warnings for the report
 
     def with_note(self, note: str) -> LabelledEvaluation:
         """Return a copy with one more note."""
         return replace(self, notes=(*self.notes, note))
 
-    def run(self, progress: Callable[[int, int], None] | None = None) -> Evaluation:
+    def run(self, progress: Progress | None = None) -> Evaluation:
         """Evaluate the model on its rows.
 
-        Args:
-            progress: callback for (rows done, rows to do); default: none.
-
         Raises:
-            NotFinite: a loss.
+            NotFinite: a loss is not finite.
         """
         recipe, table = self.setup.recipe, self.prepared.rows
-        rows, found = Rows.of(table), list[RowOutput]()
-        total = len(table) - sum(table["continues"])
+        documents, rows = Rows.of(table), list[RowOutput]()
+        num_rows = len(table) - sum(table["continues"])
         with self.setup.open(self.plan.weights) as (architecture, offloaded):
-            outputs = outputs_of(offloaded, rows, objective_of(recipe), self.plan.together)
-            for row in row_outputs(table, rows, outputs):
-                found.append(row)
+            outputs = outputs_of(offloaded, documents, objective_of(recipe), self.plan.together)
+            for row in row_outputs(table, documents, outputs):
+                rows.append(row)
                 if progress:
-                    progress(len(found), total)
-        answered = answer_rows(recipe, readout_of(recipe, architecture.labels), found)
-        notes = (*self.notes, answered.remark) if answered.remark else self.notes
+                    progress(len(rows), num_rows)
+        scored = answer_rows(recipe, readout_of(recipe, architecture.labels), rows)
+        notes = (*self.notes, scored.remark) if scored.remark else self.notes
         return Evaluation(
-            str(self.setup.folder), answered.figures, answered.places, [each.text for each in answered.answers],
-            answered.references, notes, rows.num_targets, answered.labels,
+            str(self.setup.folder), scored.figures, scored.places, [each.text for each in scored.answers],
+            scored.references, notes, documents.num_targets, scored.labels,
         )  # fmt: skip
 
     def close(self) -> None:
-        """Do nothing: there is no cache, since reading rows again takes as long as reading results would."""
+        """Do nothing: there is no cache, since computing a row takes little longer than reading its result."""
 
 
 def plan_labelled(
@@ -208,11 +192,9 @@ def plan_labelled(
     """Plan an evaluation of labelled rows.
 
     Args:
-        folder: the model folder.
-        recipe: task, templates, device.
         data: file of rows, or prepared data.
-        limit: most rows, the first ones; ``None``: all.
-        workers: ranks that share the work.
+        limit: maximum number of rows, taken from the start; None: all.
+        workers: ranks that share the rows.
 
     Raises:
         UsageError: the model has no head for the task.
@@ -231,7 +213,7 @@ def plan_labelled(
 
 
 def read_labelled(setup: InferenceSetup, data: Path, needs_target: bool = True) -> Prepared:
-    """Prepare rows for a model with a head, whose labels they have."""
+    """Tokenize rows for a model with a head; ``needs_target``: skip rows without a label."""
     tokenizer, architecture = load_row_tokenizer(tokenizer_folder(setup.folder)), setup.architecture
     vocab_size = int(architecture.config.vocab_size)
     labels = architecture.labels
@@ -239,7 +221,7 @@ def read_labelled(setup: InferenceSetup, data: Path, needs_target: bool = True) 
 
 
 def check_head(folder: Path, recipe: Recipe, architecture: Architecture) -> None:
-    """Check that a model has the head of a task.
+    """Check that a model has a head for the recipe's task.
 
     Raises:
         UsageError: it has none, or another.

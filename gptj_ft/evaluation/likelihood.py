@@ -1,4 +1,4 @@
-"""Score given texts: per-row loss, and log-likelihoods of candidate answers."""
+"""Score given texts: the loss of each row, and the log-likelihoods of candidate answers."""
 
 from __future__ import annotations
 
@@ -26,19 +26,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Score = Callable[[Sequence[PackedBatch], Sequence[TokenQuery]], list[TokenScores]]
-Asked = tuple[Sequence[int], Sequence[tuple[int, int]]]  # a document; of it, positions and the tokens asked for after
+Query = tuple[Sequence[int], Sequence[tuple[int, int]]]  # document; pairs of a position and the token after it to score
 
 
-def passes(sizes: Sequence[int], most_tokens: int) -> Iterator[range]:
-    """Group rows, in order, into passes over the weights within a token budget; at least one row each.
+def passes(sizes: Sequence[int], max_tokens: int) -> Iterator[range]:
+    """Group rows, in order, into passes over the weights of at most ``max_tokens``; at least one row each.
 
     Args:
         sizes: tokens of each row.
-        most_tokens: token budget of a pass.
     """
     start = tokens = 0
     for row, size in enumerate(sizes):
-        if row > start and tokens + size > most_tokens:
+        if row > start and tokens + size > max_tokens:
             yield range(start, row)
             start, tokens = row, 0
         tokens += size
@@ -56,21 +55,22 @@ def losses(
     """Compute the loss of each document in one pass over the weights.
 
     Args:
-        offloaded: the model.
-        tokenizer: tokenizer for counting words and bytes of the targets, or ``None``.
-        documents: each with at least one target.
+        tokenizer: tokenizer that counts the words and bytes of the targets, or None.
+        documents: documents with at least one target each.
         budget_tokens: tokens computed at once.
         score: scorer of token queries; default: `score_tokens`.
     """
     targets = [_targets(document) for document in documents]
-    asked = [
-        (each.ids[: each.num_inputs], [(at - 1, each.ids[at]) for span in spans for at in span])
-        for each, spans in zip(documents, targets, strict=True)
+    queries = [
+        (document.ids[: document.num_inputs], [(at - 1, document.ids[at]) for span in spans for at in span])
+        for document, spans in zip(documents, targets, strict=True)
     ]
-    found = []
-    for each, spans, scores in zip(documents, targets, _ask(offloaded, asked, budget_tokens, score), strict=True):
-        words, num_bytes = _text_size(tokenizer, [each.ids[span.start : span.stop] for span in spans])
-        found.append(
+    rows = []
+    for document, spans, scores in zip(
+        documents, targets, _run_queries(offloaded, queries, budget_tokens, score), strict=True
+    ):
+        words, num_bytes = _text_size(tokenizer, [document.ids[span.start : span.stop] for span in spans])
+        rows.append(
             RowLoss(
                 total=-math.fsum(scores.log_probabilities_S.tolist()),
                 targets=len(scores.log_probabilities_S),
@@ -79,19 +79,19 @@ def losses(
                 bytes=num_bytes,
             )
         )
-    return found
+    return rows
 
 
 def label_candidates(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> dict[str, list[int]]:
-    """Return the labels of a recipe with their tokens; empty if answers are free text.
+    """Return the tokens of each label that a recipe chooses among; empty if its answers are free text.
 
-    The words alone are compared, as GPT-3's authors did (https://arxiv.org/abs/2005.14165, 2.4). EOS counts only where
-    one label's tokens begin another's, which could never be as likely as its own beginning.
+    The label's words alone are compared, as in GPT-3's evaluation (https://arxiv.org/abs/2005.14165, section 2.4).
     """
     if "accuracy" not in recipe.metrics or not recipe.labels or fields_of(recipe.completion) != (LABEL,):
         return {}
     texts = dict.fromkeys(render(recipe.completion, {LABEL: word}) for word in recipe.labels.values())
     tokens = tokenize(tokenizer, list(texts))
+    # A label that starts with another label's tokens can never be more likely than that one. EOS makes them comparable.
     if any(one is not other and other[: len(one)] == one for one in tokens for other in tokens):
         tokens = [[*each, eos_of(tokenizer)] for each in tokens]
     return {text.strip(): ids for text, ids in zip(texts, tokens, strict=True)}
@@ -99,16 +99,14 @@ def label_candidates(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> dict
 
 def documents_of(prompt: Sequence[int], answers: Sequence[Sequence[int]]) -> list[list[int]]:
     """Build the fewest documents that contain the context of every answer token."""
-    beginnings = {tuple(answer[:-1]) for answer in answers}
-    longest = [
-        each for each in beginnings if not any(each != other and other[: len(each)] == each for other in beginnings)
-    ]
+    contexts = {tuple(answer[:-1]) for answer in answers}
+    longest = [each for each in contexts if not any(each != other and other[: len(each)] == each for other in contexts)]
     return [[*prompt, *each] for each in sorted(longest)]
 
 
 @dataclass(frozen=True)
 class Likelihood:
-    """Log-probability of an answer in nats, and whether greedy decoding would produce it."""
+    """Log-probability of an answer in nats, and whether greedy decoding would generate it."""
 
     total: float
     is_argmax: bool
@@ -123,25 +121,24 @@ def log_likelihoods(
     """Compute the log-likelihood of each prompt's answers in one pass over the weights.
 
     Args:
-        offloaded: the model.
         prompts: token ids of each, none empty.
-        answers: token ids of the answers of each prompt.
+        answers: token ids of the answers to each prompt.
         budget_tokens: tokens computed at once.
     """
-    asked: list[Asked] = []
-    places = []  # of each answer after each prompt: its document and where its first score is
+    queries: list[Query] = []
+    places = []  # of each answer to each prompt: number of its document, index of its first score, number of tokens
     for prompt, own_answers in zip(prompts, answers, strict=True):
         documents = documents_of(prompt, own_answers)
-        queries: list[list[tuple[int, int]]] = [[] for _ in documents]
+        scored: list[list[tuple[int, int]]] = [[] for _ in documents]
         for answer in own_answers:
-            begins = [*prompt, *answer[:-1]]
-            own = next(n for n, document in enumerate(documents) if document[: len(begins)] == begins)
-            places.append((len(asked) + own, len(queries[own]), len(answer)))
-            queries[own] += [(len(prompt) - 1 + at, token) for at, token in enumerate(answer)]
-        asked += zip(documents, queries, strict=True)
-    scores = _ask(offloaded, asked, budget_tokens)
-    found = iter([_likelihood(scores[n], slice(first, first + count)) for n, first, count in places])
-    return [list(islice(found, len(own_answers))) for own_answers in answers]
+            context = [*prompt, *answer[:-1]]
+            own = next(n for n, document in enumerate(documents) if document[: len(context)] == context)
+            places.append((len(queries) + own, len(scored[own]), len(answer)))
+            scored[own] += [(len(prompt) - 1 + at, token) for at, token in enumerate(answer)]
+        queries += zip(documents, scored, strict=True)
+    scores = _run_queries(offloaded, queries, budget_tokens)
+    likelihoods = iter([_likelihood(scores[n], slice(first, first + count)) for n, first, count in places])
+    return [list(islice(likelihoods, len(own_answers))) for own_answers in answers]
 
 
 def _likelihood(scores: TokenScores, span: slice) -> Likelihood:
@@ -149,7 +146,7 @@ def _likelihood(scores: TokenScores, span: slice) -> Likelihood:
 
 
 def _targets(document: Document) -> list[range]:
-    """Return the spans of target tokens; never the first token, which nothing predicts."""
+    """Return the spans of target tokens, without the document's first token: it has no context to predict it from."""
     row = {"input_ids": document.ids, "prompt_length": document.prompt_length, "untrained": document.masked_spans}
     spans = [range(max(start, 1), end) for start, end in list(pairwise(span_borders(row)))[1::2]]
     return [span for span in spans if span]
@@ -158,10 +155,9 @@ def _targets(document: Document) -> list[range]:
 def _text_size(
     tokenizer: PreTrainedTokenizerFast | None, spans: Sequence[Sequence[int]]
 ) -> tuple[int, int] | tuple[None, None]:
-    """Count words and bytes of token spans; ``None`` if an id has no token.
+    """Count the words and bytes of token spans; None if an id has no token.
 
-    GPT-J has 143 such ids, which other systems use as separators. Bytes are counted token by token, as decoded, half a
-    character would count as another: the tokenizers of GPT-2 and GPT-J write a token with a character for each byte.
+    GPT-J has 143 ids without a token, which other systems use as separators.
     """
     if tokenizer is None:
         return None, None
@@ -170,26 +166,28 @@ def _text_size(
     if None in names:
         return None, None
     texts = [tokenizer.decode(list(ids), skip_special_tokens=True) for ids in spans]
+    # GPT-2's and GPT-J's token names have one character per byte. Decoding instead would replace a character whose
+    # bytes are split between spans, and count the replacement.
     return sum(len(text.split()) for text in texts), sum(map(len, names))
 
 
-def _ask(
-    offloaded: OffloadedModel, asked: Sequence[Asked], budget_tokens: int, score: Score | None = None
+def _run_queries(
+    offloaded: OffloadedModel, queries: Sequence[Query], budget_tokens: int, score: Score | None = None
 ) -> list[TokenScores]:
     """Score the token queries of each document in one pass over the weights."""
-    groups = first_fit([len(ids) for ids, _ in asked], budget_tokens)
-    batches, wanted = [], []
+    groups = first_fit([len(ids) for ids, _ in queries], budget_tokens)
+    batches, batch_queries = [], []
     for group in groups:
-        batch = pack([asked[index][0] for index in group], document_ids=group)
+        batch = pack([queries[index][0] for index in group], document_ids=group)
         starts = zip(batch.cu_seqlens, group, strict=False)
-        queries = [(start + at, token) for start, index in starts for at, token in asked[index][1]]
-        positions_S, tokens_S = torch.tensor(queries, dtype=torch.int64).reshape(-1, 2).to(offloaded.device).unbind(1)
+        pairs = [(start + at, token) for start, index in starts for at, token in queries[index][1]]
+        positions_S, tokens_S = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).to(offloaded.device).unbind(1)
         batches.append(batch.to(offloaded.device))
-        wanted.append(TokenQuery(positions_S, tokens_S))
-    found: dict[int, TokenScores] = {}
-    read = score(batches, wanted) if score else score_tokens(offloaded, batches, wanted)
-    for group, scores in zip(groups, read, strict=True):
-        ends = list(accumulate((len(asked[index][1]) for index in group), initial=0))
+        batch_queries.append(TokenQuery(positions_S, tokens_S))
+    results: dict[int, TokenScores] = {}
+    batch_scores = score(batches, batch_queries) if score else score_tokens(offloaded, batches, batch_queries)
+    for group, scores in zip(groups, batch_scores, strict=True):
+        ends = list(accumulate((len(queries[index][1]) for index in group), initial=0))
         for index, (start, end) in zip(group, pairwise(ends), strict=True):
-            found[index] = TokenScores(scores.log_probabilities_S[start:end], scores.is_argmax_S[start:end])
-    return [found[index] for index in range(len(asked))]
+            results[index] = TokenScores(scores.log_probabilities_S[start:end], scores.is_argmax_S[start:end])
+    return [results[index] for index in range(len(queries))]

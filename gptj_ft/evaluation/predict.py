@@ -1,4 +1,7 @@
-"""Label the rows of a file with a tuned head; the output file resumes after an interruption."""
+"""Predict labels, numbers, spans or summaries with a tuned head: for the rows of a file, or for single texts.
+
+`plan_labels` reads the rows and plans the passes over the weights; `run_labels` computes and writes one line per row.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import io
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,86 +27,65 @@ from gptj_ft.data.template import fields_of
 from gptj_ft.errors import DataError, UsageError, did_you_mean
 from gptj_ft.evaluation.label_evaluation import check_head, outputs_of, read_labelled, row_outputs, split_rows
 from gptj_ft.evaluation.readout import RowAnswer, readout_of
-from gptj_ft.evaluation.row_job import ROW, OutputFile
+from gptj_ft.evaluation.row_job import ROW, OutputFile, Progress
 from gptj_ft.generation.generator import InferenceSetup
-from gptj_ft.models.registry import Architecture
 from gptj_ft.planning.inference_plan import InferencePlan
 from gptj_ft.planning.resources import check_lengths
 from gptj_ft.streaming.objective import objective_of
-from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.system.files import discard, replace_text
 
 FILE_AND_LINE = ("file", "line")
 FORMS = (".jsonl", ".csv", ".json")
-ID = "id"  # column with the name of a question
-KEPT = "kept_"  # before the name of a column that has that of a part of the answer
+ID = "id"  # column with a question's id
+KEPT = "kept_"  # prefix of a kept column whose name is also a key of the answer
 MOST_COLUMNS = 100  # of probabilities in a table
-_READ = "read"  # setting: tokens that share a pass over the weights
+_READ = "read"  # setting: tokens per pass over the weights
 
 
 @dataclass(frozen=True)
 class LabelJob:
-    """Rows to label, planned and not begun.
-
-    Attributes:
-        setup: model and options.
-        prepared: rows.
-        output: file of answers, ``.jsonl``, ``.csv``, or ``.json`` for answers by id.
-        kept: values of columns that are passed through, of each row.
-        settings: options that the answers depend on.
-        plan: memory and token budget.
-    """
+    """Planned labelling of a file's rows."""
 
     setup: InferenceSetup
     prepared: Prepared
-    output: Path
-    kept: Sequence[Mapping[str, Any]]
-    settings: Mapping[str, Any]
+    output: Path  # its suffix, one of `FORMS`, decides the format
+    kept: Sequence[Mapping[str, Any]]  # copied columns of each row; empty: none
+    settings: Mapping[str, Any]  # everything that determines the labels
     plan: InferencePlan
 
     @property
-    def lines(self) -> Path:
-        """The JSON lines that are written: the output, or what it is made of in the end."""
-        return self.output if self.form == ".jsonl" else self.output.with_name(f"{self.output.name}.partial.jsonl")
+    def form(self) -> str:
+        return self.output.suffix.lower()
 
     @property
-    def form(self) -> str:
-        """One of `FORMS`."""
-        return self.output.suffix.lower()
+    def lines(self) -> Path:
+        """JSON Lines file: the output, or the temporary file that is converted to the output at the end."""
+        return self.output if self.form == ".jsonl" else self.output.with_name(f"{self.output.name}.partial.jsonl")
 
 
 @dataclass(frozen=True)
 class LabelResult:
-    """Counts of a file that has been labelled.
+    """Row counts of a labelled file."""
 
-    Attributes:
-        rows: rows labelled.
-        found: rows that were in the output before.
-        windowed: rows longer than the model reads at once, which were read in several windows.
-        cut: rows longer than that, which were cut.
-        skipped: rows left out, by reason.
-    """
-
-    rows: int
-    found: int
-    windowed: int
-    cut: int
-    skipped: Mapping[str, Occurrences]
+    rows: int  # labelled rows
+    found: int  # rows that were in the output before
+    windowed: int  # rows longer than the context, read in several windows
+    cut: int  # rows longer than that, truncated
+    skipped: Mapping[str, Occurrences]  # rows left out, by reason
 
 
 def plan_labels(setup: InferenceSetup, source: Path, output: Path, keep: Sequence[str] = ()) -> LabelJob:
-    """Read the rows of a file and plan the passes over them, or resume an earlier one.
+    """Read the rows of a file and plan the passes over the weights, or resume an earlier job.
 
     Args:
-        setup: model and options.
-        source: file of rows, of any form that training takes; they need no labels.
-        output: new file, or one that was begun: ``.jsonl``, ``.csv``, or ``.json`` as SQuAD's scripts take it.
-        keep: columns that are passed through.
+        source: rows in any format that training reads; labels are not needed.
+        output: new file or an unfinished one: ``.jsonl``, ``.csv``, or ``.json`` as SQuAD's scripts read it.
+        keep: columns to copy to the output.
 
     Raises:
-        UsageError: the model has no head, there is no such column, or the rows have no ids for ``.json``.
+        UsageError: the model has no head, a column does not exist, or rows lack ids for ``.json``.
         DataError: rows that cannot be read.
-        ResourceError: it does not fit.
+        ResourceError: the model does not fit.
     """
     recipe = setup.recipe
     check_head(setup.folder, recipe, setup.architecture)
@@ -120,39 +102,34 @@ def plan_labels(setup: InferenceSetup, source: Path, output: Path, keep: Sequenc
     if form == ".json":
         _check_ids(source, kept)
         if null_odds_file(output).exists() and OutputFile.setting_of(output, "model") is None:
-            raise UsageError(f"{null_odds_file(output)} is there already, and not of this command; name a new --output")
-    job = LabelJob(setup, prepared, output, kept, {}, setup.plan(output.absolute().parent))
-    before = OutputFile.setting_of(output, _READ)
+            raise UsageError(f"{null_odds_file(output)} exists and was not made by this command; name a new --output")
     plan = setup.plan(output.absolute().parent, None, documents=prepared.rows.lengths().tolist())
-    if isinstance(before, int):
-        plan = replace(plan, together=replace(plan.together, read=before))
+    # A resumed job splits the rows as the first run did, however much memory is free now.
+    if isinstance(read := OutputFile.setting_of(output, _READ), int):
+        plan = replace(plan, together=replace(plan.together, read=read))
     settings = {
         "model": str(setup.folder.resolve()), "rows": prepared.report.data_sha256, _READ: plan.together.read,
         "keep": list(keep), "precision": str(setup.dtype).removeprefix("torch."), **template_of(recipe),
     }  # fmt: skip
-    return replace(job, settings=settings, plan=plan)
+    return LabelJob(setup, prepared, output, kept, settings, plan)
 
 
-def run_labels(job: LabelJob, progress: Callable[[int, int], None] | None = None) -> LabelResult:
-    """Label the rows of a job, resuming where it was interrupted.
-
-    Args:
-        job: rows, model and output.
-        progress: callback for (rows done, rows); default: none.
+def run_labels(job: LabelJob, progress: Progress | None = None) -> LabelResult:
+    """Label the rows of a job, starting after the rows that the output already has.
 
     Raises:
-        UsageError: the output is of something else.
-        Interrupted: a signal; what was written is kept.
+        UsageError: the output was made by another command or with other settings.
+        Interrupted: a signal; finished rows are in the output.
         ResourceError: the disk is full.
     """
     continues, report = list(job.prepared.rows["continues"]), job.prepared.report
-    starts = [number for number, is_more in enumerate(continues) if not is_more]
+    starts = [document for document, is_more in enumerate(continues) if not is_more]  # first document of each row
     with OutputFile(job.lines, job.settings, job.output) as file:
         if job.form != ".jsonl" and job.output.exists():
             found = len(starts)
         else:
             found = len(file.done)
-            _label(job, file, starts, progress)
+            _label_rows(job, file, starts, progress)
             if job.form == ".csv":
                 replace_text(job.output, _table(job.lines))
             elif job.form == ".json":
@@ -163,25 +140,37 @@ def run_labels(job: LabelJob, progress: Callable[[int, int], None] | None = None
     return LabelResult(len(starts), found, windowed, report.rows_cut, report.rows_skipped)
 
 
-def _label(job: LabelJob, file: OutputFile, starts: Sequence[int], progress: Callable[[int, int], None] | None) -> None:
-    """Label the rows that are not in a file yet; each row's first document is given."""
+def _label_rows(job: LabelJob, file: OutputFile, starts: Sequence[int], progress: Progress | None) -> None:
     row_of = {start: row for row, start in enumerate(starts)}
+    parts = list(split_rows(job.prepared.rows, job.plan.together.read))
+    rows_of_part = [[row_of[document] for document in part if document in row_of] for part in parts]
+    several_files = len(job.prepared.report.files) > 1
+    objective = objective_of(job.setup.recipe)
     with job.setup.open(job.plan.weights) as (architecture, offloaded):
-        for part in split_rows(job.prepared.rows, job.plan.together.read):
-            first, count = row_of[part.start], sum(number in row_of for number in part)
-            if not file.done >= set(range(first, first + count)):
-                lines = _answers(job, part, first, architecture, offloaded)
-                file.append((first + place, line) for place, line in enumerate(lines))
-            if progress:
-                progress(first + count, len(starts))
-    file.finish()
+        readout = readout_of(job.setup.recipe, architecture.labels)
+
+        def lines_of(number: int) -> Iterator[dict[str, Any]]:
+            table = job.prepared.rows.select(parts[number])
+            rows = Rows.of(table)
+            outputs = outputs_of(offloaded, rows, objective, job.plan.together)
+            for row, output in zip(rows_of_part[number], row_outputs(table, rows, outputs), strict=True):
+                yield _line(output.place, readout.read(output), job.kept[row] if job.kept else {}, several_files)
+
+        file.write_batches(rows_of_part, lambda numbers: map(lines_of, numbers), progress=progress)
+
+
+def _line(place: str, answer: RowAnswer, kept: Mapping[str, Any], several_files: bool) -> dict[str, Any]:
+    source, _, line = place.rpartition(":")
+    head = {"line": int(line), **({"file": source} if several_files else {})}
+    taken = {ROW, *FILE_AND_LINE, *answer.facts}
+    copied = {f"{KEPT}{name}" if name in taken else name: value for name, value in kept.items()}
+    return {**head, **copied, **answer.facts}
 
 
 def label_texts(setup: InferenceSetup, texts: Sequence[Mapping[str, Any]]) -> list[RowAnswer]:
-    """Label texts that are in no file.
+    """Label texts in memory.
 
     Args:
-        setup: model and options.
         texts: values by field of the model's templates.
 
     Raises:
@@ -203,14 +192,14 @@ def label_texts(setup: InferenceSetup, texts: Sequence[Mapping[str, Any]]) -> li
         try:
             prepared = read_labelled(uncached, path, needs_target=False)
         except DataError as error:
-            said = str(error).replace(f"{path}: ", "")
-            raise DataError(said.replace(f"{path}:", "text ")) from error  # a line of the file is a text
+            message = str(error).replace(f"{path}: ", "")
+            raise DataError(message.replace(f"{path}:", "text ")) from error  # line n of the file is text n
     plan = setup.plan(Path.cwd(), None, documents=prepared.rows.lengths().tolist())
-    rows_of_text = Rows.of(prepared.rows)
+    documents = Rows.of(prepared.rows)
     with setup.open(plan.weights) as (architecture, offloaded):
-        outputs = outputs_of(offloaded, rows_of_text, objective_of(recipe), plan.together)
+        outputs = outputs_of(offloaded, documents, objective_of(recipe), plan.together)
         readout = readout_of(recipe, architecture.labels)
-        answers = [readout.read(row) for row in row_outputs(prepared.rows, rows_of_text, outputs)]
+        answers = [readout.read(row) for row in row_outputs(prepared.rows, documents, outputs)]
     if len(answers) != len(texts):
         why = "; ".join(prepared.report.rows_skipped)
         raise DataError(f"{len(texts) - len(answers)} of {len(texts)} texts cannot be labelled: {why}")
@@ -218,97 +207,81 @@ def label_texts(setup: InferenceSetup, texts: Sequence[Mapping[str, Any]]) -> li
 
 
 def text_fields(recipe: Recipe) -> tuple[str, str]:
-    """Return the fields that a text and a second one are put into; the second is empty where there is none."""
+    """Return the template fields of a text and of its second text; the second is empty for tasks about one text."""
     first = fields_of(recipe.prompt)
     second = fields_of(recipe.pair) if recipe.pair else ()
     return (first[0] if first else "text", second[0] if second else "")
 
 
 def column_of(recipe: Recipe, field: str) -> str:
-    """Return the name of a column that a field is taken from."""
+    """Return the column that fills a template field."""
     return recipe.map.get(field) or next(iter(recipe.fields.get(field, ())), field)
 
 
-def _answers(
-    job: LabelJob, part: range, first: int, architecture: Architecture, offloaded: OffloadedModel
-) -> Iterator[dict[str, Any]]:
-    """Yield the line of each row of some documents, from the first row's number on."""
-    table, recipe = job.prepared.rows.select(part), job.setup.recipe
-    rows, readout = Rows.of(table), readout_of(recipe, architecture.labels)
-    outputs = outputs_of(offloaded, rows, objective_of(recipe), job.plan.together)
-    several = len(job.prepared.report.files) > 1
-    for number, row in enumerate(row_outputs(table, rows, outputs), first):
-        source, _, line = row.place.rpartition(":")
-        head: dict[str, Any] = {"line": int(line), **({"file": source} if several else {})}
-        facts = readout.read(row).facts
-        taken, kept = {ROW, *FILE_AND_LINE, *facts}, job.kept[number] if job.kept else {}
-        yield {**head, **{KEPT * (name in taken) + name: value for name, value in kept.items()}, **facts}
-
-
 def _kept_columns(recipe: Recipe, source: Path, keep: Sequence[str], table: TokenTable) -> list[dict[str, Any]]:
-    """Read the columns that are passed through, of each row that is labelled.
+    """Read the columns to copy, for each row that gets a label.
 
     Raises:
-        UsageError: there is no such column, or a row of several on a line was left out, and none knows which.
+        UsageError: a column does not exist, or a line has several rows and some of them were skipped.
     """
     if not keep:
         return []
-    found: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    seen: dict[str, None] = {}
+    values: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    columns: dict[str, None] = {}
     for row in read_rows(identify(source, FileOptions.of(recipe)), Findings(recipe.max_bad_rows)):
-        seen |= dict.fromkeys(row.values)
-        found.setdefault((row.source, row.line), []).append({name: row.values.get(name) for name in keep})
+        columns |= dict.fromkeys(row.values)
+        values.setdefault((row.source, row.line), []).append({name: row.values.get(name) for name in keep})
     for name in keep:
-        if name not in seen:
-            raise UsageError(f"--keep {name}: no such column{did_you_mean(name, seen)}; there are {', '.join(seen)}")
-    columns = zip(table["source"], table["line"], table["continues"], strict=True)
-    places = [(file, line) for file, line, continues in columns if not continues]
+        if name not in columns:
+            hint = did_you_mean(name, columns)
+            raise UsageError(f"--keep {name}: no such column{hint}; there are {', '.join(columns)}")
+    documents = zip(table["source"], table["line"], table["continues"], strict=True)
+    places = [(file, line) for file, line, continues in documents if not continues]
     for (file, line), count in Counter(places).items():
-        if count != len(found[file, line]) != 1:  # all questions of an article of SQuAD may be on one
+        # A SQuAD article can be one line with many questions. The rows have only line numbers, so if a question of
+        # the line was skipped, nothing tells which of the read rows it was.
+        if count != len(values[file, line]) != 1:
             raise UsageError(
-                f"{file}:{line}: {len(found[file, line])} rows are on this line, and some of them are left out: which "
-                "column is whose cannot be told; write a row a line"
+                f"{file}:{line}: {len(values[file, line])} rows are on this line and only {count} can be labelled, so "
+                "--keep cannot tell which columns belong to which row; write one row per line"
             )
-    kept = {place: iter(rows) for place, rows in found.items()}
+    kept = {place: iter(rows) for place, rows in values.items()}
     return [next(kept[place]) for place in places]
 
 
 def _check_ids(source: Path, kept: Sequence[Mapping[str, Any]]) -> None:
-    """Check that each question has an id of its own.
+    """Check that each question has a unique id.
 
     Raises:
-        UsageError: one has not.
+        UsageError: an id is missing or repeated.
     """
     ids = Counter(str(row[ID]) if isinstance(row[ID], str | int) else "" for row in kept)
-    again = next((name for name, count in ids.items() if not name or count > 1), None)
-    if again is not None:
-        what = f"{ids[again]} questions have the id {again!r}" if again else f"{ids['']} questions have no id"
-        raise UsageError(f"{source}: {what}, by which .json names answers: name a .jsonl or .csv")
+    wrong = next((name for name, count in ids.items() if not name or count > 1), None)
+    if wrong is not None:
+        problem = f"{ids[wrong]} questions have the id {wrong!r}" if wrong else f"{ids['']} questions have no id"
+        raise UsageError(f"{source}: {problem}, by which .json names answers: name a .jsonl or .csv")
 
 
 def null_odds_file(output: Path) -> Path:
-    """Return the file beside answers by id that has the odds that there is no answer, as `--na-prob-file` takes it."""
+    """Return the file for the odds of "no answer", as SQuAD's ``--na-prob-file`` reads it."""
     return output.with_name(f"{output.stem}.null_odds.json")
 
 
 def _write_by_id(job: LabelJob) -> None:
-    """Write answers by id, and where there may be none, the odds of that first: it is done when the answers are there.
-
-    This is the form of SQuAD's official scripts (https://rajpurkar.github.io/SQuAD-explorer).
-    """
-    lines = [json.loads(line) for line in job.lines.read_text(encoding="utf-8").splitlines()]
+    """Write answers by id, the format of SQuAD's official scripts (https://rajpurkar.github.io/SQuAD-explorer)."""
+    lines = _read_lines(job.lines)
     odds = {str(line[ID]): line["null_odds"] for line in lines if "null_odds" in line}
     answers = {str(line[ID]): line["answer"] for line in lines}
+    # The answers last: the job counts as finished as soon as they exist.
     for path, values in ((null_odds_file(job.output), odds), (job.output, answers)):
         if values:
             replace_text(path, json.dumps(values, indent=4, ensure_ascii=False) + "\n")
 
 
 def _table(lines: Path) -> str:
-    """Return JSON lines as CSV: probabilities in columns of their own, lists as texts."""
+    """Convert JSON lines to CSV, with a column for each label's probability."""
     rows: list[dict[str, Any]] = []
-    for line in lines.read_text(encoding="utf-8").splitlines():
-        values = json.loads(line)
+    for values in _read_lines(lines):
         values.pop("candidates", None)
         probabilities = values.pop("probabilities", {})
         if len(probabilities) <= MOST_COLUMNS:
@@ -322,6 +295,10 @@ def _table(lines: Path) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def _cell(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Read predictions of any system and score them without a model; write the outputs of an evaluation."""
+"""Score the outputs of any system, read from a file; write the outputs of an evaluation to a file."""
 
 from __future__ import annotations
 
@@ -28,28 +28,23 @@ from gptj_ft.system.atomic import atomic_files
 TEXT_KEYS = ("prediction", "answer", "output", "text")
 REFERENCE_KEYS = ("references", "reference")
 ID_KEY = "id"
-_SHOWN = 5  # places in a message
+EMPTY_HINT = "if the system really wrote nothing, add --allow-empty to score it as it is"
+EMPTY_NOTE = (
+    "{wrong:,} predictions are empty, which says that there is no answer, where there is one: they count as wrong"
+)
+_MAX_PLACES = 5  # in a message
 
 
 @dataclass(frozen=True)
 class PredictionsRequest:
-    """Outputs of any system to score.
+    """Outputs of any system to score."""
 
-    Attributes:
-        predictions: file of outputs.
-        recipe: metrics, and the columns of the rows.
-        data: rows with references; ``None``: the outputs have them.
-        baseline: file of outputs of another system; ``auto`` and ``none``: nothing is compared.
-        limit: most rows, the first ones; ``None``: all.
-        allow_empty: whether empty outputs are scored as they are.
-    """
-
-    predictions: Path
-    recipe: Recipe
-    data: str | None = None
-    baseline: str = "none"
-    limit: int | None = None
-    allow_empty: bool = False
+    predictions: Path  # file of outputs
+    recipe: Recipe  # metrics, and the columns of the rows
+    data: str | None = None  # rows with references; None: the outputs have them
+    baseline: str = "none"  # file with the outputs of another system; ``auto`` and ``none``: no comparison
+    limit: int | None = None  # maximum number of rows, taken from the start; None: all
+    allow_empty: bool = False  # whether to score empty outputs as they are
 
 
 def score_files(request: PredictionsRequest) -> ModelComparison:
@@ -57,7 +52,7 @@ def score_files(request: PredictionsRequest) -> ModelComparison:
 
     Raises:
         UsageError: no metrics are named, or the rows of both systems differ.
-        DataError: outputs that cannot be matched with rows.
+        DataError: outputs that do not match the rows.
     """
     recipe = request.recipe
     if not recipe.metrics:
@@ -72,38 +67,29 @@ def score_files(request: PredictionsRequest) -> ModelComparison:
 
 @dataclass(frozen=True)
 class PredictionRow:
-    """A prediction, or a row of the dataset.
+    """A prediction, or a row of the dataset."""
 
-    Attributes:
-        place: file and line.
-        id: identifier, or ``None``.
-        text: the prediction; empty in a row.
-        references: accepted texts; ``None``: not given.
-    """
-
-    place: str
+    place: str  # file and line
     id: str | None
-    text: str
-    references: list[str] | None
+    text: str  # the prediction; empty for a row of the dataset
+    references: list[str] | None  # accepted texts; None: unknown
 
 
 def score_predictions(
     path: Path, recipe: Recipe, data: Path | None, limit: int | None, allow_empty: bool
 ) -> Evaluation:
-    """Score the outputs of a system.
+    """Score the outputs of one system.
 
     Args:
-        path: file of JSON lines, each with a ``prediction`` (or `TEXT_KEYS`), perhaps with an ``id`` and
-            ``references``; or one object of texts by id, as SQuAD's official scripts take it.
-        recipe: the metrics; the fields of the rows.
-        data: the rows, which are matched by ``id`` if both have one, else by their order; ``None``: the references
-            are in the predictions.
-        limit: most rows, the first ones; ``None``: all.
-        allow_empty: whether a prediction may be empty, and scores as such. It may be in any case where some questions
-            have no answer (SQuAD v2.0), which is how a system says so.
+        path: JSON lines with a text (one of `TEXT_KEYS`) and optionally ``id`` and ``references``; or one object of
+            texts by id, as SQuAD's official scripts read it.
+        data: rows, matched by ``id`` if every row and prediction has one, else by order; None: the predictions have
+            references.
+        limit: maximum number of rows, taken from the start; None: all.
+        allow_empty: whether predictions may be empty. They always may if some questions have no answer (SQuAD v2.0).
 
     Raises:
-        DataError: a line that is no prediction, an empty one, ids that do not match, references that are missing.
+        DataError: a line without a text, an empty prediction, ids that do not match, missing references.
     """
     predictions = list(_read(path))
     notes: tuple[str, ...] = ()
@@ -119,10 +105,10 @@ def score_predictions(
         wrong = len({each.place for each in empty}.difference(unanswerable))
         notes = (*notes, EMPTY_NOTE.format(wrong=wrong)) if wrong else notes
     elif not allow_empty:
-        _complain("an empty prediction", [each.place for each in empty], EMPTY_HINT)
+        _reject("an empty prediction", [each.place for each in empty], EMPTY_HINT)
     needed = any(METRICS[metric].needs_reference for metric in recipe.metrics)
     missing = [each.place for each in predictions if each.references is None or (needed and not each.references)]
-    _complain("no references", missing, "name the rows with --data FILE, or add a list of 'references' to each line")
+    _reject("no references", missing, "name the rows with --data FILE, or add a list of 'references' to each line")
     answers, references = [each.text for each in predictions], [each.references or [] for each in predictions]
     figures = scores_of(recipe, answers, references)
     return with_warnings(
@@ -130,23 +116,17 @@ def score_predictions(
     )
 
 
-EMPTY_HINT = "if that is what the system wrote, add --allow-empty: it is scored as it is"
-EMPTY_NOTE = (
-    "{wrong:,} predictions are empty, which says that there is no answer, where there is one: they count as wrong"
-)
-
-
-def _has_no_answer(recipe: Recipe, line: PredictionRow) -> bool:
+def _has_no_answer(recipe: Recipe, row: PredictionRow) -> bool:
     """Tell whether a row is a question without an answer."""
-    references = unanswered(line.references or [], recipe.no_answer)
-    return "squad" in recipe.metrics and line.references is not None and not any(map(str.strip, references))
+    references = unanswered(row.references or [], recipe.no_answer)
+    return "squad" in recipe.metrics and row.references is not None and not any(map(str.strip, references))
 
 
 def write_outputs(path: Path, model: Evaluation, baseline: Evaluation | None) -> None:
-    """Write a new JSONL file: place, output, references and scores of each row.
+    """Write a new JSON Lines file: place, output, references and scores of each row.
 
     Raises:
-        UsageError: a file that exists, or cannot be written.
+        UsageError: the file exists, or cannot be written.
         ResourceError: the disk is full.
     """
     by_row = {name: figure.rows_N for name, figure in model.figures.items() if figure.rows_N is not None}
@@ -165,59 +145,59 @@ def write_outputs(path: Path, model: Evaluation, baseline: Evaluation | None) ->
 
 def _read(path: Path) -> Iterator[PredictionRow]:
     rows = read_rows(path)
-    first, others = next(rows, None), next(rows, None)
-    if first is not None and others is None and _is_texts_by_id(first.values):
+    first, second = next(rows, None), next(rows, None)
+    if first is not None and second is None and _is_texts_by_id(first.values):
         for id, text in first.values.items():
             yield PredictionRow(f"{first.source} ({id})", id, text, None)
         return
-    for row in chain(filter(None, (first, others)), rows):
-        text, found = (
+    for row in chain(filter(None, (first, second)), rows):
+        text, references = (
             next((row.values[key] for key in keys if key in row.values), None) for keys in (TEXT_KEYS, REFERENCE_KEYS)
         )
         if not isinstance(text, str):
             raise DataError(f'{row.where}: no text in any of {", ".join(TEXT_KEYS)}; a line is {{"prediction": "..."}}')
-        references = [found] if isinstance(found, str) else found
+        references = [references] if isinstance(references, str) else references
         if not isinstance(references, list | None) or not all(isinstance(each, str) for each in references or ()):
             raise DataError(f"{row.where}: references must be a list of texts")
         yield PredictionRow(row.where, _id_of(row.values), text, references)
 
 
 def _is_texts_by_id(values: Mapping[str, Any]) -> bool:
-    """Tell whether an object is a SQuAD prediction file (texts by id), not one line."""
+    """Tell whether an object is a whole SQuAD prediction file (texts by id) rather than one prediction."""
     keys = {*TEXT_KEYS, *REFERENCE_KEYS, ID_KEY}
     return not keys & values.keys() and all(isinstance(value, str) for value in values.values())
 
 
 def _rows(recipe: Recipe, data: Path) -> tuple[list[PredictionRow], tuple[str, ...]]:
-    """Read the rows of a dataset with their references, and notes on skipped rows."""
+    """Read the rows of a dataset with their references; skipped rows have none and are counted in the notes."""
     if is_prepared(data):
         table = load_dataset(data).rows
         columns = (table[name] for name in ("source", "line", "references"))
         return [
             PredictionRow(f"{file}:{line}", None, "", list(of)) for file, line, of in zip(*columns, strict=True)
         ], ()
-    findings, rows, left_out = Findings(recipe.max_bad_rows), list[PredictionRow](), Counter[str]()
+    findings, rows, skipped = Findings(recipe.max_bad_rows), list[PredictionRow](), Counter[str]()
     source = identify(data, FileOptions.of(recipe))
     reader = FieldReader(find_columns(source, recipe), recipe)
     for row in read_rows(source, findings):
         try:
             references: list[str] | None = reader.read(row.values).references
         except RowSkipped as reason:
-            left_out[str(reason)] += 1
+            skipped[str(reason)] += 1
             references = None
         rows.append(PredictionRow(row.where, _id_of(row.values), "", references))
-    return rows, tuple(f"{count:,} rows were left out: {reason}" for reason, count in left_out.items())
+    return rows, tuple(f"{count:,} rows were left out: {reason}" for reason, count in skipped.items())
 
 
 def _matched(path: Path, predictions: Sequence[PredictionRow], rows: Sequence[PredictionRow]) -> list[PredictionRow]:
-    """Match predictions to rows, in the order of the rows; skipped rows have none."""
+    """Match predictions to rows, in the order of the rows; drop the predictions of skipped rows."""
     if all(each.id is not None for each in (*predictions, *rows)):
-        of_id, wanted = _by_id(predictions), _by_id(rows)
-        unknown = [each.place for id, each in of_id.items() if id not in wanted]
-        _complain("an id that no row of the data has", unknown, "are these predictions of other rows?")
-        missing = [each.place for id, each in wanted.items() if id not in of_id]
-        _complain("no prediction of the row", missing, f"{path} must have one for each row")
-        pairs = [(of_id[id], row) for id, row in wanted.items()]
+        by_id, row_by_id = _by_id(predictions), _by_id(rows)
+        unknown = [each.place for id, each in by_id.items() if id not in row_by_id]
+        _reject("an id that no row of the data has", unknown, "are these predictions of other rows?")
+        missing = [each.place for id, each in row_by_id.items() if id not in by_id]
+        _reject("no prediction of the row", missing, f"{path} must have one for each row")
+        pairs = [(by_id[id], row) for id, row in row_by_id.items()]
     elif len(predictions) == len(rows):
         pairs = list(zip(predictions, rows, strict=True))
     else:
@@ -229,22 +209,23 @@ def _matched(path: Path, predictions: Sequence[PredictionRow], rows: Sequence[Pr
 
 
 def _by_id(lines: Sequence[PredictionRow]) -> dict[str, PredictionRow]:
-    found: dict[str, PredictionRow] = {}
-    twice = []
+    by_id: dict[str, PredictionRow] = {}
+    repeated = []
     for line in lines:
         assert line.id is not None
-        if line.id in found:
-            twice.append(line.place)
-        found[line.id] = line
-    _complain("an id that stands there before", twice, "each must be there once")
-    return found
+        if line.id in by_id:
+            repeated.append(line.place)
+        by_id[line.id] = line
+    _reject("a repeated id", repeated, "each id must occur once")
+    return by_id
 
 
 def _id_of(values: Mapping[str, Any]) -> str | None:
     return str(values[ID_KEY]) if values.get(ID_KEY) is not None else None
 
 
-def _complain(what: str, places: Sequence[str], hint: str) -> None:
+def _reject(problem: str, places: Sequence[str], hint: str) -> None:
+    """Raise a `DataError` if there are places with the problem."""
     if places:
-        more = f" and {len(places) - _SHOWN:,} more" if len(places) > _SHOWN else ""
-        raise DataError(f"{what}: {', '.join(places[:_SHOWN])}{more}; {hint}")
+        more = f" and {len(places) - _MAX_PLACES:,} more" if len(places) > _MAX_PLACES else ""
+        raise DataError(f"{problem}: {', '.join(places[:_MAX_PLACES])}{more}; {hint}")

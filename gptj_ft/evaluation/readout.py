@@ -1,6 +1,6 @@
-"""Read what heads give as answers, and score them: a reader for each task.
+"""Read answers from the outputs of a head and score them: one reader per task.
 
-Axis letters: N rows, S rows that the head reads in a window, C its outputs for each.
+Axis letters: N rows, S positions of a window that the head reads, C outputs per position.
 """
 
 from __future__ import annotations
@@ -34,76 +34,66 @@ Outputs = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class RowOutput:
-    """What a head gives for a row, and what the row says is right.
+    """Outputs of a head for one row, with the row's targets."""
 
-    Attributes:
-        outputs: outputs for each of its windows, [S, C].
-        marks: tokens read and targets of each window.
-        offsets: start and end character of each token in the text, for a span's windows; empty for other tasks.
-        texts: context, words or sentences of the row; empty where there are none.
-        references: accepted answers.
-        place: file and line.
-    """
-
-    outputs: Sequence[Outputs]
-    marks: Sequence[Marks]
-    offsets: Sequence[NDArray[np.int64]]
-    texts: Sequence[str]
-    references: Sequence[str]
-    place: str
+    outputs: Sequence[Outputs]  # of each window, [S, C]
+    marks: Sequence[Marks]  # positions read and targets of each window
+    offsets: Sequence[NDArray[np.int64]]  # start and end character of each token; for spans only
+    texts: Sequence[str]  # context, words or sentences of the row; empty for other tasks
+    references: Sequence[str]  # accepted answers
+    place: str  # file and line
 
 
 @dataclass(frozen=True)
 class RowAnswer:
-    """The answer to a row.
+    """The answer to one row."""
 
-    Attributes:
-        text: text of the answer: the label, the labels with commas between them, the number, the span, the summary.
-        facts: fields of the row in the output of `predict`, JSON values.
-        expected: right answer, for the scores; empty where the row has none.
-        given: answer of the model, for the scores.
-    """
-
-    text: str
-    facts: Mapping[str, Any]
-    expected: Any = None
-    given: Any = None
+    text: str  # label, comma-separated labels, number, span or summary
+    facts: Mapping[str, Any]  # fields of the row in the output of `predict`, JSON values
+    expected: Any = None  # target, for the scores; empty if the row has none
+    given: Any = None  # the model's answer, for the scores
 
 
 class Readout(Protocol):
-    """Interface of a task to predictions and scores."""
+    """Reader of one task: from outputs to answers, and from answers to scores."""
 
     def read(self, row: RowOutput) -> RowAnswer:
         """Read the answer to a row."""
 
     def figures(self, answers: Sequence[RowAnswer], references: Sequence[Sequence[str]]) -> dict[str, Statistic]:
-        """Score the answers to rows that say what is right."""
+        """Score the answers to labelled rows."""
 
     def by_label(self, answers: Sequence[RowAnswer]) -> LabelScores | None:
-        """Score each label; ``None`` where there are none."""
+        """Score each label, if the task has labels."""
 
     def remark(self, answers: Sequence[RowAnswer], references: Sequence[Sequence[str]]) -> str:
-        """Return a sentence about the scores; mostly empty."""
+        """Return a sentence about the scores; usually empty."""
 
 
 def pooled(row: RowOutput) -> FloatArray:
-    """Return the mean of the outputs of all windows of a text, [C]."""
+    """Average the outputs of all windows of a text, [C]."""
     means: FloatArray = np.concatenate([output_SC[:1] for output_SC in row.outputs]).astype(np.float64).mean(0)
     return means
 
 
 def by_name(names: Sequence[str], probabilities_C: FloatArray) -> dict[str, float]:
-    """Return probabilities by the names of the labels."""
+    """Return rounded probabilities by label."""
     return {name: round(float(each), 6) for name, each in zip(names, probabilities_C, strict=True)}
 
 
-@dataclass(frozen=True)
-class ClassReadout:
-    """One label of a text: the likeliest; logits of windows are averaged.
+class PlainReadout:
+    """Defaults of a reader without labels and remarks."""
 
-    Attributes:
-        names: names of the labels.
-    """
+    def by_label(self, answers: Sequence[RowAnswer]) -> LabelScores | None:
+        return None
+
+    def remark(self, answers: Sequence[RowAnswer], references: Sequence[Sequence[str]]) -> str:
+        return ""
+
+
+@dataclass(frozen=True)
+class ClassReadout(PlainReadout):
+    """Read the most likely label of a text; logits are averaged over windows."""
 
     names: tuple[str, ...]
 
@@ -117,21 +107,13 @@ class ClassReadout:
         return single_label([each.expected for each in answers], np.stack([each.given for each in answers]))
 
     def by_label(self, answers: Sequence[RowAnswer]) -> LabelScores:
-        given = np.stack([each.given for each in answers])
-        return scores_of_rows([each.expected for each in answers], given, self.names)
-
-    def remark(self, answers: Sequence[RowAnswer], references: Sequence[Sequence[str]]) -> str:
-        return ""
+        probabilities_NC = np.stack([each.given for each in answers])
+        return scores_of_rows([each.expected for each in answers], probabilities_NC, self.names)
 
 
 @dataclass(frozen=True)
-class LabelSetReadout:
-    """Several labels of a text: those from a probability on.
-
-    Attributes:
-        names: names of the labels.
-        threshold: the probability.
-    """
+class LabelSetReadout(PlainReadout):
+    """Read all labels of a text whose probability reaches a threshold."""
 
     names: tuple[str, ...]
     threshold: float
@@ -158,8 +140,8 @@ class LabelSetReadout:
 
 
 @dataclass(frozen=True)
-class NumberReadout:
-    """A number for a text; those of windows are averaged."""
+class NumberReadout(PlainReadout):
+    """Read a number for a text, averaged over windows."""
 
     def read(self, row: RowOutput) -> RowAnswer:
         number = float(pooled(row)[0])
@@ -169,20 +151,10 @@ class NumberReadout:
     def figures(self, answers: Sequence[RowAnswer], references: Sequence[Sequence[str]]) -> dict[str, Statistic]:
         return regression([each.expected for each in answers], [each.given for each in answers])
 
-    def by_label(self, answers: Sequence[RowAnswer]) -> None:
-        return None
-
-    def remark(self, answers: Sequence[RowAnswer], references: Sequence[Sequence[str]]) -> str:
-        return ""
-
 
 @dataclass(frozen=True)
-class WordReadout:
-    """A label for each word: the likeliest for its first piece; the windows of a row are put together again.
-
-    Attributes:
-        names: names of the labels.
-    """
+class WordReadout(PlainReadout):
+    """Read the most likely label of each word, from its first token."""
 
     names: tuple[str, ...]
 
@@ -191,10 +163,10 @@ class WordReadout:
         given = probabilities_SC.argmax(-1).tolist()
         expected = [target for mark in row.marks for target in mark.targets]
         labels = [self.names[number] for number in given]
-        most = probabilities_SC.max(-1).tolist()
+        best = probabilities_SC.max(-1).tolist()
         tokens = [
             {"text": text, "label": label, "probability": round(each, 6)}
-            for text, label, each in zip(row.texts, labels, most, strict=False)
+            for text, label, each in zip(row.texts, labels, best, strict=False)
         ]
         return RowAnswer(" ".join(labels), {"tokens": tokens}, expected, given)
 
@@ -213,17 +185,10 @@ class WordReadout:
         )
         return expected, given
 
-    def remark(self, answers: Sequence[RowAnswer], references: Sequence[Sequence[str]]) -> str:
-        return ""
-
 
 @dataclass(frozen=True)
-class SpanReadout:
-    """The span of a text that answers a question.
-
-    Attributes:
-        settings: limits, and whether there may be no answer.
-    """
+class SpanReadout(PlainReadout):
+    """Read the span of a text that answers a question."""
 
     settings: SpanSettings
 
@@ -232,26 +197,23 @@ class SpanReadout:
             Window(output_SC[:, 0], output_SC[:, 1], offsets)
             for output_SC, offsets in zip(row.outputs, row.offsets, strict=True)
         ]
-        found = best_answer(windows, row.texts[0], self.settings)
-        best = found.candidates[0] if found.text == found.candidates[0].text else found.best
-        facts: dict[str, Any] = {"answer": found.text, "probability": round(best.probability, 6)}
-        facts |= {"start": best.start, "end": best.end} if found.text else {}
-        facts |= {} if found.null_odds is None else {"null_odds": found.null_odds}
-        facts["candidates"] = [each.to_dict() for each in found.candidates]
-        return RowAnswer(found.text, facts, row.references, found)
+        answer = best_answer(windows, row.texts[0], self.settings)
+        best = answer.candidates[0] if answer.text == answer.candidates[0].text else answer.best
+        facts: dict[str, Any] = {"answer": answer.text, "probability": round(best.probability, 6)}
+        facts |= {"start": best.start, "end": best.end} if answer.text else {}
+        facts |= {} if answer.null_odds is None else {"null_odds": answer.null_odds}
+        facts["candidates"] = [each.to_dict() for each in answer.candidates]
+        return RowAnswer(answer.text, facts, row.references, answer)
 
     def figures(self, answers: Sequence[RowAnswer], references: Sequence[Sequence[str]]) -> dict[str, Statistic]:
         return score(("squad",), [each.text for each in answers], references)
 
-    def by_label(self, answers: Sequence[RowAnswer]) -> None:
-        return None
-
     def remark(self, answers: Sequence[RowAnswer], references: Sequence[Sequence[str]]) -> str:
-        """Say which threshold would have scored best, where a question may have no answer."""
-        found: list[SpanAnswer] = [each.given for each in answers]
+        """Name the thresholds that would have scored best, if questions may have no answer."""
         if not self.settings.may_abstain:
             return ""
-        best = best_thresholds(found, references)
+        spans: list[SpanAnswer] = [each.given for each in answers]
+        best = best_thresholds(spans, references)
         return (
             f"on these rows null_threshold {best.best_f1_threshold:.4g} has the best f1, {best.best_f1:.2f}, and "
             f"{best.best_exact_threshold:.4g} the best exact match, {best.best_exact:.2f}"
@@ -259,16 +221,11 @@ class SpanReadout:
 
 
 @dataclass(frozen=True)
-class SentenceReadout:
-    """The sentences of a text that make its summary.
-
-    Attributes:
-        num_sentences: number of sentences of a summary.
-        block_trigrams: whether one that repeats three words of the summary is left out.
-    """
+class SentenceReadout(PlainReadout):
+    """Read the sentences of a text that make its summary."""
 
     num_sentences: int
-    block_trigrams: bool
+    block_trigrams: bool  # whether to skip sentences that repeat three words of the summary
 
     def read(self, row: RowOutput) -> RowAnswer:
         scores = sigmoid(np.concatenate(row.outputs)[:, 0].astype(np.float64))
@@ -281,47 +238,38 @@ class SentenceReadout:
     def figures(self, answers: Sequence[RowAnswer], references: Sequence[Sequence[str]]) -> dict[str, Statistic]:
         return score(("rouge",), [each.text for each in answers], references)
 
-    def by_label(self, answers: Sequence[RowAnswer]) -> None:
-        return None
-
-    def remark(self, answers: Sequence[RowAnswer], references: Sequence[Sequence[str]]) -> str:
-        return ""
-
 
 def select_sentences(
     scores: Sequence[float], sentences: Sequence[str], num_sentences: int, block_trigrams: bool
 ) -> list[int]:
-    """Choose the sentences of a summary, best first; of equal scores the earlier one.
+    """Choose the sentences of a summary by score; among equal scores the earlier sentence.
 
     Args:
-        scores: score of each sentence.
-        sentences: their texts.
-        num_sentences: largest number of sentences; there are fewer if the document has no more, or none that is free of
-            repetition.
-        block_trigrams: whether to skip a sentence that has three words in a row in common with a chosen one. Words are
-            what stands between white space (Paulus et al. 2017, https://arxiv.org/abs/1705.04304, section 2.5).
+        num_sentences: maximum number of sentences.
+        block_trigrams: whether to skip a sentence that shares three consecutive words with a chosen one
+            (Paulus et al. 2017, https://arxiv.org/abs/1705.04304, section 2.5).
 
     Returns:
-        Numbers of the sentences in the order of their scores, which is their order in the summary.
+        Numbers of the sentences, best first, which is also their order in the summary.
     """
     assert len(scores) == len(sentences), f"{len(scores)} scores, {len(sentences)} sentences"
     chosen: list[int] = []
-    said: set[tuple[str, ...]] = set()
+    chosen_trigrams: set[tuple[str, ...]] = set()
     for number in np.argsort(-np.asarray(scores, dtype=np.float64), kind="stable"):
         if len(chosen) == num_sentences:
             break
         if block_trigrams:
             words = sentences[number].split()
             trigrams = set(zip(words, words[1:], words[2:], strict=False))
-            if trigrams & said:
+            if trigrams & chosen_trigrams:
                 continue
-            said |= trigrams
+            chosen_trigrams |= trigrams
         chosen.append(int(number))
     return chosen
 
 
 def loss_of(task: Task, row: RowOutput) -> tuple[float, float]:
-    """Return the sum of the losses of a row's windows and what it is divided by, as `streaming.objective` has them."""
+    """Compute a row's loss as a sum over its windows and the divisor of the sum, as `streaming.objective` does."""
     total = weight = 0.0
     for output_SC, mark in zip(row.outputs, row.marks, strict=True):
         logits = output_SC.astype(np.float64)
@@ -344,9 +292,9 @@ def loss_of(task: Task, row: RowOutput) -> tuple[float, float]:
 
 
 def _log_sum(logits: FloatArray) -> FloatArray:
-    """Return the logarithm of the sum of exponentials along the last axis."""
-    most = logits.max(-1)
-    sums: FloatArray = most + np.log(np.exp(logits - most[..., None]).sum(-1))
+    """Compute log-sum-exp along the last axis."""
+    largest = logits.max(-1)
+    sums: FloatArray = largest + np.log(np.exp(logits - largest[..., None]).sum(-1))
     return sums
 
 
@@ -354,7 +302,7 @@ def readout_of(recipe: Recipe, labels: Sequence[str]) -> Readout:
     """Return the reader of a recipe's task.
 
     Args:
-        recipe: task, and how its answers are read.
+        recipe: task, and how to read its answers.
         labels: names of the labels, in the order of the head's outputs.
     """
     names = tuple(labels)

@@ -1,11 +1,15 @@
-"""Resumable file of answers as JSON lines: each row once and whole, after a kill or a power cut, too."""
+"""Compute results row by row and resume after an interruption: the job of `evaluate`, `predict` and `generate`.
+
+Rows are grouped into batches that depend only on the rows and the settings. Batches with results on disk are skipped,
+so a resumed job writes the same bytes as one that was never interrupted.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,25 +19,39 @@ from gptj_ft.system.files import SHARED_FILE, disk_errors, keep_folder, open_fil
 from gptj_ft.system.jsonl import JsonLines
 from gptj_ft.system.lock import take
 from gptj_ft.system.paths import make_home, part_of_home
+from gptj_ft.system.signals import stop_says
 
-ROW = "row"  # of the input, from 0
+ROW = "row"  # key of the row's number, from 0
+Line = Mapping[str, Any]
+Progress = Callable[[int, int], None]  # called with (rows done, rows in all)
+
+
+def pending_rounds(batches: Sequence[Sequence[int]], done: Set[int], size: int) -> Iterator[Sequence[int]]:
+    """Yield the numbers of the batches that have rows to do, ``size`` at a time.
+
+    Args:
+        batches: rows of each batch.
+        done: rows with results.
+        size: number of model replicas, each of which computes one batch of a round.
+    """
+    pending = [number for number, rows in enumerate(batches) if not done >= set(rows)]
+    return (pending[start : start + size] for start in range(0, len(pending), size))
 
 
 class OutputFile:
-    """Lines, each with the row it belongs to; beside them, in ``NAME.settings.json``, what they were made of and how.
+    """JSON Lines output, one line per row; ``NAME.settings.json`` next to it holds the settings it was made with.
 
     Args:
-        path: the file; new, or begun with the same settings.
-        settings: rows, model and options that the answers depend on.
-        output: file that the lines become in the end, beside which the settings are; default: the file itself.
-
-    Attributes:
-        done: rows that are in the file.
+        path: the file; new, or started with the same settings.
+        settings: everything that determines the lines.
+        output: final file if the lines are converted at the end; the settings are next to it. Default: ``path``.
 
     Raises:
-        UsageError: the file is there and is of something else, or another process writes it.
-        DataError: it has been changed.
+        UsageError: the file exists with other settings, or another process is writing it.
+        DataError: the file has been edited.
     """
+
+    done: set[int]  # rows in the file
 
     def __init__(self, path: Path, settings: Mapping[str, Any], output: Path | None = None) -> None:
         self.path, self._lines = path, JsonLines(path, mode=SHARED_FILE)
@@ -50,7 +68,7 @@ class OutputFile:
 
     @staticmethod
     def setting_of(path: Path, name: str) -> Any:
-        """Return a setting that a file of answers was made with; ``None`` if there is no such file."""
+        """Return one setting of an existing output file, or None."""
         try:
             return json.loads(read_text(_settings_path(path))).get(name)
         except (OSError, ValueError, AttributeError):
@@ -62,39 +80,62 @@ class OutputFile:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         os.close(self._descriptor)
 
-    def append(self, lines: Iterable[tuple[int, Mapping[str, Any]]]) -> None:
-        """Add lines of rows that are not there yet; they are on the disk when this returns.
+    def write_batches(
+        self,
+        batches: Sequence[Sequence[int]],
+        compute: Callable[[Sequence[int]], Iterable[Iterable[Line]]],
+        round_size: int = 1,
+        progress: Progress | None = None,
+    ) -> None:
+        """Compute the batches that are not in the file yet, append their lines, then sort the file by row.
+
+        Args:
+            batches: rows of each batch.
+            compute: function from the numbers of some batches to the lines of each.
+            round_size: number of batches that ``compute`` gets at a time.
 
         Raises:
+            Interrupted: a signal; finished batches are in the file.
             ResourceError: the disk is full.
         """
+        num_rows = len(self.done.union(*batches))
+        kept = f"rows are in {self.path}; the same command resumes there"
+        with stop_says(lambda: f"stopped: {len(self.done):,} of {num_rows:,} {kept}"):
+            for numbers in pending_rounds(batches, self.done, round_size):
+                for number, lines in zip(numbers, compute(numbers), strict=True):
+                    self.append(zip(batches[number], lines, strict=True))
+                if progress:
+                    progress(len(self.done), num_rows)
+        self._sort()
+
+    def append(self, lines: Iterable[tuple[int, Line]]) -> None:
+        """Append lines of rows that are not in the file; they are on disk when this returns."""
         new = {row: line for row, line in lines if row not in self.done}
         self._lines.append(*({ROW: row, **line} for row, line in new.items()))
         self.done |= new.keys()
 
-    def finish(self) -> None:
-        """Put the lines into the order of the rows."""
+    def _sort(self) -> None:
         lines = self._rows()
         if (ordered := sorted(lines)) != lines:
             self._lines.replace(line for _, line in ordered)
 
     def _check_settings(self) -> None:
-        is_there = self.path.exists() or self._output.exists()
+        exists = self.path.exists() or self._output.exists()
         if self._settings_path.is_file():
-            there = read_text(self._settings_path)
-            if there != self._text and is_there:
-                raise UsageError(
-                    f"{self._output} is there and was made {_difference(there, self._text)}; name a new --output"
-                )
-            if there == self._text:
+            before = read_text(self._settings_path)
+            if before == self._text:
                 return
-        elif is_there:
-            raise UsageError(f"{self._output} is there already, and not of this command; name a new --output")
+            if exists:
+                changes = _changed_settings(before, self._text)
+                raise UsageError(f"{self._output} exists and was made with other {changes}; name a new --output")
+        elif exists:
+            raise UsageError(f"{self._output} exists and was not made by this command; name a new --output")
+        # Settings first: a crash here leaves settings without an output, which the next run may overwrite.
         with disk_errors(self._settings_path, other=UsageError):
             write_file(self._settings_path, self._text, SHARED_FILE)
 
     def _rows(self) -> list[tuple[int, bytes]]:
-        """Return the row of each line and the line, but for one that a kill has left unfinished."""
+        """Return row number and text of each whole line; a crash may have cut the last line short."""
         rows = []
         for number, (line, values) in enumerate(self._lines.read(), 1):
             try:
@@ -104,54 +145,54 @@ class OutputFile:
         return rows
 
 
-def _settings_path(path: Path) -> Path:
-    return path.with_name(f"{path.name}.settings.json")
-
-
-def _difference(there: str, here: str) -> str:
-    try:
-        one, other = json.loads(there), json.loads(here)
-        changed = [key for key in other if one.get(key) != other[key]]
-    except (ValueError, AttributeError):
-        changed = []
-    return f"with other {' and '.join(changed)}" if changed else "otherwise"
-
-
 class ResultCache:
-    """Results by kind and row, in ``evaluations/`` in `home`, under a digest of all that they depend on.
+    """Results of an unfinished evaluation by kind and row, in ``evaluations/`` in `home`.
 
-    They may hold texts that a model wrote, so the file is removed when the evaluation is done.
+    The file can contain generated text, so `close` deletes it as soon as the results are saved elsewhere.
 
     Args:
-        facts: everything that the results depend on, as JSON holds it; the same facts name the same file.
+        facts: everything that determines the results, as JSON values; equal facts share a file.
     """
 
     def __init__(self, facts: Mapping[str, Any]) -> None:
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
         self.path = part_of_home("evaluations") / f"{digest[:32]}.jsonl"
-        self._found: dict[str, dict[int, Any]] = {}
+        self._results: dict[str, dict[int, Any]] = {}
         for _, line in JsonLines(self.path, is_sealed=True).read():
-            if line is not None:  # what a damaged one held is found out again
-                found = {int(row): value for row, value in line["findings"].items()}
-                self._found.setdefault(line["kind"], {}).update(found)
+            if line is not None:  # results in a damaged line are computed again
+                results = {int(row): value for row, value in line["findings"].items()}
+                self.of(line["kind"]).update(results)
 
     def of(self, kind: str) -> dict[int, Any]:
-        """Return the results of a kind, by row."""
-        return self._found.setdefault(kind, {})
+        """Return the results of a kind by row."""
+        return self._results.setdefault(kind, {})
 
-    def add(self, kind: str, findings: Mapping[int, Any]) -> None:
-        """Add results, durably.
+    def add(self, kind: str, results: Mapping[int, Any]) -> None:
+        """Add results; they are on disk when this returns.
 
         Raises:
-            ResourceError: they cannot be written.
+            ResourceError: the disk is full.
         """
-        self.of(kind).update(findings)
+        self.of(kind).update(results)
         with disk_errors(self.path):
             make_home()
             keep_folder(self.path.parent)
-        by_row = {str(row): value for row, value in findings.items()}
+        by_row = {str(row): value for row, value in results.items()}
         JsonLines(self.path, is_sealed=True).append({"kind": kind, "findings": by_row})
 
     def close(self) -> None:
-        """Remove the file: all is known."""
+        """Delete the file."""
         self.path.unlink(missing_ok=True)
+
+
+def _settings_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.settings.json")
+
+
+def _changed_settings(before: str, now: str) -> str:
+    """Name the settings that differ."""
+    try:
+        old, new = json.loads(before), json.loads(now)
+        return " and ".join(key for key in new if old.get(key) != new[key]) or "settings"
+    except (ValueError, AttributeError):
+        return "settings"

@@ -1,9 +1,9 @@
-"""Answers that are spans of a text, from the logits of their starts and ends: as transformers' ``run_qa`` reads them.
+"""Choose the span of a text that answers a question from start and end logits, as transformers' ``run_qa`` does.
 
-https://github.com/huggingface/transformers/blob/main/examples/pytorch/question-answering/utils_qa.py. It leaves the
-order of equal scores open: here the earlier window comes first, then the earlier start, then the shorter answer.
+https://github.com/huggingface/transformers/blob/main/examples/pytorch/question-answering/utils_qa.py. ``run_qa`` leaves
+the order of equal scores open. Here the earlier window comes first, then the earlier start, then the shorter answer.
 
-Axis letters: L tokens of a window, A starts and Z ends that are looked at, K candidates.
+Axis letters: L tokens of a window, A candidate starts, Z candidate ends, K candidate spans.
 """
 
 from __future__ import annotations
@@ -19,61 +19,38 @@ from gptj_ft.evaluation.metrics.class_scores import softmax
 from gptj_ft.evaluation.metrics.squad import squad
 from gptj_ft.evaluation.metrics.statistic import Vector
 
-NO_ANSWER = "empty"
-"""answer where no window has a span that is allowed: ``run_qa``'s"""
+NO_ANSWER = "empty"  # answer if no window has an allowed span, as in ``run_qa``
 
 
 @dataclass(frozen=True)
 class SpanSettings:
-    """How spans are read.
+    """Limits of the search for spans."""
 
-    Attributes:
-        num_best: number of starts and ends that are looked at in each window, and of answers listed; default 20.
-        max_answer_tokens: greatest length of an answer; default 30.
-        may_abstain: whether a question may have no answer (SQuAD v2.0); default false.
-        null_threshold: margin by which no answer must score better than the best one to be the answer; default 0.
-    """
-
-    num_best: int = 20
+    num_best: int = 20  # best starts and best ends per window, and answers listed
     max_answer_tokens: int = 30
-    may_abstain: bool = False
-    null_threshold: float = 0.0
+    may_abstain: bool = False  # whether a question may have no answer (SQuAD v2.0)
+    null_threshold: float = 0.0  # abstain if "no answer" scores better than the best span by more than this
 
 
 @dataclass(frozen=True)
 class Window:
-    """Logits of one window of a context.
+    """Logits of one window of a context."""
 
-    Attributes:
-        starts_L: logit of each token as the first of the answer; that of token 0 stands for no answer.
-        ends_L: logit of each token as the last of the answer.
-        offsets_L2: start and end of each token in the context, characters; -1, -1 for a token that is not of it.
-    """
-
-    starts_L: Vector | NDArray[np.float32]
-    ends_L: Vector | NDArray[np.float32]
-    offsets_L2: NDArray[np.int32] | NDArray[np.int64]
+    starts_L: Vector | NDArray[np.float32]  # logit of each token as the first of the answer; token 0 means no answer
+    ends_L: Vector | NDArray[np.float32]  # logit of each token as the last of the answer; token 0 means no answer
+    offsets_L2: NDArray[np.int32] | NDArray[np.int64]  # start and end character in the context; -1, -1: outside it
 
 
 @dataclass(frozen=True)
 class SpanCandidate:
-    """A possible answer.
+    """A possible answer."""
 
-    Attributes:
-        text: the span; empty: no answer.
-        probability: softmax of the scores of all candidates of the question.
-        start_logit: logit of its start.
-        end_logit: logit of its end.
-        start: first character in the context; -1: no span.
-        end: character behind the last one; -1: no span.
-    """
-
-    text: str
-    probability: float
+    text: str  # empty: no answer
+    probability: float  # softmax over the scores of the question's candidates
     start_logit: float
     end_logit: float
-    start: int
-    end: int
+    start: int  # first character in the context; -1: no span
+    end: int  # character after the last one; -1: no span
 
     @property
     def score(self) -> float:
@@ -87,48 +64,39 @@ class SpanCandidate:
 
 @dataclass(frozen=True)
 class SpanAnswer:
-    """The answer to a question.
+    """The answer to a question."""
 
-    Attributes:
-        text: the answer; empty: there is none.
-        best: the best span, whether it is the answer or not.
-        candidates: answers by score, the best first: at most `SpanSettings.num_best`, and no answer where that may be.
-        null_odds: score of no answer less that of the best span; ``None`` where every question has an answer.
-    """
-
-    text: str
-    best: SpanCandidate
-    candidates: tuple[SpanCandidate, ...]
-    null_odds: float | None
+    text: str  # empty: no answer
+    best: SpanCandidate  # the best span, even if the answer is empty
+    candidates: tuple[SpanCandidate, ...]  # best first, at most `SpanSettings.num_best`
+    null_odds: float | None  # score of "no answer" minus that of the best span; None if every question has an answer
 
 
 def best_answer(windows: Sequence[Window], context: str, settings: SpanSettings) -> SpanAnswer:
-    """Choose the answer to a question.
+    """Choose the answer to a question among the spans of all windows of its context.
 
-    In each window the spans between its best starts and its best ends compete, those of all windows together. No answer
-    scores as token 0 of the window where that is least likely.
+    "No answer" has the score of token 0 in the window where that score is lowest.
 
     Args:
-        windows: all windows of the context, in order.
-        context: the text that the offsets are in.
-        settings: limits, and whether there may be no answer.
+        windows: windows of the context, in order.
+        context: text that the offsets point into.
     """
-    found = _best_spans(windows, settings)
+    spans = _best_spans(windows, settings)
     null = min(((float(each.starts_L[0]), float(each.ends_L[0])) for each in windows), key=sum)
     if settings.may_abstain:
-        # After spans with the same score, and in any case there.
-        place = sum(span[0] + span[1] >= sum(null) for span in found)
+        # "No answer" is always listed, after spans with an equal score, even if that makes the list one longer.
+        place = sum(span[0] + span[1] >= sum(null) for span in spans)
         if place < settings.num_best:
-            found = found[: settings.num_best - 1]
-        found.insert(place, (*null, -1, -1))
-    texts = [context[max(start, 0) : max(end, 0)] for _, _, start, end in found]
+            spans = spans[: settings.num_best - 1]
+        spans.insert(place, (*null, -1, -1))
+    texts = [context[max(start, 0) : max(end, 0)] for _, _, start, end in spans]
     if not any(texts):
-        found.insert(0, (0.0, 0.0, -1, -1))
+        spans.insert(0, (0.0, 0.0, -1, -1))
         texts.insert(0, NO_ANSWER)
-    probabilities = softmax([start + end for start, end, _, _ in found]).tolist()
+    probabilities = softmax([start + end for start, end, _, _ in spans]).tolist()
     candidates = tuple(
         SpanCandidate(text, probability, *span)
-        for text, probability, span in zip(texts, probabilities, found, strict=True)
+        for text, probability, span in zip(texts, probabilities, spans, strict=True)
     )
     best = next(candidate for candidate in candidates if candidate.text)
     if not settings.may_abstain:
@@ -138,7 +106,7 @@ def best_answer(windows: Sequence[Window], context: str, settings: SpanSettings)
 
 
 def _best_spans(windows: Sequence[Window], settings: SpanSettings) -> list[tuple[float, float, int, int]]:
-    """Return start logit, end logit, first character and the one behind the last of the best spans, the best first."""
+    """Return start logit, end logit, start and end character of the best spans, best first."""
     columns: list[tuple[NDArray[Any], ...]] = []
     for number, window in enumerate(windows):
         starts_A, ends_Z = (
@@ -162,20 +130,13 @@ def _best_spans(windows: Sequence[Window], settings: SpanSettings) -> list[tuple
             )
         )
     *span, window_K, start_K, end_K = map(np.concatenate, zip(*columns, strict=True))
-    order = np.lexsort((end_K, start_K, window_K, -(span[0] + span[1])))[: settings.num_best]
+    order = np.lexsort((end_K, start_K, window_K, -(span[0] + span[1])))[: settings.num_best]  # last key sorts first
     return list(zip(*(column[order].tolist() for column in span), strict=True))
 
 
 @dataclass(frozen=True)
 class BestThresholds:
-    """Thresholds of the null odds with the best scores, as SQuAD v2.0's official script finds them.
-
-    Attributes:
-        best_exact: exact match in percent.
-        best_exact_threshold: null odds above which there is no answer, for that.
-        best_f1: F1 in percent.
-        best_f1_threshold: null odds above which there is no answer, for that.
-    """
+    """Null thresholds with the best scores, in percent; found as in SQuAD v2.0's official script."""
 
     best_exact: float
     best_exact_threshold: float
@@ -184,23 +145,25 @@ class BestThresholds:
 
 
 def best_thresholds(answers: Sequence[SpanAnswer], references: Sequence[Sequence[str]]) -> BestThresholds:
-    """Find the thresholds that score best on some questions, from answering none of them to answering all.
+    """Find the null thresholds that score best, from answering no question to answering all.
 
     Args:
         answers: answers with their null odds.
-        references: accepted texts of each question; none where it has no answer.
+        references: accepted texts of each question; none if it has no answer.
     """
     odds_N = np.array([answer.null_odds for answer in answers], np.float64)
     has_answer_N = np.array([any(map(str.strip, texts)) for texts in references])
     scores = squad([answer.best.text for answer in answers], references)
     order = np.argsort(odds_N, kind="stable")
-    found: list[float] = []
+    best: list[float] = []
     for name in ("exact_match", "f1"):
         rows_N = scores[name].rows_N
         assert rows_N is not None
-        # Answering a question without an answer loses the point that silence has there.
+        # Start with no answers, then answer one question more at a time. Answering a question that has no answer
+        # loses the point for the empty answer.
         gains = np.where(has_answer_N, rows_N / 100.0, -1.0)[order]
         totals = np.concatenate([[0.0], gains.cumsum()]) + (~has_answer_N).sum()
-        best = int(totals.argmax())
-        found += [100.0 * float(totals[best]) / len(answers), float(odds_N[order[best - 1]]) if best else 0.0]
-    return BestThresholds(*found)
+        num_answered = int(totals.argmax())
+        threshold = float(odds_N[order[num_answered - 1]]) if num_answered else 0.0
+        best += [100.0 * float(totals[num_answered]) / len(answers), threshold]
+    return BestThresholds(*best)

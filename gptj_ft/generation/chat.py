@@ -1,4 +1,4 @@
-"""Chat with a model: earlier messages are part of the prompt as far as the context allows."""
+"""Chat with a model; the prompt contains as many earlier messages as fit into the context."""
 
 from __future__ import annotations
 
@@ -9,43 +9,43 @@ from gptj_ft.data.chat import ASSISTANT, MESSAGES, SYSTEM, Conversation, is_chat
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.generation.generator import Generator
 
-HELP = "/clear forgets what was said, /exit (or Ctrl-D) ends, Ctrl-C stops an answer"
-_STOPPED = "(stopped; that question is forgotten)"
+HELP = "/clear starts a new conversation, /exit (or Ctrl-D) ends the chat, Ctrl-C stops an answer"
+_STOPPED = "(stopped; the question is dropped from the conversation)"
 FORGOTTEN = "(the oldest messages no longer fit, and are left out)"
-Say = Callable[[str], object]
+Show = Callable[[str], object]
 
 
 def check_is_chat(recipe: Recipe) -> None:
     """Check that a model's template takes conversations.
 
     Raises:
-        UsageError: a model tuned for single texts.
+        UsageError: the model was tuned for single texts.
     """
     if not is_chat(recipe):
         single = f"was tuned for single texts ({recipe.recipe}), not for conversations"
-        what = single if recipe.prompt else "has no template of conversations"
-        raise UsageError(f"--chat: this model {what}; add --recipe chat to try it all the same")
+        problem = single if recipe.prompt else "has no template of conversations"
+        raise UsageError(f"--chat: this model {problem}; add --recipe chat to try it anyway")
 
 
 def run_chat(
     generator: Generator,
-    said: Iterable[str],
+    inputs: Iterable[str],
     system: str | None,
-    show: Callable[[str], object],
-    note: Callable[[str], object],
+    show: Show,
+    note: Show,
 ) -> None:
-    """Run a conversation until the messages end, or one is ``/exit``.
+    """Run a conversation until the user's messages end, or one is ``/exit``.
 
     Args:
-        generator: model whose template takes conversations.
-        said: messages of the user, asked for one by one.
+        generator: model with a template for conversations.
+        inputs: messages of the user, read one by one.
         system: system message; kept when the oldest messages are dropped.
-        show: callback for pieces of an answer as they are written, and for a line's end after each answer.
-        note: callback for everything but answers.
+        show: receiver of the pieces of an answer, and of a newline after each answer.
+        note: receiver of everything else.
     """
     start = [{"role": SYSTEM, "content": system}] if system else []
     messages = list(start)
-    for text in said:
+    for text in inputs:
         command = text.strip().lower()
         if command in ("/exit", "/quit"):
             return
@@ -54,13 +54,13 @@ def run_chat(
         elif command.startswith("/"):
             note(HELP)
         elif command:
-            asked = {"role": "user", "content": text.strip()}
-            if reply := _answer(generator, [*messages, asked], show, note):
-                messages += [asked, {"role": ASSISTANT, "content": reply}]
+            question = {"role": "user", "content": text.strip()}
+            if reply := _answer(generator, [*messages, question], show, note):
+                messages += [question, {"role": ASSISTANT, "content": reply}]
 
 
-def _answer(generator: Generator, messages: list[dict[str, str]], show: Say, note: Say) -> str:
-    """Generate the answer; empty if there is none, and the conversation continues without the question."""
+def _answer(generator: Generator, messages: list[dict[str, str]], show: Show, note: Show) -> str:
+    """Generate the answer; empty if it was stopped or failed: the conversation then continues without the question."""
     try:
         answer = generator.write({MESSAGES: Conversation(messages)}, show=show)
     except KeyboardInterrupt:

@@ -1,11 +1,11 @@
-"""Decode: generate tokens with `transformers`' search, and turn them into answers."""
+"""Generate tokens with `transformers`' search, decode them to answers, and stream an answer while it is generated."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,56 +20,41 @@ if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
 
 
-T = TypeVar("T")
-
-
 @dataclass(frozen=True)
 class PromptBatch:
-    """Prompts that share each pass over the weights while their continuations are generated.
+    """Prompts that share each pass over the weights while their continuations are generated."""
 
-    Attributes:
-        prompts: token ids of each, none empty.
-        settings: greedy at temperature 0, else sampling.
-        seed: seed of the batch, so that samples depend neither on other batches nor on who generates them.
-        num_return: continuations of each prompt; default 1.
-    """
-
-    prompts: Sequence[Sequence[int]]
+    prompts: Sequence[Sequence[int]]  # token ids of each, none empty
     settings: Generation
-    seed: int
-    num_return: int = 1
+    seed: int  # own seed, so that samples depend neither on other batches nor on the process that draws them
+    num_return: int = 1  # continuations of each prompt
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens of prompts and continuations, at most."""
-        most = self.settings.max_new_tokens * self.num_return
-        return sum(len(prompt) + most for prompt in self.prompts)
-
-
-def in_rounds(batches: Sequence[T], size: int) -> Iterator[Sequence[T]]:
-    """Yield as many batches at a time as there are processes that generate."""
-    return (batches[start : start + size] for start in range(0, len(batches), size))
+    def max_tokens(self) -> int:
+        """Maximum number of tokens of prompts and continuations."""
+        new = self.settings.max_new_tokens * self.num_return
+        return sum(len(prompt) + new for prompt in self.prompts)
 
 
 def generate_batches(
     model: StreamedModel, tokenizer: PreTrainedTokenizerFast, batches: Sequence[PromptBatch]
 ) -> list[list[list[int]]]:
-    """Generate the continuations of batches, dealt out to the model's replicas if it has any; see `generate_tokens`.
+    """Generate the continuations of batches, scattered over the model's replicas; see `generate_tokens`.
 
-    torch's generators are left as they were.
+    torch's generator keeps its state.
     """
     exchange = model.offloaded.exchange
     if exchange.num_replicas == 1:
         return [_continue(model, tokenizer, batch) for batch in batches]
     units = [{**vars(batch), "settings": batch.settings.model_dump(mode="json")} for batch in batches]
-    sizes = [batch.num_tokens for batch in batches]
+    sizes = [batch.max_tokens for batch in batches]
     return exchange.map_units("continuations", units, sizes, partial(continuations, model, tokenizer))
 
 
 def continuations(
     model: StreamedModel, tokenizer: PreTrainedTokenizerFast, units: Sequence[Mapping[str, Any]]
 ) -> Iterator[list[list[int]]]:
-    """Yield `generate_batches` of this process's share."""
+    """Yield the continuations of the batches that this process generates; everything is JSON values."""
     for unit in units:
         settings = Generation.model_validate(unit["settings"])
         yield _continue(model, tokenizer, PromptBatch(**{**unit, "settings": settings}))
@@ -93,15 +78,14 @@ def generate_tokens(
     """Generate continuations of prompts, all in each pass over the weights. Finished rows cost nothing.
 
     Args:
-        model: the streamed model.
-        tokenizer: tokenizer of the model; EOS ends a row.
-        prompts: token ids, one sequence a row, none empty.
+        prompts: token ids of each, none empty.
         settings: greedy at temperature 0, else sampling from torch's default generator.
         num_return: continuations of each prompt; default 1.
-        streamer: receiver of the tokens of a single prompt as they come, not with beams; default: none.
-        read: cache of prompts that have been prefilled, see `hf_model.Prefill`.
+        streamer: receiver of new tokens, for a single prompt without beams; default: none.
+        read: cache of prompts that are prefilled already, see `hf_model.Prefill`; default: none.
 
-    Returns: the new tokens of each row, EOS and what follows left out; continuations of a prompt side by side.
+    Returns:
+        New tokens of each row up to EOS, which is left out; the continuations of a prompt are adjacent.
     """
     width = max(len(prompt) for prompt in prompts)
     input_ids = torch.zeros(len(prompts), width, dtype=torch.int64)
@@ -110,7 +94,7 @@ def generate_tokens(
         input_ids[row, width - len(prompt) :] = torch.tensor(prompt)
         attention_mask[row, width - len(prompt) :] = 1
     eos = int(tokenizer.eos_token_id)
-    # Beams that have ended are set aside by the search itself; those of a row that has ended run until all have.
+    # With beams, the search itself drops finished ones, and it needs the logits of a row until all its beams are done.
     ends = [eos] if settings.num_beams == 1 and not settings.prompt_lookup_num_tokens else []
     cache = RaggedCache() if read is None else read
     cache.ends = torch.tensor(ends, dtype=torch.int64)
@@ -119,7 +103,7 @@ def generate_tokens(
         attention_mask=attention_mask.to(model.device),
         past_key_values=cache,
         eos_token_id=eos,
-        pad_token_id=eos,  # what finished rows are filled with; it is cut off below and enters no loss
+        pad_token_id=eos,  # fills finished rows; cut off below
         num_return_sequences=num_return,
         streamer=streamer,
         **settings.search_options(),
@@ -129,7 +113,7 @@ def generate_tokens(
 
 
 def text_of(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[int], settings: Generation) -> str:
-    """Decode new tokens to an answer, cut at the first stop string and stripped."""
+    """Decode new tokens to an answer: cut at the first stop string, without outer white space."""
     return cut_at(tokenizer.decode(tokens, skip_special_tokens=True), settings.stop).strip()
 
 
@@ -140,13 +124,14 @@ def cut_at(text: str, stop: Sequence[str]) -> str:
     return text[: min(ends, default=len(text))]
 
 
-UNFINISHED = "\ufffd"  # what half a character is decoded to
+UNFINISHED = "\ufffd"  # decoded from the first bytes of a character
 
 
 class AnswerStreamer(BaseStreamer):  # type: ignore[misc]
-    """Decode tokens incrementally; the pieces shown add up to the answer that decoding at once gives.
+    """Show an answer in pieces while it is generated; the pieces add up to the same text as decoding it at once.
 
-    Blanks wait for what follows them, because an answer ends without; so does what may become a stop string.
+    White space is held back until other text follows, since an answer does not end with it. So are characters that may
+    begin a stop string.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, settings: Generation, show: Callable[[str], object]) -> None:
@@ -162,16 +147,16 @@ class AnswerStreamer(BaseStreamer):  # type: ignore[misc]
             return
         self._tokens += value.flatten().tolist()
         text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
-        sure = cut_at(text, self._settings.stop)
-        if sure == text:
-            sure = text[: len(text) - self._held_back(text)]
-        self._advance(sure.strip().rstrip(UNFINISHED).rstrip())
+        final = cut_at(text, self._settings.stop)
+        if final == text:
+            final = text[: len(text) - self._num_held_back(text)]
+        self._advance(final.strip().rstrip(UNFINISHED).rstrip())
 
     def end(self) -> None:
         """Show the remaining text."""
         self._advance(text_of(self._tokenizer, self._tokens, self._settings))
 
-    def _held_back(self, text: str) -> int:
+    def _num_held_back(self, text: str) -> int:
         """Count the trailing characters that may begin a stop string."""
         starts = (stop[:length] for stop in self._settings.stop for length in range(1, len(stop)))
         return max((len(start) for start in starts if text.endswith(start)), default=0)

@@ -1,4 +1,4 @@
-"""Generate text from a prompt, through the template that the model was tuned with."""
+"""Generate text from a prompt with the template that the model was tuned with."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gptj_ft.data.encode import Prompt, encode_prompt
 from gptj_ft.data.template import fields_of, stripped
 from gptj_ft.data.tokenization import load_tokenizer
 from gptj_ft.errors import UsageError, did_you_mean
-from gptj_ft.generation.decoding import generate_tokens, text_of
+from gptj_ft.generation.decoding import AnswerStreamer, generate_tokens, text_of
 from gptj_ft.generation.hf_model import StreamedModel
 from gptj_ft.generation.workers import NO_WORKERS, Workers
 from gptj_ft.models.registry import Architecture
@@ -36,32 +36,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Answer:
-    """Generated texts, the length of the prompt in tokens, and whether it was shortened to fit."""
+    """Generated answers to one prompt."""
 
     texts: list[str]
     prompt_tokens: int
-    was_cut: bool
+    was_cut: bool  # whether the prompt was shortened to fit
 
 
 @dataclass(frozen=True)
 class InferenceSetup:
-    """Model folder and options: everything that inference needs but rows and weights.
-
-    Attributes:
-        folder: model folder.
-        recipe: templates, generation settings, placement.
-        architecture: family and configuration of the model.
-        device: device that computes.
-        dtype: data type of the computation.
-        workers: ranks that share read-only work.
-    """
+    """Model folder and options: everything that inference needs except rows and weights."""
 
     folder: Path
-    recipe: Recipe
+    recipe: Recipe  # templates, generation settings, placement
     architecture: Architecture
     device: torch.device
-    dtype: torch.dtype
-    workers: Workers = field(default=NO_WORKERS, kw_only=True)
+    dtype: torch.dtype  # of the computation
+    workers: Workers = field(default=NO_WORKERS, kw_only=True)  # ranks that share read-only work
 
     @classmethod
     def of(
@@ -70,11 +61,9 @@ class InferenceSetup:
         """Read the configuration of a model folder.
 
         Args:
-            folder: model folder.
-            recipe: options of computing.
             workers: ranks that share read-only work.
-            local_rank: local rank of a worker.
-            **more: attributes of a subclass.
+            local_rank: local rank of a worker; default: the local rank of this rank.
+            **more: fields of a subclass.
 
         Raises:
             UsageError, DataError: as `tuned_architecture`.
@@ -89,7 +78,7 @@ class InferenceSetup:
 
     @property
     def context(self) -> int:
-        """Most tokens of a document."""
+        """Maximum number of tokens of a document."""
         return int(self.architecture.config.n_positions)
 
     def plan(self, disk: Path, before: int | None = None, **workload: Any) -> InferencePlan:
@@ -97,11 +86,11 @@ class InferenceSetup:
 
         Args:
             disk: folder whose free space counts.
-            before: tokens written together, where that was decided before; default: none.
-            **workload: attributes of `InferenceWorkload` after ``settings``.
+            before: ``together.written`` of the plan of an interrupted job, which the new plan keeps; default: none.
+            **workload: fields of `InferenceWorkload` after ``settings``.
 
         Raises:
-            ResourceError: it does not fit.
+            ResourceError: the model does not fit.
         """
         size, settings = weight_bytes(self.folder), self.recipe.generation
         reads = InferenceWorkload.of(self.architecture, self.dtype, settings, adapter_bytes=size, **workload)
@@ -110,10 +99,14 @@ class InferenceSetup:
 
     @contextmanager
     def open(self, weights: str, cap: int | None = None) -> Iterator[tuple[Architecture, OffloadedModel]]:
-        """Open the weights in all processes, see `open_for_inference`; ``weights`` is their place.
+        """Open the weights in all processes, see `open_for_inference`.
+
+        Args:
+            weights: placement of the weights.
+            cap: maximum bytes on the device; default: no limit.
 
         Raises:
-            UsageError: another process is of another version, or has other threads, another command, another model.
+            UsageError: another process has another version, command, model or number of threads.
         """
         recipe = self.recipe.model_copy(update={"precision": PRECISION_NAMES[self.dtype]})
         self.workers.announce(self.folder, recipe, weights, cap)
@@ -123,10 +116,10 @@ class InferenceSetup:
 
 
 def check_writes(setup: InferenceSetup) -> None:
-    """Check that a model can write texts.
+    """Check that a model can generate text.
 
     Raises:
-        UsageError: it has another head, or is an encoder.
+        UsageError: the model has another head, or is an encoder.
     """
     folder, task = setup.folder, setup.architecture.task
     if task is not None:
@@ -140,11 +133,7 @@ def check_writes(setup: InferenceSetup) -> None:
 
 @dataclass(frozen=True)
 class GenerationSetup(InferenceSetup):
-    """Model folder, template and search settings: everything that generation needs but the weights.
-
-    Attributes:
-        tokenizer: tokenizer of the model folder.
-    """
+    """Model folder, template and search settings: everything that generation needs except the weights."""
 
     tokenizer: PreTrainedTokenizerFast
 
@@ -153,7 +142,7 @@ class GenerationSetup(InferenceSetup):
         """Read configuration and tokenizer of a model folder.
 
         Raises:
-            UsageError, DataError: as `tuned_architecture` and `load_tokenizer`; or the model writes no text.
+            UsageError, DataError: as `tuned_architecture` and `load_tokenizer`; or the model cannot generate text.
         """
         setup = super().of(folder, recipe, tokenizer=load_tokenizer(tokenizer_folder(folder)), **more)
         check_writes(setup)
@@ -161,22 +150,17 @@ class GenerationSetup(InferenceSetup):
 
     @property
     def room(self) -> int:
-        """Longest prompt, in tokens, that leaves room for the new ones."""
+        """Maximum length of a prompt that leaves room for the new tokens."""
         return min(self.recipe.max_length, self.context) - self.recipe.generation.max_new_tokens
 
     def encode(self, values: Mapping[str, Any]) -> Prompt:
-        """Render and tokenize the prompt of a row, shortened as the recipe says."""
+        """Render, tokenize and shorten the prompt of a row as the recipe says."""
         return encode_prompt(self.recipe, self.tokenizer, values, self.room)
 
 
 @dataclass(frozen=True)
 class Generator:
-    """An open model with its generation setup.
-
-    Attributes:
-        setup: template, tokenizer and search settings.
-        model: streamed model.
-    """
+    """An open model with its generation setup."""
 
     setup: GenerationSetup
     model: StreamedModel
@@ -189,17 +173,15 @@ class Generator:
         Args:
             values: texts of the template's fields.
             num_return: number of answers.
-            show: callback for the text of a single answer, piece by piece where the search allows it.
+            show: receiver of the text of a single answer, in pieces unless beams are searched.
         """
-        from gptj_ft.generation.decoding import AnswerStreamer
-
         tokenizer, settings = self.setup.tokenizer, self.setup.recipe.generation
         prompt = self.setup.encode(values)
-        as_written = show is not None and settings.num_beams == 1  # which beam is the answer is known in the end
-        streamer = AnswerStreamer(tokenizer, settings, show) if show and as_written else None
+        can_stream = show is not None and settings.num_beams == 1  # with beams, the best is known only at the end
+        streamer = AnswerStreamer(tokenizer, settings, show) if show and can_stream else None
         rows = generate_tokens(self.model, tokenizer, [prompt.ids], settings, num_return, streamer)
         texts = [text_of(tokenizer, row, settings) for row in rows]
-        if show and not as_written:
+        if show and not can_stream:
             show(texts[0])
         return Answer(texts, len(prompt.ids), prompt.cut)
 
@@ -209,8 +191,8 @@ def open_generator(setup: GenerationSetup, weights: str | None = None) -> Iterat
     """Open the weights of a model for generation.
 
     Args:
-        setup: model and settings; the recipe's ``seed`` makes sampling repeatable.
-        weights: place of the weights; default: the recipe's.
+        setup: model and settings; sampling starts from the recipe's ``seed``.
+        weights: placement of the weights; default: the recipe's.
 
     Raises:
         UsageError, DataError: as `open_for_inference`.
@@ -223,15 +205,15 @@ def open_generator(setup: GenerationSetup, weights: str | None = None) -> Iterat
 
 
 def check_num_return(recipe: Recipe, num_return: int) -> None:
-    """Check that a search can give so many different answers.
+    """Check that the search settings can give ``num_return`` different answers.
 
     Raises:
-        UsageError: a search that gives fewer.
+        UsageError: they cannot.
     """
     settings = recipe.generation
     if num_return > 1 and settings.temperature == 0 and settings.num_beams < num_return:
         raise UsageError(
-            f"--num-return {num_return}: greedy decoding has one answer; add --temperature 0.8, or "
+            f"--num-return {num_return}: greedy decoding gives one answer; add --temperature 0.8, or "
             f"--num-beams {num_return}"
         )
     if num_return > 1 and settings.temperature > 0 and 1 < settings.num_beams < num_return:
@@ -240,22 +222,21 @@ def check_num_return(recipe: Recipe, num_return: int) -> None:
         )
     if num_return > 1 and settings.prompt_lookup_num_tokens:
         raise UsageError(
-            "--num-return: with guesses from the prompt there is one answer; add "
-            "--set generation.prompt_lookup_num_tokens=0"
+            "--num-return: prompt lookup gives one answer; add --set generation.prompt_lookup_num_tokens=0"
         )
 
 
 def fill_fields(recipe: Recipe, prompt: str, more: Mapping[str, str]) -> dict[str, Any]:
     """Assign texts to the fields of the prompt template.
 
-    The prompt goes to the one field that is left when the others have their texts; a question rather than its passage.
+    The prompt goes to the only field without a text in ``more``.
 
     Raises:
-        UsageError: a field that the template does not have, or one without a text.
+        UsageError: a field that the template does not have, or several fields without a text.
     """
     names = fields_of(recipe.prompt or recipe.completion)
     if not names:
-        raise UsageError("this model's template has no field that a prompt could stand in: use --raw")
+        raise UsageError("this model's template has no field for the prompt: use --raw")
     for name in more:
         if name not in names:
             raise UsageError(

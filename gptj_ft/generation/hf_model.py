@@ -1,7 +1,7 @@
 """Wrap the streamed model as a `transformers` model, which provides search, sampling and stopping.
 
-`transformers` pads a batch on the left; here the padding is taken off again, and every prompt of the batch shares
-each pass over the weights as a document of its own.
+`transformers` pads a batch on the left. The wrapper removes the padding and packs the prompts as documents, which share
+each pass over the weights.
 """
 
 from __future__ import annotations
@@ -32,25 +32,27 @@ COMPUTED_TOKENS = 2048
 
 
 class ForwardPasses:
-    """Run forward passes one after another; the next pass's first layers are prefetched while one ends."""
+    """Run forward passes in sequence; the end of one pass prefetches the first layers of the next."""
 
     def __init__(self, offloaded: OffloadedModel) -> None:
         self._offloaded = offloaded
         self._layers: Prefetcher | None = None
 
     def read(
-        self, batches: Sequence[PackedBatch], positions: Sequence[Tensor], wanted: Sequence[TokenQuery] = ()
+        self, batches: Sequence[PackedBatch], positions: Sequence[Tensor], queries: Sequence[TokenQuery] = ()
     ) -> tuple[Tensor, list[TokenScores]]:
         """Compute logits at some positions, fp32 [positions of all batches, V], and score token queries.
 
         Args:
             batches: batches that share the pass.
-            positions: positions of each batch whose logits are returned.
-            wanted: token queries of each batch; empty for none.
+            positions: positions to return logits of, for each batch.
+            queries: token queries of each batch; default: none.
         """
-        layers, self._layers = self._layers, None  # a pass that is broken off leaves the next one nothing to go on from
+        # If this pass fails, the next one starts with a new prefetcher.
+        layers, self._layers = self._layers, None
         if layers is None or not layers.is_active:
-            self._offloaded.pools.allocate_slots()  # taken while decoding, it could not be trained with afterwards
+            # Slots allocated in inference mode could not be used for training afterwards.
+            self._offloaded.pools.allocate_slots()
             layers = Prefetcher(self._offloaded, inference_tasks(cycle(range(len(self._offloaded.layers)))))
         hidden = forward(layers, batches)
         head = next(layers)
@@ -58,43 +60,37 @@ class ForwardPasses:
         with torch.inference_mode():
             after_SD = torch.cat([x_TD[at] for x_TD, at in zip(hidden, positions, strict=True)])
             logits = head.run(parameters, after_SD, HeadRows("decoding"))
-            scores = score_hidden(head, hidden, wanted, "decoding") if wanted else []
+            scores = score_hidden(head, hidden, queries, "decoding") if queries else []
         self._layers = layers
         return logits, scores
 
 
 class RaggedCache(DynamicCache):  # type: ignore[misc]
-    """Cache for `transformers`: counts padded columns and carries the ragged key-value caches.
-
-    Attributes:
-        ends: tokens after which a row needs no more logits; none: `transformers` is not told to stop at them.
-        rows: unfinished ones of the rows that `transformers` sees.
-        first: logits after the prompts that have been read already, fp32 [prompts, V]; see `Prefill`.
-    """
+    """Cache for `transformers`: counts padded columns and holds the ragged key-value caches."""
 
     def __init__(self) -> None:
         super().__init__()
         self.kv = KVCache()
         self.num_columns = 0
-        self.ends = torch.empty(0, dtype=torch.int64)
-        self.rows: Tensor | None = None
-        self.first: Tensor | None = None
+        self.ends = torch.empty(0, dtype=torch.int64)  # tokens after which a row needs no more logits
+        self.rows: Tensor | None = None  # unfinished rows, as numbers of the rows that `transformers` sees
+        self.first: Tensor | None = None  # logits after prefilled prompts, fp32 [prompts, V]; see `Prefill`
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of columns seen, padding included: `generate` feeds only later ones."""
+        """Return the number of columns seen, including padding; `generate` feeds only later columns."""
         return self.num_columns
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Reorder rows to the surviving beams."""
+        """Select the rows of the surviving beams."""
         self.kv.select(beam_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last columns (a negative number): rejected guesses."""
+        """Remove the last columns, rejected guesses; ``tokens_to_remove`` is negative."""
         self.num_columns += tokens_to_remove
         self.kv.crop(-tokens_to_remove)
 
-    def live(self, tokens: Tensor) -> Tensor:
-        """Drop finished rows; return the indices of the others.
+    def drop_finished(self, tokens: Tensor) -> Tensor:
+        """Drop finished rows; return the numbers of the others.
 
         Args:
             tokens: the newest columns of the rows that `transformers` sees, int64 [rows, columns].
@@ -113,8 +109,6 @@ class StreamedModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     """A causal language model whose weights are streamed. Inference only.
 
     Args:
-        architecture: family and configuration of the model.
-        offloaded: its layers.
         budget_tokens: number of prompt tokens computed at once.
     """
 
@@ -126,11 +120,11 @@ class StreamedModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         try:
             config = AutoConfig.for_model(**architecture.raw)
         except (TypeError, ValueError, AttributeError, KeyError) as error:
-            raise DataError(f"config.json says what `transformers` does not understand: {error}") from error
+            raise DataError(f"`transformers` cannot read config.json: {error}") from error
         super().__init__(config)
         self.offloaded, self.budget_tokens = offloaded, budget_tokens
         self.passes = ForwardPasses(offloaded)
-        self.generation_config = GenerationConfig()  # the settings come with each call, not from the folder
+        self.generation_config = GenerationConfig()  # not the folder's: settings come with each call
 
     @property
     def device(self) -> torch.device:
@@ -152,34 +146,34 @@ class StreamedModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
 
         Args:
             input_ids: new columns, int64 [rows, columns].
-            attention_mask: 0 at padding, which may only be on the left, [rows, columns seen before and now]; none: no
-                padding.
-            past_key_values: cache returned by the last call; ``None`` or empty at the start.
-            logits_to_keep: columns to return the logits of, the last ones; 0: all.
+            attention_mask: 0 at padding, which is on the left, [rows, old and new columns]; default: no padding.
+            past_key_values: cache returned by the last call; None or empty at the start.
+            logits_to_keep: number of last columns to return logits of; 0: all.
             ignored: further arguments of `generate`.
 
-        Returns: logits fp32 [rows, columns kept, vocabulary]; zeros at padding and in rows that have ended.
+        Returns:
+            Logits, fp32 [rows, kept columns, vocabulary]; zeros at padding and in finished rows.
 
         Raises:
-            NotFinite: logits that are no numbers.
+            NotFinite: logits are not finite.
         """
         cache = past_key_values if isinstance(past_key_values, RaggedCache) else RaggedCache()
         columns = input_ids.shape[1]
         kept = min(logits_to_keep or columns, columns)
         if cache.num_columns:
-            logits = self._go_on(input_ids, cache, kept)
+            logits = self._decode_step(input_ids, cache, kept)
         elif cache.first is not None:
             assert kept == 1
             logits = cache.first.repeat_interleave(len(input_ids) // len(cache.first), 0)[:, None]
             cache.first = None
         else:
             is_token = None if attention_mask is None else attention_mask[:, -columns:].bool()
-            logits = self._begin(input_ids, is_token, cache, kept)
+            logits = self._prefill_prompts(input_ids, is_token, cache, kept)
         cache.num_columns += columns
         return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
 
-    def _begin(self, input_ids: Tensor, is_token: Tensor | None, cache: RaggedCache, kept: int) -> Tensor:
-        """Prefill the prompts; rows with the same prompt share its prefill."""
+    def _prefill_prompts(self, input_ids: Tensor, is_token: Tensor | None, cache: RaggedCache, kept: int) -> Tensor:
+        """Prefill the prompts; adjacent rows with the same prompt share it."""
         if is_token is None:
             is_token = torch.ones_like(input_ids, dtype=torch.bool)
         width = _equal_rows(input_ids.masked_fill(~is_token, -1))
@@ -190,7 +184,7 @@ class StreamedModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         batches, positions, rows, columns = [], [], list[int](), list[int]()
         for group in first_fit(counts, self.budget_tokens):
             batch = pack([prompts[row] for row in group], cache=cache.kv, document_ids=group)
-            last = [min(kept, counts[row]) for row in group]  # others of the columns kept are padding
+            last = [min(kept, counts[row]) for row in group]  # columns before them are padding
             spans = [range(end - size, end) for end, size in zip(batch.cu_seqlens[1:], last, strict=True)]
             batches.append(batch.to(self.device))
             positions.append(torch.tensor([at for span in spans for at in span], device=self.device))
@@ -201,10 +195,10 @@ class StreamedModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         full[torch.tensor(rows), torch.tensor(columns)] = logits
         return full.repeat_interleave(width, 0)
 
-    def _go_on(self, input_ids: Tensor, cache: RaggedCache, kept: int) -> Tensor:
+    def _decode_step(self, input_ids: Tensor, cache: RaggedCache, kept: int) -> Tensor:
         """Decode one step for unfinished rows."""
         num_rows, columns = input_ids.shape
-        rows = cache.live(input_ids)
+        rows = cache.drop_finished(input_ids)
         if not len(rows):
             return torch.zeros(num_rows, kept, self.config.vocab_size, device=self.device)
         ids = input_ids[rows]
@@ -214,15 +208,11 @@ class StreamedModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         wanted = torch.arange(ids.numel(), device=self.device).view_as(ids)[:, -kept:]
         logits = self.checked(self.passes.read([batch], [wanted.flatten()])[0]).view(len(rows), kept, -1)
         if len(rows) == num_rows:
-            return logits.clone()  # `generate` may change it in place, which autograd does not allow as it is
+            return logits.clone()  # `generate` may write to it, which is not allowed for a tensor of inference mode
         return logits.new_zeros(num_rows, kept, logits.shape[-1]).index_copy(0, rows, logits)
 
     def checked(self, logits: Tensor) -> Tensor:
-        """Check that logits are finite.
-
-        Raises:
-            NotFinite: they are not.
-        """
+        """Return the logits; raise `NotFinite` if they are not finite."""
         if not math.isfinite(logits.sum().item()):
             raise NotFinite(
                 "the model's output is not finite: its weights are damaged, or too large for "
@@ -232,23 +222,19 @@ class StreamedModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
 
 
 class Prefill:
-    """Prefill documents once: score token queries on them and continue from their prompts.
+    """Prefill documents once: score token queries on them, then generate from their prompts.
 
     Args:
-        model: the model.
-        counts: tokens of each document's prompt, with which it begins.
-        width: rows that will go on from each prompt.
-
-    Attributes:
-        cache: cache for `generate`, once the documents have been scored.
+        counts: tokens of each document's prompt, with which the document starts.
+        width: rows to generate from each prompt.
     """
 
     def __init__(self, model: StreamedModel, counts: Sequence[int], width: int) -> None:
         self._model, self._counts = model, counts
-        self.cache = RaggedCache()
+        self.cache = RaggedCache()  # for `generate`, after `score`
         self.cache.kv.begin(counts, width, model.device)
 
-    def score(self, batches: Sequence[PackedBatch], wanted: Sequence[TokenQuery]) -> list[TokenScores]:
+    def score(self, batches: Sequence[PackedBatch], queries: Sequence[TokenQuery]) -> list[TokenScores]:
         """Score token queries on all documents, as `score_tokens` does."""
         own = [replace(batch, cache=self.cache.kv) for batch in batches]
         ends = [
@@ -257,14 +243,14 @@ class Prefill:
             )
             for batch in own
         ]
-        logits, scores = self._model.passes.read(own, ends, wanted)
+        logits, scores = self._model.passes.read(own, ends, queries)
         order = torch.tensor([number for batch in own for number in batch.document_ids]).argsort()
         self.cache.first = self._model.checked(logits)[order.to(logits.device)]
         return scores
 
 
 def _equal_rows(rows: Tensor) -> int:
-    """Return the repetition count of adjacent equal rows."""
+    """Return the largest width that splits the rows into groups of equal adjacent rows."""
     if len(rows) == 1:
         return 1
     is_other = (rows[1:] != rows[:-1]).any(1).tolist()

@@ -133,16 +133,11 @@ class ValidationSamples:
         Raises:
             ResourceError: they cannot be written.
         """
-        from gptj_ft.evaluation.answerer import Answerer, PromptGroup, scores_of
+        from gptj_ft.evaluation.answerer import Answerer, scores_of
 
         setup = self._setup
         answerer = Answerer(setup.recipe, self._tokenizer, setup.architecture, offloaded, self._together)
-        answers: dict[int, str] = {}
-        for some in answerer.rounds(list(answerer.together(self._prompts))):
-            groups = [PromptGroup([self._prompts[row] for row in rows], rows[0]) for rows in some]
-            for rows, (found, _) in zip(some, answerer.answer(groups), strict=True):
-                answers |= dict(zip(rows, found, strict=True))
-        texts = [answers[row] for row in range(len(self._prompts))]
+        texts = answerer.answer_prompts(self._prompts)
         self._write(step, texts)
         figures = scores_of(setup.recipe, texts, self._references)
         return ValidationSample(values(figures, len(texts)), " | ".join(self._references[0]), texts[0])

@@ -1,6 +1,6 @@
-"""Evaluate a model and its baseline on lm-eval's tasks, with the intervals of other evaluations.
+"""Evaluate a model on tasks of lm-eval, with confidence intervals; the scores are lm-eval's own.
 
-https://github.com/EleutherAI/lm-evaluation-harness. Needs the extra ``harness``; values are lm-eval's own.
+https://github.com/EleutherAI/lm-evaluation-harness. Needs the extra ``harness``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gptj_ft.errors import DataError, NetworkError, UsageError, did_you_mean
 from gptj_ft.evaluation.comparison import Evaluation, ModelComparison, same_rows
 from gptj_ft.evaluation.metrics import Statistic
 from gptj_ft.evaluation.metrics.statistic import Estimate, PairedEstimates, Ratio, Vector, estimate_scores
-from gptj_ft.evaluation.row_job import ResultCache
+from gptj_ft.evaluation.row_job import Progress, ResultCache
 from gptj_ft.evaluation.text_evaluation import evaluation_settings
 from gptj_ft.generation.generator import InferenceSetup, check_writes
 from gptj_ft.generation.hf_model import StreamedModel
@@ -35,36 +35,29 @@ from gptj_ft.system.hub import open_network
 from gptj_ft.system.paths import home
 
 MISSING = "--tasks needs EleutherAI's lm-eval: pip install 'gptj-ft[harness]'"
-SEED = 1234  # lm-eval's own, of the examples before questions
-_Progress = Callable[[int, int], None]
+SEED = 1234  # lm-eval's seed of the few-shot examples
 
 
 @dataclass(frozen=True)
 class TaskSelection:
-    """Selected tasks and their settings.
+    """Selected tasks and their settings."""
 
-    Attributes:
-        names: names of tasks, groups or tags.
-        include_path: a folder with more of them.
-        num_fewshot: examples before each question; ``None``: as the task says.
-    """
-
-    names: Sequence[str]
-    include_path: Path | None = None
-    num_fewshot: int | None = None
+    names: Sequence[str]  # names of tasks, groups or tags
+    include_path: Path | None = None  # folder with more tasks
+    num_fewshot: int | None = None  # examples before each question; None: the task's own number
 
 
 @dataclass(frozen=True)
 class LoadedTasks:
-    """Loaded tasks with their rows, as lm-eval's evaluator takes them, and the names that they were asked for by."""
+    """Loaded tasks with their rows."""
 
-    names: Sequence[str]
-    tasks: Mapping[str, Any]
-    whole: Any
+    names: Sequence[str]  # as selected
+    tasks: Mapping[str, Any]  # by name
+    whole: Any  # tasks and groups, as lm-eval's evaluator takes them
 
     @property
     def score_names(self) -> list[str]:
-        """Names of the scores of the loaded tasks."""
+        """Names of the scores of all tasks and groups."""
         own = [
             score_name(name, metric, each.name)
             for name, task in self.tasks.items()
@@ -82,7 +75,7 @@ class LoadedTasks:
 
 
 def score_name(task: str, metric: str, filter_name: str) -> str:
-    """Name a score: ``task.metric``, and the filter unless it is the default."""
+    """Return the name of a score: ``task.metric``, or ``task.metric.filter`` if the task has named filters."""
     return f"{task}.{metric}" + ("" if filter_name == "none" else f".{filter_name}")
 
 
@@ -90,13 +83,12 @@ def load_tasks(chosen: TaskSelection, offline: bool) -> LoadedTasks:
     """Load tasks and their rows.
 
     Args:
-        chosen: names and settings of the tasks.
-        offline: whether only rows that were fetched before are used.
+        offline: whether to use only rows that were downloaded before.
 
     Raises:
-        UsageError: lm-eval is not installed, or knows no such task.
-        NetworkError: the rows are not there and cannot be fetched.
-        DataError: a task that cannot be read.
+        UsageError: lm-eval is not installed, or has no such task.
+        NetworkError: the rows cannot be downloaded.
+        DataError: a task cannot be read.
     """
     try:
         from lm_eval.tasks import TaskManager
@@ -108,10 +100,10 @@ def load_tasks(chosen: TaskSelection, offline: bool) -> LoadedTasks:
         manager = _manager(TaskManager, chosen)
         try:
             whole = manager.load(list(chosen.names))
-        except Exception as error:  # whatever a task's own code, or the library that fetches its rows, may raise
+        except Exception as error:  # a task's own code and the library that downloads its rows may raise anything
             raise _unloadable(error) from error
     for task in whole["tasks"].values():
-        if chosen.num_fewshot is not None and task.get_config("num_fewshot") != 0:  # 0 is meant, as lm-eval has it
+        if chosen.num_fewshot is not None and task.get_config("num_fewshot") != 0:  # lm-eval keeps a 0
             task.set_config(key="num_fewshot", value=chosen.num_fewshot)
         elif task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
@@ -121,7 +113,7 @@ def load_tasks(chosen: TaskSelection, offline: bool) -> LoadedTasks:
 
 @contextmanager
 def _rows_from_the_hub() -> Iterator[None]:
-    """Allow the `datasets` package, which fetches the rows of tasks, to use the network."""
+    """Allow the `datasets` package, which downloads the rows of tasks, to use the network."""
     import datasets
 
     before = datasets.config.HF_HUB_OFFLINE
@@ -134,7 +126,7 @@ def _rows_from_the_hub() -> Iterator[None]:
 
 
 def _manager(make: Callable[..., Any], chosen: TaskSelection) -> Any:
-    """Build the task manager; lm-eval's thousands of tasks are indexed only if one of them is named."""
+    """Build the task manager. Indexing lm-eval's thousands of tasks is slow, so do it only if one of them is named."""
     path = str(chosen.include_path) if chosen.include_path else None
     if path is not None:
         own = make(include_path=path, include_defaults=False)
@@ -144,8 +136,8 @@ def _manager(make: Callable[..., Any], chosen: TaskSelection) -> Any:
     for name in chosen.names:
         if not everything.match_tasks([name]):
             raise UsageError(
-                f"--tasks {name}: lm-eval knows no such task{did_you_mean(name, everything.all_tasks)}; "
-                "--include-path FOLDER names a folder with tasks of your own"
+                f"--tasks {name}: lm-eval has no such task{did_you_mean(name, everything.all_tasks)}; "
+                "--include-path FOLDER adds a folder with tasks of your own"
             )
     return everything
 
@@ -153,29 +145,21 @@ def _manager(make: Callable[..., Any], chosen: TaskSelection) -> Any:
 def _unloadable(error: Exception) -> Exception:
     first = (str(error) or type(error).__name__).partition("\n")[0]
     if isinstance(error, ConnectionError) or "offline" in first.lower() or "couldn't reach" in first.lower():
-        return NetworkError(f"the rows of a task cannot be fetched: {first}; once fetched, --offline will do")
+        return NetworkError(f"the rows of a task cannot be downloaded: {first}; --offline uses rows downloaded before")
     return DataError(f"a task cannot be loaded: {first}")
 
 
 @dataclass(frozen=True)
 class TasksPlan:
-    """A planned evaluation on tasks.
-
-    Attributes:
-        setup: model and options.
-        tasks: tasks with their rows.
-        limit: most questions of each task, the first ones; ``None``: all.
-        plan: memory and token budget.
-        journals: caches of the answers.
-    """
+    """A planned evaluation on tasks."""
 
     setup: InferenceSetup
     tasks: LoadedTasks
-    limit: int | None
+    limit: int | None  # maximum number of questions per task, taken from the start; None: all
     plan: InferencePlan
-    journals: list[ResultCache] = field(default_factory=list)
+    caches: list[ResultCache] = field(default_factory=list)
 
-    def run(self, progress: _Progress | None = None) -> Evaluation:
+    def run(self, progress: Progress | None = None) -> Evaluation:
         """Evaluate the model with lm-eval, resuming from cached answers.
 
         Raises:
@@ -186,40 +170,40 @@ class TasksPlan:
 
         from gptj_ft.evaluation.lm_eval.model import KeptResults, StreamedLM
 
-        setup, together = self.setup, self.plan.together
+        setup, budget = self.setup, self.plan.together
         facts = {**evaluation_settings(setup.folder, setup.recipe), "dtype": self.plan.precision,
-                 "lm_eval": __version__, "device": setup.device.type, "together": together.written}  # fmt: skip
-        findings = KeptResults(facts, self.journals, progress)
+                 "lm_eval": __version__, "device": setup.device.type, "together": budget.written}  # fmt: skip
+        results = KeptResults(facts, self.caches, progress)
         with setup.open(self.plan.weights) as opened, _quiet():
             tokenizer = load_tokenizer(tokenizer_folder(setup.folder))
-            model = StreamedModel(*opened, together.computed)
-            lm = StreamedLM(model, tokenizer, together, findings, setup.recipe.seed)
+            model = StreamedModel(*opened, budget.computed)
+            lm = StreamedLM(model, tokenizer, budget, results, setup.recipe.seed)
             random.seed(0)
-            np.random.seed(SEED)  # what samples examples for questions, in some tasks
+            np.random.seed(SEED)  # some tasks sample few-shot examples from it
             for task in self.tasks.tasks.values():
                 task._instances = None
             try:
-                found = evaluate(lm=lm, task_dict=self.tasks.whole, limit=self.limit, bootstrap_iters=0)
+                outcome = evaluate(lm=lm, task_dict=self.tasks.whole, limit=self.limit, bootstrap_iters=0)
             except ValueError as error:
                 if isinstance(error, UsageError | DataError):
                     raise
                 raise UsageError(f"lm-eval: {str(error).partition(chr(10))[0]}") from error
-        assert found is not None
-        return _evaluation(str(setup.folder), found, self.tasks)
+        assert outcome is not None
+        return _evaluation(str(setup.folder), outcome, self.tasks)
 
     def close(self) -> None:
-        """Remove the caches of answers, once the results are saved."""
-        for journal in self.journals:
-            journal.close()
+        """Delete the caches of answers."""
+        for cache in self.caches:
+            cache.close()
 
 
 def plan_on_tasks(
     folder: Path, recipe: Recipe, tasks: LoadedTasks, limit: int | None, workers: Workers = NO_WORKERS
 ) -> TasksPlan:
-    """Plan for requests as long as the context, since their length is not known before tokenization.
+    """Plan an evaluation on tasks, for requests as long as the context: lm-eval builds the requests only later.
 
     Raises:
-        ResourceError: it does not fit.
+        ResourceError: the model does not fit in memory.
     """
     setup = InferenceSetup.of(folder, recipe, workers=workers)
     check_writes(setup)
@@ -228,7 +212,7 @@ def plan_on_tasks(
 
 
 def compare_on_tasks(model: Evaluation, baseline: Evaluation | None, seed: int) -> ModelComparison:
-    """Compare two evaluations of the same tasks, task by task, or estimate one alone."""
+    """Compare two evaluations of the same tasks, task by task, or estimate the scores of one alone."""
     same_rows(model, baseline)
     tasks = [place.rpartition(" ")[0] for place in model.places]
     other = baseline.figures if baseline else {}
@@ -238,25 +222,19 @@ def compare_on_tasks(model: Evaluation, baseline: Evaluation | None, seed: int) 
             {n: f for n, f in figures.items() if n.partition(".")[0] == task} for figures in (model.figures, other)
         )
         part = np.array([each == task for each in tasks], np.float64)
-        found = estimate_scores(own, theirs, model.rows, seed, part if part.any() else None)
-        scores, before = {**scores, **found.scores}, {**before, **found.baseline}
-        differences = {**differences, **found.differences}
+        estimates = estimate_scores(own, theirs, model.rows, seed, part if part.any() else None)
+        scores, before = {**scores, **estimates.scores}, {**before, **estimates.baseline}
+        differences = {**differences, **estimates.differences}
     return ModelComparison(model, baseline, PairedEstimates(scores, before, differences), {}, None)
 
 
 @dataclass(frozen=True)
 class ResampledStatistic:
-    """A statistic computed by a task's own aggregation function.
+    """A statistic computed by a task's own aggregation function."""
 
-    Attributes:
-        items: per-row values of the task's metric.
-        rows: indices of the items among all rows.
-        aggregate: task's function from items to the score.
-    """
-
-    items: Sequence[Any]
-    rows: NDArray[np.int64]
-    aggregate: Callable[[list[Any]], float]
+    items: Sequence[Any]  # values of the task's metric for single rows
+    rows: NDArray[np.int64]  # row of each item
+    aggregate: Callable[[list[Any]], float]  # the task's function from items to the score
 
     def evaluate(self, weights_BN: Vector) -> Vector:
         return np.array([self._of(counts_N[self.rows]) for counts_N in weights_BN])
@@ -268,13 +246,13 @@ class ResampledStatistic:
     def _of(self, counts: Vector) -> float:
         chosen = [item for item, count in zip(self.items, counts, strict=True) for _ in range(int(count))]
         if not _are_numbers(self.items) and len(chosen) == len(self.items) and (counts != 1).any():
-            return math.nan  # of texts, a function that is too slow for a thousand samples
+            return math.nan  # aggregating texts is too slow for a thousand samples: no interval
         return float(self.aggregate(chosen)) if chosen else math.nan
 
 
 @dataclass(frozen=True)
 class FixedStatistic:
-    """A statistic without per-row parts: the score of a group of tasks."""
+    """The score of a group of tasks, which has no parts per row."""
 
     value: float
     rows_N: None = None
@@ -284,12 +262,12 @@ class FixedStatistic:
         return np.where(is_whole_B, self.value, np.nan)
 
 
-def _evaluation(model: str, found: Mapping[str, Any], loaded: LoadedTasks) -> Evaluation:
-    samples: dict[str, dict[str, list[Mapping[str, Any]]]] = {}  # by task and by what picked the answers
+def _evaluation(model: str, outcome: Mapping[str, Any], loaded: LoadedTasks) -> Evaluation:
+    samples: dict[str, dict[str, list[Mapping[str, Any]]]] = {}  # by task and filter
     for name in loaded.tasks:
-        for sample in found["samples"][name]:
+        for sample in outcome["samples"][name]:
             samples.setdefault(name, {}).setdefault(sample["filter"], []).append(sample)
-    # Each filter has the same rows; what was written is shown as the first one took it.
+    # All filters of a task have the same rows. Show the answers of the first.
     shown = [(name, sample) for name, by_filter in samples.items() for sample in next(iter(by_filter.values()))]
     figures: dict[str, Statistic] = {}
     for name, by_filter in samples.items():
@@ -300,7 +278,7 @@ def _evaluation(model: str, found: Mapping[str, Any], loaded: LoadedTasks) -> Ev
                 items = [sample[metric] for sample in own if metric in sample["metrics"]]
                 aggregate = loaded.tasks[name].aggregation().get(metric, _mean)
                 figures[score_name(name, metric, filter_name)] = _figure(items, np.array(rows), aggregate, len(shown))
-    for name, values in found.get("groups", {}).items():
+    for name, values in outcome.get("groups", {}).items():
         for key, value in values.items():
             metric, comma, filter_name = key.partition(",")
             if comma and not metric.endswith("_stderr") and isinstance(value, float):
@@ -335,10 +313,10 @@ def _are_numbers(items: Sequence[Any]) -> bool:
 
 def _answer(sample: Mapping[str, Any]) -> str:
     """Return the generated text, or the log-likelihood of each choice."""
-    found = sample["filtered_resps"]
-    if found and isinstance(found[0], str):
-        return str(found[0])
-    return ", ".join(f"{each[0] if isinstance(each, tuple | list) else each:.4f}" for each in found)
+    responses = sample["filtered_resps"]
+    if responses and isinstance(responses[0], str):
+        return str(responses[0])
+    return ", ".join(f"{each[0] if isinstance(each, tuple | list) else each:.4f}" for each in responses)
 
 
 @contextmanager

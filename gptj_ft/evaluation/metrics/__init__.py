@@ -1,13 +1,13 @@
 """Score answers with metrics named and computed as in published results.
 
-    rouge       ROUGE-1, -2, -L, -Lsum as by the rouge-score package, and -Lsum by sentences; means over rows
-    squad       exact match and F1 as by SQuAD's official scripts, v1.1 and v2.0, and a strict match; means over rows
+Metrics of texts, all times 100; each row takes its best reference:
+
+    rouge       ROUGE-1, -2, -L, -Lsum by the rouge-score package, and -Lsum by sentences; means over rows
+    squad       exact match and F1 by SQuAD's official scripts, v1.1 and v2.0, and a strict match; means over rows
     accuracy    labels: accuracy, and F1 averaged over the labels
-    relations   precision, recall and F1 of all facts of all rows together
+    relations   precision, recall and F1 over the facts of all rows
 
-A row counts its best reference. All times 100. Loss, perplexity and token accuracy are in `language_model`.
-
-These are of texts. What a head with labels or numbers predicts has the scores of `TASK_SCORES`, by the recipe's task.
+`TASK_SCORES` lists the scores of heads with labels or numbers. `language_model` has loss, perplexity, token accuracy.
 """
 
 from __future__ import annotations
@@ -41,19 +41,12 @@ Scorer = Callable[[Sequence[str], Sequence[Sequence[str]]], dict[str, Statistic]
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric: its function and the names of its scores.
+    """A metric of texts."""
 
-    Attributes:
-        names: names of its scores, including those that need certain data.
-        main: the one that says most, and says it of each row, too.
-        scorer: answers, and for each all texts that are right -> score by name.
-        needs_reference: whether a row without a text that is right cannot be scored.
-    """
-
-    names: tuple[str, ...]
-    main: str
-    scorer: Scorer
-    needs_reference: bool
+    names: tuple[str, ...]  # all its scores, including those that need certain data
+    main: str  # most informative score, also for single rows
+    scorer: Scorer  # from answers and accepted texts to scores by name
+    needs_reference: bool  # whether a row without an accepted text cannot be scored
 
 
 METRICS: Mapping[str, Metric] = {
@@ -66,52 +59,41 @@ METRICS: Mapping[str, Metric] = {
 
 @dataclass(frozen=True)
 class TaskScores:
-    """Scores of what a head predicts.
+    """Scores of a head's predictions."""
 
-    Attributes:
-        names: names of the scores, including those that need certain data.
-        main: the one that says most.
-        by_row: the one that says most of each row.
-    """
-
-    names: tuple[str, ...]
-    main: str
-    by_row: str
+    names: tuple[str, ...]  # all scores, including those that need certain data
+    main: str  # most informative score
+    by_row: str  # most informative score of single rows
 
 
-TASK_SCORES: Mapping[str, TaskScores] = {
+TASK_SCORES: Mapping[str, TaskScores] = {  # by `Recipe.task`
     "classification": TaskScores(SINGLE_LABEL_SCORES, "accuracy", "accuracy"),
     "multi-label": TaskScores(MULTI_LABEL_SCORES, "micro_f1", "micro_f1"),
     "regression": TaskScores(REGRESSION_SCORES, "pearson", "mse"),
     "token-labels": TaskScores(ENTITY_SCORES, "entity_f1", "word_accuracy"),
 }
-"""Scores by `Recipe.task`; the answers of other tasks are texts, with the metrics of texts."""
-TASK_METRICS: Mapping[str, tuple[str, ...]] = {"spans": ("squad",), "sentences": ("rouge",)}
+TASK_METRICS: Mapping[str, tuple[str, ...]] = {"spans": ("squad",), "sentences": ("rouge",)}  # heads that give texts
 
 
 def main_score(names: Collection[str]) -> str:
-    """Choose the score that says most; empty if there is none.
-
-    Args:
-        names: names of the scores that there are.
-    """
+    """Choose the most informative of the available scores; empty if there are none."""
     mains = [*(metric.main for metric in METRICS.values()), *(each.main for each in TASK_SCORES.values())]
     return next((main for main in mains if main in names), next(iter(names), ""))
 
 
 def score_by_row(metrics: Sequence[str], names: Collection[str]) -> str:
-    """Choose the score that rows are compared by: the first metric's main one, else the task's, else the loss.
+    """Choose the score to compare rows by: the first metric's main score, else the task's, else the loss.
 
     Args:
         metrics: keys of `METRICS`.
-        names: names of the scores that there are.
+        names: available scores.
     """
     mains = [*(METRICS[metric].main for metric in metrics[:1]), *(each.by_row for each in TASK_SCORES.values())]
     return next((main for main in mains if main in names), "loss")
 
 
 def score_names(metrics: Sequence[str], task: str = "language-model") -> list[str]:
-    """List the names of all scores of some metrics, or of a task with labels."""
+    """List the scores of some metrics, or of a task with a head."""
     if task in TASK_SCORES:
         return list(TASK_SCORES[task].names)
     return [name for metric in TASK_METRICS.get(task, metrics) for name in METRICS[metric].names]
@@ -120,16 +102,16 @@ def score_names(metrics: Sequence[str], task: str = "language-model") -> list[st
 def score(
     metrics: Sequence[str], predictions: Sequence[str], references: Sequence[Sequence[str]], stemming: bool = True
 ) -> dict[str, Statistic]:
-    """Compute every score of the named metrics.
+    """Compute every score of some metrics.
 
     Args:
         metrics: keys of `METRICS`.
         predictions: one text per row.
         references: accepted texts of each row.
-        stemming: whether words with the same stem are the same to ROUGE; default true.
+        stemming: whether ROUGE treats words with the same stem as equal; default true.
 
     Raises:
-        DataError: no rows, or a row without what the metric needs.
+        DataError: no rows, or a row without a reference that a metric needs.
     """
     assert len(predictions) == len(references), f"{len(predictions)} predictions, {len(references)} rows of references"
     assert not any(isinstance(targets, str) for targets in references), "references are lists of texts"

@@ -1,4 +1,4 @@
-"""Accuracy and macro-averaged F1 of labels that are texts, such as generated ones."""
+"""Accuracy and macro F1 of labels that are texts, such as generated ones."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from gptj_ft.evaluation.metrics.statistic import Statistic, Vector, divided, mea
 def accuracy(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, Statistic]:
     """Compute accuracy and macro F1.
 
-    An answer is right if it is one of the row's references; case, and blanks at both ends, do not count. A row's label
-    is the reference that was met, else the first.
+    An answer is right if it equals one of the row's references, ignoring case and outer white space. The row's label
+    is the matched reference, else the first.
     """
     labels, answers = [], []
     for prediction, targets in zip(predictions, references, strict=True):
@@ -33,18 +33,14 @@ def _label(text: str) -> str:
 
 @dataclass(frozen=True)
 class MacroF1:
-    """Macro F1: F1 of each label, averaged over the labels that occur; times 100.
+    """F1 of each label, averaged over the labels that occur; times 100.
 
     F1 of a label is 2 tp / (2 tp + fp + fn). An answer that is no row's label lowers the F1 of the row's label only
-    (scikit-learn's ``f1_score(average="macro", labels=those of y_true)``).
-
-    Attributes:
-        labels: true label of each row.
-        answers: predicted label of each row.
+    (scikit-learn's ``f1_score(average="macro", labels=...)`` with the labels of the rows).
     """
 
-    labels: Sequence[str]
-    answers: Sequence[str]
+    labels: Sequence[str]  # true label of each row
+    answers: Sequence[str]  # predicted label of each row
     rows_N: Vector | None = None
 
     def evaluate(self, weights_BN: Vector) -> Vector:
@@ -58,13 +54,14 @@ class MacroF1:
         right_BL = counts(labels_N, labels_N == answers_N)
         of_label_BL = counts(labels_N, np.ones_like(labels_N, dtype=np.bool_))
         of_answer_BL = counts(answers_N, answers_N < num_labels)
-        there = of_label_BL > 0
-        # tp + fn are the rows of a label, tp + fp the rows that were given it.
-        f1_BL = np.divide(2 * right_BL, of_label_BL + of_answer_BL, out=np.zeros_like(right_BL), where=there)
-        return divided(100.0 * f1_BL.sum(-1), there.sum(-1))
+        occurs_BL = of_label_BL > 0
+        # of_label = tp + fn, of_answer = tp + fp
+        f1_BL = np.divide(2 * right_BL, of_label_BL + of_answer_BL, out=np.zeros_like(right_BL), where=occurs_BL)
+        return divided(100.0 * f1_BL.sum(-1), occurs_BL.sum(-1))
 
     @cached_property
     def _codes(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Labels and answers as numbers; an answer that is no label has the number after the last label."""
         codes = {label: code for code, label in enumerate(dict.fromkeys(self.labels))}
         labels = [codes[label] for label in self.labels]
         return np.asarray(labels), np.asarray([codes.get(answer, len(codes)) for answer in self.answers])

@@ -1,6 +1,6 @@
-"""Scores of labels of words: entities as seqeval finds and counts them.
+"""Scores of word labels: entities as in seqeval's default mode, which most published results use.
 
-https://github.com/chakki-works/seqeval, its default mode, which most published results use.
+https://github.com/chakki-works/seqeval
 """
 
 from __future__ import annotations
@@ -20,50 +20,44 @@ _TAG = re.compile(r"O|[BIES](-.+)?")
 
 @dataclass(frozen=True, order=True)
 class Entity:
-    """An entity: its words and its type.
+    """A span of words with a type."""
 
-    Attributes:
-        start: number of its first word.
-        end: number behind its last word.
-        type: text after the prefix of its tags; ``_`` where they have none.
-    """
-
-    start: int
-    end: int
-    type: str
+    start: int  # first word
+    end: int  # word after the last
+    type: str  # text after the prefix of its tags; ``_`` if there is none
 
 
 def are_entity_tags(names: Iterable[str]) -> bool:
-    """Tell whether labels are tags of entities: ``O``, and ``B`` and ``I`` (or ``E``, ``S``), as a rule with a type."""
+    """Tell whether labels are entity tags: ``O``, and ``B``, ``I``, ``E``, ``S``, optionally with a type."""
     names = set(names)
     return names != {"O"} and bool(names) and all(_TAG.fullmatch(name) for name in names)
 
 
 def entities_of(tags: Sequence[str]) -> list[Entity]:
-    """Find the entities of a text, in their order.
+    """Find the entities of a text, in order.
 
-    An entity begins with ``B-`` or ``S-``, and also where ``I-`` or ``E-`` follows no word of its type (lenient IOB2);
-    ``E-`` and ``S-`` end it.
+    An entity starts with ``B-`` or ``S-``, and with ``I-`` or ``E-`` after a word of another type (lenient IOB2). It
+    ends with ``E-`` or ``S-``, or before a word that does not continue it.
 
     Args:
         tags: tag of each word.
     """
-    found: list[Entity] = []
-    start, type, goes_on = 0, "", False  # of the entity of the word before, and whether it may go on
+    spans: list[Entity] = []
+    start, type, is_open = 0, "", False  # of the previous word's entity, and whether another word may continue it
     for word, tag in enumerate([*tags, "O"]):
         prefix, new = tag[:1], tag[2:] or "_"
-        is_inside = goes_on and prefix in ("I", "E") and new == type
+        is_inside = is_open and prefix in ("I", "E") and new == type
         if type and not is_inside:
-            found.append(Entity(start, word, type))
+            spans.append(Entity(start, word, type))
         if not is_inside:
             start, type = word, "" if prefix == "O" else new
-        goes_on = prefix in ("B", "I")
-    return found
+        is_open = prefix in ("B", "I")
+    return spans
 
 
 @dataclass(frozen=True)
 class EntityCounts:
-    """Entities of a type: both expected and given, given, expected; one number a row."""
+    """Number of entities of one type in each row: true positives, predicted, expected."""
 
     both: list[int]
     given: list[int]
@@ -71,18 +65,18 @@ class EntityCounts:
 
 
 def entity_counts(tags: Sequence[Sequence[str]], answers: Sequence[Sequence[str]]) -> dict[str, EntityCounts]:
-    """Count the entities of each type in each row; an entity is right if its words and its type are.
+    """Count the entities of each type in each row; an entity is right if its words and its type match.
 
     Args:
-        tags: right tag of each word, for each row.
-        answers: tag that the model gives it.
+        tags: true tag of each word of each row.
+        answers: predicted tag of each word.
 
     Returns:
         Counts by type, in alphabetical order.
     """
     expected, given = ([set(entities_of(row)) for row in rows] for rows in (tags, answers))
     of_rows = [
-        tuple(Counter(entity.type for entity in found) for found in (right & written, written, right))
+        tuple(Counter(entity.type for entity in each) for each in (right & written, written, right))
         for right, written in zip(expected, given, strict=True)
     ]
     types = sorted({entity.type for row in (*expected, *given) for entity in row})
@@ -94,13 +88,13 @@ def entities(
 ) -> dict[str, Statistic]:
     """Compute micro-averaged precision, recall and F1 of entities, and the accuracy over words; times 100.
 
-    Where nothing was to be found and nothing was, the three are 100; seqeval says 0. Labels that are no tags of
-    entities, such as parts of speech, have an accuracy only.
+    If no row has an entity, true or predicted, the three are 100; seqeval says 0. Labels that are not entity tags, such
+    as parts of speech, have only an accuracy.
 
     Args:
-        tags: right tag of each word, for each row.
-        answers: tag that the model gives it.
-        names: all tags that there are.
+        tags: true tag of each word of each row.
+        answers: predicted tag of each word.
+        names: all tags.
     """
     right = [sum(a == b for a, b in zip(*row, strict=True)) for row in zip(tags, answers, strict=True)]
     words = np.array([len(row) for row in tags], np.float64)
@@ -112,5 +106,5 @@ def entities(
         np.array([getattr(each, kind) for each in counts], np.float64).reshape(-1, len(words)).sum(0)
         for kind in ("both", "given", "expected")
     )
-    found = precision_recall_f1("entity_", both, given, expected)
-    return {name: found[name] for name in ENTITY_SCORES[:3]} | accuracy
+    scores = precision_recall_f1("entity_", both, given, expected)
+    return {name: scores[name] for name in ENTITY_SCORES[:3]} | accuracy

@@ -1,4 +1,4 @@
-"""What is worth knowing of labels beside the scores: each label's own, what is taken for what, how sure a model is."""
+"""Details about labels for reports: scores of each label, confused labels, calibration."""
 
 from __future__ import annotations
 
@@ -13,33 +13,24 @@ from numpy.typing import ArrayLike
 from gptj_ft.evaluation.metrics.class_scores import CalibrationBin, CalibrationError
 from gptj_ft.evaluation.metrics.entities import entity_counts
 
-MOST_IN_MATRIX = 20  # classes of a confusion matrix that can be looked at
+MOST_IN_MATRIX = 20  # classes of a readable confusion matrix
 MOST_CONFUSED = 20  # pairs
 
 
 @dataclass(frozen=True)
 class ClassScore:
-    """Scores of one label.
-
-    Attributes:
-        name: its name.
-        precision: percentage of those given the label that have it; 0 if none was given it.
-        recall: percentage of those that have the label that were given it; 0 if none has it.
-        f1: their harmonic mean, in percent.
-        expected: number of those that have the label (the support).
-        given: number of those that were given it.
-    """
+    """Scores of one label, in percent."""
 
     name: str
-    precision: float
-    recall: float
+    precision: float  # 0 if it was never predicted
+    recall: float  # 0 if it does not occur
     f1: float
-    expected: int
-    given: int
+    expected: int  # number that have the label (the support)
+    given: int  # number that were predicted to have it
 
     @classmethod
     def of(cls, name: str, both: int, given: int, expected: int) -> ClassScore:
-        """Compute the scores of counts."""
+        """Compute the scores from counts; ``both``: true positives."""
         precision, recall = (100.0 * both / number if number else 0.0 for number in (given, expected))
         f1 = 200.0 * both / (given + expected) if given + expected else 0.0
         return cls(name, precision, recall, f1, expected, given)
@@ -47,45 +38,27 @@ class ClassScore:
 
 @dataclass(frozen=True)
 class Confusion:
-    """A label taken for another.
+    """A label predicted in place of another."""
 
-    Attributes:
-        label: name of the right one.
-        answer: name of the one that was given.
-        count: number of times.
-        share: percentage of those that have the label.
-    """
-
-    label: str
-    answer: str
+    label: str  # true label
+    answer: str  # predicted label
     count: int
-    share: float
+    share: float  # percentage of those that have the label
 
 
 @dataclass(frozen=True)
 class LabelScores:
-    """Scores of each label, and what goes with them.
+    """Scores of each label, with details."""
 
-    Attributes:
-        unit: name of what has a label: ``rows``, ``words``, ``entities``.
-        classes: scores of each label, in the order of class ids; of entities by type.
-        commonest: label, or set of labels, that most have; empty for entities.
-        base_rate: accuracy of giving it to all, in percent; 0 for entities.
-        confusion: number of each label, a row, given each label, a column; empty where there are more than
-            `MOST_IN_MATRIX`, and where labels do not exclude each other.
-        confused: pairs of confused labels, the most frequent first, at most `MOST_CONFUSED`.
-        calibration: rows by the probability of their answer; empty where there are no probabilities.
-        threshold: probability from which a label is given; ``None``: the most likely one is.
-    """
-
-    unit: str
-    classes: tuple[ClassScore, ...]
-    commonest: str = ""
-    base_rate: float = 0.0
+    unit: str  # labelled items: ``rows``, ``words``, ``entities``
+    classes: tuple[ClassScore, ...]  # in the order of class ids; entities by type
+    commonest: str = ""  # most frequent label or set of labels; empty for entities
+    base_rate: float = 0.0  # accuracy of always predicting it, in percent; 0 for entities
     confusion: tuple[tuple[int, ...], ...] = ()
-    confused: tuple[Confusion, ...] = ()
-    calibration: tuple[CalibrationBin, ...] = ()
-    threshold: float | None = None
+    """counts by true label (row) and predicted label (column); empty for several labels per row, or too many labels"""
+    confused: tuple[Confusion, ...] = ()  # most frequent pairs first, at most `MOST_CONFUSED`
+    calibration: tuple[CalibrationBin, ...] = ()  # empty if there are no probabilities
+    threshold: float | None = None  # lowest probability of a predicted label; None: the most likely label
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON values."""
@@ -106,7 +79,7 @@ class LabelScores:
 
 
 def scores_of_rows(labels: ArrayLike, probabilities: ArrayLike, names: Sequence[str]) -> LabelScores:
-    """Score each label where a row has one.
+    """Score each label of rows that have one label.
 
     Args:
         labels: class id of each row; [N].
@@ -120,11 +93,11 @@ def scores_of_rows(labels: ArrayLike, probabilities: ArrayLike, names: Sequence[
 
 
 def scores_of_words(labels: ArrayLike, answers: ArrayLike, names: Sequence[str]) -> LabelScores:
-    """Score each label of words that are no entities, such as parts of speech.
+    """Score each label of words that is no entity tag, such as a part of speech.
 
     Args:
         labels: class id of each word, of all rows; [N].
-        answers: class id that it was given; [N].
+        answers: predicted class id; [N].
         names: names of the classes.
     """
     return _scores_of_classes("words", labels, answers, names)
@@ -143,7 +116,7 @@ def _scores_of_classes(
         for each in (labels_N[labels_N == answers_N], answers_N, labels_N)
     )
     classes = tuple(ClassScore.of(*of_class) for of_class in zip(names, right, given, expected, strict=True))
-    # Of hundreds of classes few pairs occur.
+    # Count the pairs that occur: with hundreds of classes that is far fewer than all.
     pairs, counts = np.unique(np.stack([labels_N, answers_N], -1), axis=0, return_counts=True)
     of_pair = {(label, answer): count for (label, answer), count in zip(pairs.tolist(), counts.tolist(), strict=True)}
     wrong = [
@@ -166,12 +139,12 @@ def _scores_of_classes(
 def scores_of_label_sets(
     labels: ArrayLike, probabilities: ArrayLike, threshold: float, names: Sequence[str]
 ) -> LabelScores:
-    """Score each label where a row may have several.
+    """Score each label of rows that may have several.
 
     Args:
         labels: 1 where the row has the label, else 0; [N, C].
         probabilities: probability of each label; [N, C].
-        threshold: probability from which a label is given.
+        threshold: lowest probability of a predicted label.
         names: names of the labels.
     """
     has_NC = np.asarray(labels, dtype=np.float64) > 0.5
@@ -189,8 +162,8 @@ def scores_of_entities(tags: Sequence[Sequence[str]], answers: Sequence[Sequence
     """Score each type of entities.
 
     Args:
-        tags: right tag of each word, for each row.
-        answers: tag that the model gives it.
+        tags: true tag of each word of each row.
+        answers: predicted tag of each word.
     """
     return LabelScores(
         "entities",

@@ -14,28 +14,20 @@ LOSS_SCORES = ("loss", "perplexity", "word_perplexity", "byte_perplexity", "toke
 
 @dataclass(frozen=True)
 class RowLoss:
-    """Loss of one row, with the counts that its averages need.
+    """Loss of one row, with the counts that its averages need."""
 
-    Attributes:
-        total: sum of the losses of its target tokens, nats.
-        targets: number of target tokens, EOS included.
-        right: number of targets that are the argmax.
-        words: white-space separated words of the target text; ``None`` if not all targets are text.
-        bytes: UTF-8 bytes of the target text; likewise.
-    """
-
-    total: float
-    targets: int
-    right: int
-    words: int | None
-    bytes: int | None
+    total: float  # sum over the target tokens, nats
+    targets: int  # number of target tokens, including EOS
+    right: int  # targets that are the argmax
+    words: int | None  # white-space separated words of the target text; None if some targets are no text
+    bytes: int | None  # UTF-8 bytes of the target text; None if some targets are no text
 
 
 def language_model(rows: Sequence[RowLoss]) -> dict[str, Statistic]:
     """Compute loss per token, perplexity per token, word and byte, and token accuracy.
 
-    EOS counts as a token with a loss; it has neither words nor bytes. Where some targets are no text, the perplexities
-    of words and bytes are left out.
+    EOS counts as a token, but has neither words nor bytes. Perplexities per word and byte need targets that are text in
+    every row.
     """
     total_N, targets_N, right_N = np.asarray([(row.total, row.targets, row.right) for row in rows], dtype=np.float64).T
     sizes = [(row.words, row.bytes) for row in rows if row.words is not None and row.bytes is not None]

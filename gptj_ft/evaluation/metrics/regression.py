@@ -1,4 +1,4 @@
-"""Scores of numbers: correlations and errors.
+"""Scores of predicted numbers: correlations and errors.
 
 Axis letters: N rows, B samples of the rows, U distinct numbers.
 """
@@ -17,11 +17,11 @@ REGRESSION_SCORES = ("pearson", "spearman", "mse", "mae")
 
 
 def regression(numbers: ArrayLike, predictions: ArrayLike) -> dict[str, Statistic]:
-    """Compute the correlations of Pearson and Spearman, times 100, and the mean squared and absolute error.
+    """Compute Pearson and Spearman correlation, times 100, and the mean squared and absolute error.
 
     Args:
-        numbers: number that was expected of each row; [N].
-        predictions: number that the model gives; [N].
+        numbers: target of each row; [N].
+        predictions: [N].
     """
     expected_N, given_N = (np.asarray(each, dtype=np.float64) for each in (numbers, predictions))
     errors_N = given_N - expected_N
@@ -35,12 +35,7 @@ def regression(numbers: ArrayLike, predictions: ArrayLike) -> dict[str, Statisti
 
 @dataclass(frozen=True)
 class Pearson:
-    """Pearson's correlation coefficient, times 100; undefined where one side is the same in all rows.
-
-    Attributes:
-        x_N: numbers of one side.
-        y_N: numbers of the other side.
-    """
+    """Pearson correlation, times 100; undefined if one side is constant."""
 
     x_N: Vector
     y_N: Vector
@@ -52,14 +47,7 @@ class Pearson:
 
 @dataclass(frozen=True)
 class Spearman:
-    """Spearman's correlation of ranks, times 100; equal numbers share the mean of their ranks.
-
-    A row that stands several times in a sample has as many ranks, which are equal as well.
-
-    Attributes:
-        x_N: numbers of one side.
-        y_N: numbers of the other side.
-    """
+    """Spearman rank correlation, times 100; equal numbers share the mean of their ranks."""
 
     x_N: Vector
     y_N: Vector
@@ -71,11 +59,12 @@ class Spearman:
 
     @cached_property
     def _codes(self) -> list[NDArray[np.int64]]:
-        """Place of each number among the distinct ones, for both sides."""
+        """Index of each number among the distinct numbers, for both sides."""
         return [np.unique(each, return_inverse=True)[1] for each in (self.x_N, self.y_N)]
 
 
 def _ranks(codes_N: NDArray[np.int64], weights_BN: Vector) -> Vector:
+    # A row that a sample contains several times has as many ranks; they count as equal numbers.
     times_BU = np.stack([np.bincount(codes_N, each) for each in weights_BN])
     ranks_BU: Vector = times_BU.cumsum(-1) - (times_BU - 1.0) / 2
     return ranks_BU[:, codes_N]

@@ -1,4 +1,4 @@
-"""Relation-extraction metrics: one ``subject | relation | object`` a line."""
+"""Relation-extraction metrics; a text has one ``subject | relation | object`` per line."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ RELATION_SCORES = ("relations_precision", "relations_recall", "relations_f1")
 def relations(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, Statistic]:
     """Compute micro-averaged precision, recall and F1 of relations.
 
-    The facts of a text are a set: neither their order nor how often one stands there counts, nor do case and the number
-    of blanks. Of several references a row takes the one with the best F1; a row without one has no facts. With tp facts
-    in both, precision is tp / written, recall tp / expected, F1 2 tp / (written + expected); where nothing was written,
-    or nothing expected, the quotient is 0, but all are 100 if that is so of both: there was nothing to find.
+    The facts of a text are a set: order, repetition, case and the amount of white space are ignored. Each row takes the
+    reference with the best F1; a row without references has no facts.
     """
     counts = []
     for prediction, targets in zip(predictions, references, strict=True):

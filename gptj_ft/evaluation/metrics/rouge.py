@@ -1,6 +1,6 @@
-"""ROUGE: F-measure of the rouge-score package, unchanged.
+"""ROUGE F-measure by the rouge-score package, which most published results use.
 
-https://github.com/google-research/google-research/tree/master/rouge, which most published results use.
+https://github.com/google-research/google-research/tree/master/rouge
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from gptj_ft.evaluation.metrics.statistic import Statistic, mean
 OF_PACKAGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 BY_SENTENCES = "rougeLsum_sentences"
 ROUGE_SCORES = (*OF_PACKAGE, BY_SENTENCES)
-_FOREIGN = 0.01  # share of letters from which on a text is not English
+_FOREIGN = 0.01  # share of dropped letters above which to warn
 
 
 def rouge(
@@ -21,17 +21,16 @@ def rouge(
 ) -> dict[str, Statistic]:
     """Compute ROUGE-1, -2, -L and -Lsum, each averaged over rows.
 
-    Each of them takes the reference that is best for it, as the package's ``score_multi`` does. ROUGE-Lsum wants a
-    sentence a line, and most systems write theirs in one: for ``rougeLsum_sentences`` one also ends with ``.``, ``!``
-    or ``?`` before white space.
+    Each score takes its best reference, as the package's ``score_multi`` does. ROUGE-Lsum expects one sentence per
+    line, which few systems write; ``rougeLsum_sentences`` also splits after ``.``, ``!`` and ``?``.
     """
     from rouge_score.rouge_scorer import RougeScorer
 
     scorer, by_sentences = RougeScorer(OF_PACKAGE, stemming), RougeScorer(["rougeLsum"], stemming)
     rows: dict[str, list[float]] = {name: [] for name in ROUGE_SCORES}
     for prediction, targets in zip(predictions, references, strict=True):
-        for name, found in scorer.score_multi(targets, prediction).items():
-            rows[name].append(100.0 * float(found.fmeasure))
+        for name, result in scorer.score_multi(targets, prediction).items():
+            rows[name].append(100.0 * float(result.fmeasure))
         lines = [one_sentence_a_line(target) for target in targets]
         if [*lines, split := one_sentence_a_line(prediction)] == [*targets, prediction]:
             rows[BY_SENTENCES].append(rows["rougeLsum"][-1])
@@ -46,7 +45,7 @@ def one_sentence_a_line(text: str) -> str:
 
 
 def warning(references: Iterable[Sequence[str]]) -> str | None:
-    """Warn about texts that ROUGE cannot score: its tokenizer keeps a to z and 0 to 9 only."""
+    """Return a warning about texts in languages that ROUGE cannot score: its tokenizer keeps only a-z and 0-9."""
     letters = lost = 0
     for targets in references:
         for text in targets:

@@ -17,15 +17,13 @@ NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def squad(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, Statistic]:
-    """Compute exact match and F1 after SQuAD's normalisation, and a strict match.
+    """Compute exact match and F1 after SQuAD's normalization, and a strict match.
 
-    A row without a reference, or with blank ones only, is a question without an answer: an empty prediction is right,
-    any other wrong. If there are such rows, the definition is v2.0's, and the scores are given apart for the rows with
-    an answer (``HasAns_``) and without (``NoAns_``); else it is v1.1's. They differ in answers of which the
-    normalisation leaves nothing ("The"): in v1.1 no prediction has words in common with them, so F1 is 0.
+    A row without a non-blank reference is a question without an answer: only an empty prediction is right. If there are
+    such rows, the definition is v2.0's, with separate scores for rows with an answer (``HasAns_``) and without
+    (``NoAns_``); else v1.1's.
 
-    The normalisation makes 3.5 and 35, or C and C++, the same. ``strict_match`` does not: all characters count, but how
-    much white space is between words, and at both ends, does not.
+    Normalization makes 3.5 and 35 equal, or C and C++. ``strict_match`` compares all characters but white space.
     """
     answers = [[target for target in targets if target.strip()] for targets in references]
     has_answer = [bool(targets) for targets in answers]
@@ -34,7 +32,8 @@ def squad(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> di
         100.0 * (text.split() in ([answer.split() for answer in of] or [[]]))
         for text, of in zip(predictions, answers, strict=True)
     ]
-    if not all(has_answer):  # an answer that normalisation empties counts only if there is no other
+    if not all(has_answer):
+        # v2.0 ignores answers that normalization empties ("The") if there are others. In v1.1 their F1 is always 0.
         answers = [[target for target in targets if normalize_answer(target)] or [""] for targets in answers]
     rows = list(zip(predictions, answers, strict=True))
     exact = [100.0 * max(normalize_answer(text) == normalize_answer(answer) for answer in of) for text, of in rows]
@@ -48,7 +47,7 @@ def squad(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> di
 
 
 def normalize_answer(text: str) -> str:
-    """Lower-case, drop ASCII punctuation and the articles a, an, the, and squeeze white space, in SQuAD's order."""
+    """Lower-case, drop ASCII punctuation and articles, and collapse white space, in SQuAD's order."""
     kept = text.lower().translate(NO_PUNCTUATION)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
 
@@ -61,18 +60,17 @@ def f1_v1(prediction: str, answer: str) -> float:
 
 
 def f1_v2(prediction: str, answer: str) -> float:
-    """Compute F1 as SQuAD v2.0: 1 if neither text has a word."""
+    """Compute F1 as in SQuAD v2.0: 1 if neither text has a word."""
     if not normalize_answer(answer):
         return float(not normalize_answer(prediction))
     return f1_v1(prediction, answer)
 
 
 def unanswered(texts: Sequence[str], no_answer: str) -> list[str]:
-    """Map texts that say "no answer" to empty texts, as the official scripts expect.
+    """Replace the text for "no answer" by an empty text, as the official scripts expect.
 
     Args:
-        texts: predictions, or the references of a row.
         no_answer: text that the model was trained to give for "no answer"; empty: none.
     """
-    said = normalize_answer(no_answer)
-    return ["" if said and normalize_answer(text) == said else text for text in texts]
+    normal = normalize_answer(no_answer)
+    return ["" if normal and normalize_answer(text) == normal else text for text in texts]

@@ -1,4 +1,9 @@
-"""Statistics as functions of row weights: one formula gives the score, its interval, and that of any subset.
+"""Statistics over rows, with confidence intervals by the paired bootstrap (percentile method).
+
+A statistic is a function of row weights. So one formula gives the score, its interval and the score of any subset.
+
+Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapter 13; paired as in Koehn (2004),
+https://aclanthology.org/W04-3250: both systems are scored on the same samples of the rows.
 
 Axis letters: N rows, B samples of the rows.
 """
@@ -15,16 +20,20 @@ from numpy.typing import NDArray
 
 Vector = NDArray[np.float64]
 
+_SAMPLES = 1000
+_TOGETHER = 50  # samples, so that their weights take little memory
+PERCENTILES = (2.5, 97.5)
+
 
 class Statistic(Protocol):
     """A statistic of N rows."""
 
     def evaluate(self, weights_BN: Vector) -> Vector:
-        """Return its value for each sample, in which row ``n`` stands ``weights_BN[b, n]`` times; [B]."""
+        """Compute the value for each sample, which contains row ``n`` ``weights_BN[b, n]`` times; [B]."""
 
     @property
     def rows_N(self) -> Vector | None:
-        """Its value for each row alone; ``None`` if it says nothing of one row."""
+        """Value of each row alone; None if single rows have none."""
 
 
 def same(values: Vector) -> Vector:
@@ -38,7 +47,7 @@ def percent(values: Vector) -> Vector:
 
 
 def divided(above: Vector, below: Vector, empty: float = np.nan) -> Vector:
-    """Divide; where the divisor is 0 the quotient is ``empty``."""
+    """Divide; the quotient of a zero divisor is ``empty``."""
     quotient: Vector = np.full(np.shape(above), empty)
     np.divide(above, below, out=quotient, where=below != 0)
     return quotient
@@ -46,19 +55,12 @@ def divided(above: Vector, below: Vector, empty: float = np.nan) -> Vector:
 
 @dataclass(frozen=True)
 class Ratio:
-    """A ratio of two sums over rows: means, micro-averages, perplexities.
-
-    Attributes:
-        above_N: numerator of each row.
-        below_N: denominator of each row.
-        finish: function applied to the ratio.
-        empty: the value where the divisor is 0, before ``finish``.
-    """
+    """A ratio of two sums over rows: means, micro-averages, perplexities."""
 
     above_N: Vector
     below_N: Vector
-    finish: Callable[[Vector], Vector] = same
-    empty: float = np.nan
+    finish: Callable[[Vector], Vector] = same  # applied to the ratio
+    empty: float = np.nan  # ratio if the divisor is 0
 
     def evaluate(self, weights_BN: Vector) -> Vector:
         return self._quotient(weights_BN @ self.above_N, weights_BN @ self.below_N)
@@ -68,7 +70,7 @@ class Ratio:
         return self._quotient(self.above_N, self.below_N)
 
     def _quotient(self, above: Vector, below: Vector) -> Vector:
-        with np.errstate(over="ignore"):  # a perplexity beyond what a float holds is infinite
+        with np.errstate(over="ignore"):  # a perplexity may overflow to infinity
             return self.finish(divided(above, below, self.empty))
 
 
@@ -80,16 +82,16 @@ def mean(values: Sequence[float] | Vector, of: Sequence[bool] | None = None) -> 
 
 
 def precision_recall_f1(name: str, both: Vector, given: Vector, expected: Vector) -> dict[str, Statistic]:
-    """Build micro-averaged precision, recall and F1 of things found, times 100.
+    """Build micro-averaged precision, recall and F1, times 100.
 
-    They are tp / given, tp / expected, and 2 tp / (given + expected). A quotient with the divisor 0 is 0, but all are
-    100 where nothing was given and nothing expected.
+    They are tp / given, tp / expected and 2 tp / (given + expected); 0 if the divisor is 0. If no row has anything
+    given or expected, all three are 100.
 
     Args:
-        name: text before the names of the scores.
-        both: number of things that are given and expected, for each row.
-        given: number of things that are given.
-        expected: number of things that are expected.
+        name: prefix of the scores' names.
+        both: true positives of each row.
+        given: number of predicted items of each row.
+        expected: number of expected items of each row.
     """
     empty = 0.0 if given.any() or expected.any() else 1.0
     return {
@@ -105,14 +107,9 @@ def values(figures: Mapping[str, Statistic], num_rows: int) -> dict[str, float]:
     return {name: float(figure.evaluate(all_rows)[0]) for name, figure in figures.items()}
 
 
-_SAMPLES = 1000
-_TOGETHER = 50  # samples, so that their weights take little memory
-PERCENTILES = (2.5, 97.5)
-
-
 @dataclass(frozen=True)
 class Estimate:
-    """A score or a difference of scores, with its 95 % interval; none for a single row."""
+    """A score or a difference of scores, with its 95 % interval; a single row has no interval."""
 
     value: float
     low: float | None
@@ -120,7 +117,7 @@ class Estimate:
 
     @property
     def is_clear(self) -> bool:
-        """Whether 0 is outside the interval: of a difference, whether there is one beyond the luck of the rows."""
+        """Whether 0 is outside the interval: a difference is then significant."""
         return self.low is not None and self.high is not None and not self.low <= 0.0 <= self.high
 
 
@@ -145,12 +142,12 @@ def estimate_scores(
     Args:
         figures: statistics of the system.
         baseline: statistics of the baseline; empty: none.
-        num_rows: rows of both.
+        num_rows: number of rows.
         seed: seed of the resampling.
-        part: weights of the rows, 1 for those that count and 0 for the others; default: all count.
+        part: weights of the rows, 1 to count a row and 0 to ignore it; default: all count.
     """
     part_N = np.ones(num_rows) if part is None else part
-    ours, theirs = _sampled(figures, part_N, seed), _sampled(baseline, part_N, seed)
+    ours, theirs = _resampled(figures, part_N, seed), _resampled(baseline, part_N, seed)
     with np.errstate(invalid="ignore"):  # both infinite
         differences = {name: ours[name] - theirs[name] for name in ours.keys() & theirs.keys()}
     num_counted = int(part_N.sum())
@@ -161,13 +158,13 @@ def estimate_scores(
     )
 
 
-def _sampled(figures: Mapping[str, Statistic], part_N: Vector, seed: int) -> dict[str, Vector]:
+def _resampled(figures: Mapping[str, Statistic], part_N: Vector, seed: int) -> dict[str, Vector]:
     """Evaluate each score on all rows, then on each sample."""
-    found: dict[str, list[Vector]] = {name: [figure.evaluate(part_N[None])] for name, figure in figures.items()}
+    values: dict[str, list[Vector]] = {name: [figure.evaluate(part_N[None])] for name, figure in figures.items()}
     for weights_BN in _weights(part_N, seed) if figures else ():
         for name, figure in figures.items():
-            found[name].append(figure.evaluate(weights_BN))
-    return {name: np.concatenate(values) for name, values in found.items()}
+            values[name].append(figure.evaluate(weights_BN))
+    return {name: np.concatenate(each) for name, each in values.items()}
 
 
 def _weights(part_N: Vector, seed: int) -> Iterator[Vector]:
@@ -176,13 +173,14 @@ def _weights(part_N: Vector, seed: int) -> Iterator[Vector]:
     rows = np.flatnonzero(part_N)
     for start in range(0, _SAMPLES, _TOGETHER):
         count = min(_TOGETHER, _SAMPLES - start)
+        # Offset each sample's row numbers, so that one bincount counts the rows of all samples.
         drawn = rows[generator.integers(0, len(rows), (count, len(rows)))] + len(part_N) * np.arange(count)[:, None]
         counts = np.bincount(drawn.ravel(), minlength=count * len(part_N))
         yield counts.reshape(count, len(part_N)).astype(np.float64)
 
 
 def _estimate(values: Vector, num_rows: int) -> Estimate:
-    """Build an estimate from the value of all rows, which comes first, and those of the samples."""
+    """Build an estimate from the value of all rows, which comes first, and the values of the samples."""
     samples = values[1:][~np.isnan(values[1:])]
     if num_rows < 2 or not len(samples):
         return Estimate(float(values[0]), None, None)
