@@ -279,7 +279,7 @@ def test_of_processes_that_a_launcher_starts_one_speaks_and_all_end_alike(tmp_pa
     printed.unlink()
     codes, _ = server.run_together(f"generate --input {rows} --output 2.jsonl {options} --seed 7", tmp_path, 2)
     assert codes == [2, 2]
-    assert printed.read_text().count("2.jsonl is there and was made with other seed") == 1
+    assert printed.read_text().count("2.jsonl exists and was made with other seed") == 1
     assert len(printed.read_text().splitlines()) == 1
     printed.unlink()
     rows.write_bytes(rows.read_bytes() * 40)

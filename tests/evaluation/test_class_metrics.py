@@ -1,6 +1,6 @@
-"""Scores of classes, label sets, numbers and entities against scikit-learn's, scipy's and seqeval's.
+"""Compare scores of classes, label sets, numbers and entities with scikit-learn, scipy and seqeval.
 
-The expected values were computed once, with scikit-learn 1.9.1, scipy 1.17.1 and seqeval 1.2.2, on the same rows.
+The expected values were computed once on the same rows, with scikit-learn 1.9.1, scipy 1.17.1 and seqeval 1.2.2.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ Array = np.ndarray
 
 
 def noise(count: int, k: int = 1) -> Array:
-    """Numbers from 0 to 1 in no order, the same everywhere."""
+    """Return pseudo-random numbers from 0 to 1, equal on every platform."""
     return np.array([((37 * i * i + 11 * i * k + 5 * k) % 101) / 101 for i in range(1, count + 1)])
 
 
 def classified(num_rows: int, num_classes: int) -> tuple[Array, Array]:
-    """Labels and probabilities that are mostly right; of three classes, one is no row's."""
+    """Return labels and mostly right probabilities; with three classes, no row has the last."""
     labels = (noise(num_rows, 3) ** 2 * (num_classes - (num_classes == 3))).astype(int)
     logits = np.stack([noise(num_rows, j + 1) * 3 + 1.5 * (labels == j) for j in range(num_classes)], 1)
     return labels, softmax(logits)
 
 
 def label_sets() -> tuple[Array, Array]:
-    """Labels, of which no row has the last, and probabilities."""
+    """Return label sets and probabilities; no row has the last label."""
     has = np.stack([noise(50, j) > 0.7 for j in range(5)], 1).astype(int)
     probabilities = np.stack([0.6 * noise(50, j + 9) + 0.4 * has[:, j] for j in range(5)], 1)
     has[:, 4] = 0
@@ -60,7 +60,7 @@ def label_sets() -> tuple[Array, Array]:
 
 
 def numbers() -> tuple[Array, Array]:
-    """Numbers with many that are equal."""
+    """Return targets and predictions with many equal numbers."""
     expected = np.round(noise(40, 2) * 10) / 2
     return expected, (expected * 0.5 + noise(40, 5) * 2).round(1)
 
@@ -95,14 +95,14 @@ SINGLE = {
 
 
 @pytest.mark.parametrize(("num_classes", "num_rows"), [(2, 60), (3, 80), (12, 150)])
-def test_scores_of_one_label_a_row_are_scikit_learns(num_classes: int, num_rows: int) -> None:
+def test_single_label_scores_match_scikit_learn(num_classes: int, num_rows: int) -> None:
     found = values(single_label(*classified(num_rows, num_classes)), num_rows)
     del found["ece"]
     assert found == pytest.approx(times_100(SINGLE[num_classes]), rel=1e-12)
 
 
-def test_scores_of_several_labels_a_row_are_scikit_learns() -> None:
-    # f1_score with zero_division=nan, which leaves out what nobody has and nobody is given.
+def test_multi_label_scores_match_scikit_learn() -> None:
+    # f1_score with zero_division=nan, which skips labels that are neither expected nor predicted.
     expected = {
         "micro_f1": 0.6506024096385542, "macro_f1": 0.6013650312419122, "weighted_f1": 0.7504539637745021,
         "micro_precision": 0.5454545454545454, "micro_recall": 0.8059701492537313, "subset_accuracy": 0.32,
@@ -110,12 +110,12 @@ def test_scores_of_several_labels_a_row_are_scikit_learns() -> None:
     assert values(multi_label(*label_sets(), 0.5), 50) == pytest.approx(times_100(expected), rel=1e-12)
 
 
-def test_scores_of_numbers_are_scipys_and_scikit_learns() -> None:
+def test_regression_scores_match_scipy() -> None:
     expected = {"pearson": 80.82151122918708, "spearman": 78.82764304440288, "mse": 0.9967500000000001, "mae": 0.8025}
     assert values(regression(*numbers()), 40) == pytest.approx(expected, rel=1e-12)
 
 
-def test_scores_of_entities_are_seqevals() -> None:
+def test_entity_scores_match_seqeval() -> None:
     expected = {
         "entity_f1": 0.4776119402985075, "entity_precision": 0.48484848484848486,
         "entity_recall": 0.47058823529411764, "word_accuracy": 0.4583333333333333,
@@ -127,7 +127,7 @@ def times_100(scores: Mapping[str, float]) -> dict[str, float]:
     return {name: 100 * value for name, value in scores.items()}
 
 
-def test_every_score_is_declared_and_there_for_some_rows() -> None:
+def test_declared_scores_are_computed() -> None:
     found = {name for num_classes in SINGLE for name in single_label(*classified(20, num_classes))}
     assert found == set(SINGLE_LABEL_SCORES)
     assert tuple(multi_label(*label_sets(), 0.5)) == MULTI_LABEL_SCORES
@@ -136,7 +136,7 @@ def test_every_score_is_declared_and_there_for_some_rows() -> None:
 
 
 def pick(rows: Array, *columns: Array | list) -> list:
-    """Some rows of some columns."""
+    """Return some rows of some columns."""
     return [[column[row] for row in rows] if isinstance(column, list) else column[rows] for column in columns]
 
 
@@ -150,7 +150,7 @@ KINDS: dict[str, tuple[Callable[..., dict[str, Statistic]], tuple]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_score_of_weighted_rows_is_that_of_rows_repeated(kind: str) -> None:
+def test_row_weights_equal_repeated_rows(kind: str) -> None:
     scorer, columns = KINDS[kind]
     number = len(columns[0])
     figures = scorer(*columns)
@@ -164,34 +164,34 @@ def test_a_score_of_weighted_rows_is_that_of_rows_repeated(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_score_has_an_interval_around_it(kind: str) -> None:
+def test_every_score_has_an_interval(kind: str) -> None:
     scorer, columns = KINDS[kind]
     found = estimate_scores(scorer(*columns), {}, len(columns[0]), seed=0)
     for name, estimate in found.scores.items():
         assert estimate.low < estimate.high, name
-        # The calibration error of a sample is larger than that of all rows: fewer of them agree with their bin.
+        # Bootstrap samples have larger calibration errors than all rows, since their bins have fewer distinct rows.
         assert estimate.low <= estimate.value or name == "ece", name
         assert estimate.value <= estimate.high, name
 
 
-def test_f1_of_two_classes_is_that_of_the_class_with_id_1() -> None:
+def test_positive_f1_is_f1_of_class_1() -> None:
     # tp 1, fp 1, fn 0 of class 1: 2/3. Macro: (2/3 + 4/5)/2 is another number.
     found = values(single_label([0, 0, 0, 1], [[1, 0], [1, 0], [0, 1], [0, 1]]), 4)
     assert found["positive_f1"] == pytest.approx(200 / 3)
     assert found["macro_f1"] == pytest.approx(100 * (2 / 3 + 4 / 5) / 2)
 
 
-def test_a_label_that_no_row_has_and_none_was_given_is_left_out_of_averages() -> None:
+def test_averages_skip_unused_labels() -> None:
     three, two = (values(single_label([0, 1, 1], np.eye(number)[[0, 1, 0]]), 3) for number in (3, 2))
     assert three["macro_f1"] == two["macro_f1"] == pytest.approx(200 / 3)
     assert three["weighted_f1"] == two["weighted_f1"]
 
 
-def test_a_label_is_given_from_the_threshold_on() -> None:
+def test_threshold_is_inclusive() -> None:
     assert values(multi_label([[1, 0]], [[0.5, 0.49]], 0.5), 1)["subset_accuracy"] == 100
 
 
-def test_matthews_is_0_where_all_answers_are_the_same_and_100_where_all_are_right() -> None:
+def test_matthews_correlation_of_constant_and_right_answers() -> None:
     labels = [0, 1, 2, 1]
     right = np.eye(3)[labels]
     assert values(single_label(labels, right), 4)["mcc"] == pytest.approx(100)
@@ -202,14 +202,14 @@ def test_matthews_is_0_where_all_answers_are_the_same_and_100_where_all_are_righ
     assert found["mcc"] == pytest.approx(100 / 6)
 
 
-def test_equal_probabilities_count_half_in_the_area_under_the_curve() -> None:
+def test_roc_auc_counts_ties_half() -> None:
     positive, scores = np.array([True, True, False, False]), np.array([0.9, 0.5, 0.5, 0.1])
     assert values({"": RocAuc(positive, scores)}, 4)[""] == pytest.approx(100 * 3.5 / 4)
     assert np.isnan(values({"": RocAuc(positive[:2], scores[:2])}, 2)[""])
 
 
-def test_calibration_error_matches_values_worked_out_by_hand() -> None:
-    # Two rows of 0.8 < p <= 0.8667, one right: |0.84 - 0.5|. 0.6 is the upper end of its bin, 0.61 is in the next.
+def test_calibration_error_matches_hand_computation() -> None:
+    # Two rows in 0.8 < p <= 0.8667, one right: |0.84 - 0.5|. 0.6 is the upper bound of its bin, 0.61 is in the next.
     right, confidence = np.array([True, False, True, False]), np.array([0.84, 0.84, 0.6, 0.61])
     error = CalibrationError(right, confidence)
     assert values({"": error}, 4)[""] == pytest.approx(100 * (2 * 0.34 + 0.4 + 0.61) / 4)
@@ -226,7 +226,7 @@ def test_probabilities_of_large_logits_are_finite() -> None:
     assert sigmoid(np.array([0.3], np.float32))[0] == pytest.approx(1 / (1 + np.exp(-np.float64(np.float32(0.3)))))
 
 
-def test_the_best_threshold_is_that_of_all_tried() -> None:
+def test_best_threshold_beats_a_grid() -> None:
     for seed in range(20):
         generator = np.random.default_rng(seed)
         probabilities = generator.integers(0, 12, (9, 4)) / 12
@@ -236,22 +236,22 @@ def test_the_best_threshold_is_that_of_all_tried() -> None:
         assert values(multi_label(has, probabilities, threshold), 9)["micro_f1"] == pytest.approx(max(tried))
 
 
-def test_the_best_threshold_lies_midway_and_is_one_half_where_nothing_says_where() -> None:
+def test_best_threshold_is_midway_between_probabilities() -> None:
     assert best_threshold([[1, 0], [1, 0]], [[0.9, 0.2], [0.4, 0.1]]) == pytest.approx(0.3)
     assert best_threshold([[1, 1]], [[0.9, 0.2]]) == pytest.approx(0.1)
     assert best_threshold([[0, 0]], [[0.9, 0.2]]) == 0.5
-    # Giving the first alone, or all three, is as good: of 0.85 and 0.2 the nearer to 0.5 is 0.2.
+    # Predicting the first alone is as good as all three. Of the thresholds 0.85 and 0.2, the second is nearer to 0.5.
     assert best_threshold([[1, 0, 1]], [[0.9, 0.8, 0.4]]) == pytest.approx(0.2)
 
 
-def test_a_correlation_of_numbers_that_are_all_the_same_is_undefined() -> None:
+def test_correlation_of_a_constant_is_undefined() -> None:
     found = values(regression([1.0, 2.0], [3.0, 3.0]), 2)
     assert np.isnan(found["pearson"])
     assert np.isnan(found["spearman"])
     assert (found["mse"], found["mae"]) == (2.5, 1.5)
 
 
-def test_an_entity_may_begin_with_i_and_ends_where_its_type_does() -> None:
+def test_inside_tag_can_start_an_entity() -> None:
     tags = ["I-A", "I-A", "I-B", "B-B", "E-B", "I-B", "O", "S-A", "I-A", "B", "I", "O"]
     assert entities_of(tags) == [
         Entity(0, 2, "A"), Entity(2, 3, "B"), Entity(3, 5, "B"), Entity(5, 6, "B"), Entity(7, 8, "A"),
@@ -261,7 +261,7 @@ def test_an_entity_may_begin_with_i_and_ends_where_its_type_does() -> None:
     assert entities_of(["O", "B-x-y"]) == [Entity(1, 2, "x-y")]
 
 
-def test_entities_do_not_reach_over_rows_and_need_the_right_words_and_type() -> None:
+def test_entity_needs_right_words_and_type() -> None:
     found = values(entities([["B-A"], ["I-A"]], [["B-A"], ["I-A"]], TAGS), 2)
     assert found["entity_f1"] == 100
     assert list(entities([["B-A"], ["I-A"]], [["B-A"], ["O"]], TAGS)["entity_recall"].rows_N) == [100, 0]
@@ -269,12 +269,12 @@ def test_entities_do_not_reach_over_rows_and_need_the_right_words_and_type() -> 
         assert values(entities([["B-A", "I-A"]], [wrong], TAGS), 1)["entity_f1"] == 0
 
 
-def test_nothing_found_where_there_is_nothing_is_right() -> None:
+def test_rows_without_entities_score_100() -> None:
     found = values(entities([["O"], ["O"]], [["O"], ["O"]], TAGS), 2)
     assert found == dict.fromkeys(ENTITY_SCORES, 100.0)
 
 
-def test_labels_that_are_no_tags_of_entities_have_an_accuracy_only() -> None:
+def test_plain_word_labels_have_only_accuracy() -> None:
     assert not are_entity_tags(["NOUN", "VERB"])
     assert not are_entity_tags(["O"])
     assert not are_entity_tags([])
@@ -283,7 +283,7 @@ def test_labels_that_are_no_tags_of_entities_have_an_accuracy_only() -> None:
     assert found == {"word_accuracy": pytest.approx(200 / 3)}
 
 
-def test_each_label_has_its_own_scores_and_is_confused_with_others() -> None:
+def test_label_scores_and_confusion_match_scikit_learn() -> None:
     # scikit-learn's precision_recall_fscore_support and confusion_matrix
     found = scores_of_rows(*classified(80, 3), ["a", "b", "c"])
     assert found.confusion == ((51, 8, 1), (1, 13, 6), (0, 0, 0))
@@ -307,7 +307,7 @@ def test_each_label_has_its_own_scores_and_is_confused_with_others() -> None:
     assert sum(each.rows for each in found.calibration) == 80
 
 
-def test_of_hundreds_of_labels_only_the_worst_pairs_are_kept() -> None:
+def test_many_labels_keep_only_the_worst_pairs() -> None:
     number = 500
     labels = np.arange(3 * number) % number
     answers = np.where(labels % 2, labels, (labels + 1) % number)
@@ -319,7 +319,7 @@ def test_of_hundreds_of_labels_only_the_worst_pairs_are_kept() -> None:
     assert [each.f1 for each in found.classes[:2]] == [0, pytest.approx(200 * 3 / 9)]
 
 
-def test_label_sets_have_scores_by_label_and_the_commonest_set() -> None:
+def test_label_sets_have_scores_by_label() -> None:
     has = [[1, 0], [1, 1], [0, 0], [1, 1]]
     found = scores_of_label_sets(has, [[0.6, 0.6], [0.6, 0.1], [0.1, 0.1], [0.4, 0.5]], 0.5, ["x", "y"])
     assert [(each.name, each.precision, each.recall, each.expected, each.given) for each in found.classes] == [
@@ -328,7 +328,7 @@ def test_label_sets_have_scores_by_label_and_the_commonest_set() -> None:
     assert (found.commonest, found.base_rate, found.threshold) == ("x, y", 50.0, 0.5)
 
 
-def test_types_of_entities_have_seqevals_scores() -> None:
+def test_entity_type_scores_match_seqeval() -> None:
     found = scores_of_entities(*tagged())
     assert [(each.name, each.precision, each.recall, each.expected) for each in found.classes] == [
         ("ORG", pytest.approx(59.18367346938775), pytest.approx(59.18367346938775), 49),
@@ -337,14 +337,14 @@ def test_types_of_entities_have_seqevals_scores() -> None:
     assert found.classes[1].f1 == pytest.approx(36.89320388349514)
 
 
-def test_label_scores_come_back_from_json() -> None:
+def test_label_scores_survive_json() -> None:
     found = scores_of_rows(*classified(80, 3), ["a", "b", "c"])
     assert LabelScores.from_dict(found.to_dict()) == found
     sets = scores_of_label_sets(*label_sets(), 0.3, list("abcde"))
     assert LabelScores.from_dict(sets.to_dict()) == sets
 
 
-def test_intervals_of_ten_thousand_rows_take_seconds() -> None:
+def test_intervals_of_10000_rows_take_seconds() -> None:
     labels, probabilities = classified(10_000, 3)
     start = time.perf_counter()
     estimate_scores(single_label(labels, probabilities), {}, len(labels), seed=0)

@@ -1,12 +1,11 @@
-"""What `evaluate` finds out, against transformers; that it goes on when it was killed; outputs of other systems."""
+"""Evaluate models: losses and answers against transformers, resumption, reports, and outputs of other systems."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,12 +19,12 @@ from gptj_ft.config.presets import load_preset
 from gptj_ft.config.resolve import build
 from gptj_ft.data.batches import Document
 from gptj_ft.data.tokenization import load_tokenizer
-from gptj_ft.evaluation import answerer, likelihood
+from gptj_ft.errors import Interrupted
+from gptj_ft.evaluation.evaluate import EvaluateRequest, PairedEvaluation
 from gptj_ft.evaluation.likelihood import documents_of, label_candidates, log_likelihoods, losses, passes
 from gptj_ft.evaluation.text_evaluation import make_eval_set
 from gptj_ft.generation import hf_model
-from gptj_ft.planning import inference_plan
-from gptj_ft.streaming import scoring, step
+from gptj_ft.streaming import step
 from gptj_ft.streaming.loaded_layer import LoadedLayer
 from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.open import open_for_inference
@@ -38,7 +37,7 @@ FP32 = torch.float32
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model whose weights are large enough to have an opinion."""
+    """Make a model whose weights are large enough for clear preferences."""
     return make_tiny(tmp_path / "tiny", TEXTS * 20, seed=3, vocab_target=300, initializer_range=0.3, **SIZES)
 
 
@@ -48,14 +47,14 @@ def stack(folder: Path) -> Iterator[OffloadedModel]:
         yield stack
 
 
-def their_log_probabilities(folder: Path, ids: list[int]) -> torch.Tensor:
-    """[tokens, vocabulary], as transformers computes them."""
+def reference_log_probabilities(folder: Path, ids: list[int]) -> torch.Tensor:
+    """Compute log-probabilities with transformers, [tokens, vocabulary]."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     with torch.no_grad():
         return model(torch.tensor([ids])).logits[0].log_softmax(-1)
 
 
-def test_losses_and_token_accuracy_of_rows_match_transformers(folder: Path, stack: OffloadedModel) -> None:
+def test_row_losses_match_transformers(folder: Path, stack: OffloadedModel) -> None:
     tokenizer = load_tokenizer(folder)
     eos = tokenizer.eos_token_id
     ids = [[*tokenizer.encode(text), eos] for text in (*TEXTS, "é 日本 naïve")]
@@ -64,7 +63,7 @@ def test_losses_and_token_accuracy_of_rows_match_transformers(folder: Path, stac
     ]  # fmt: skip
     found = losses(stack, tokenizer, documents, budget_tokens=24)
     for document, loss in zip(documents, found, strict=True):
-        theirs = their_log_probabilities(folder, list(document.ids))
+        theirs = reference_log_probabilities(folder, list(document.ids))
         masked_spans = range(*(document.masked_spans or (0, 0)))
         targets = [at for at in range(max(document.prompt_length, 1), len(document.ids)) if at not in masked_spans]
         expected = -sum(float(theirs[at - 1, document.ids[at]]) for at in targets)
@@ -75,16 +74,16 @@ def test_losses_and_token_accuracy_of_rows_match_transformers(folder: Path, stac
     assert found[3].bytes == len("é 日本 naïve".encode()) - 1, "all but the first token, which is one byte of é"
 
 
-def test_the_loss_of_a_window_with_a_target_behind_each_of_its_positions_matches_transformers(folder, stack) -> None:
+def test_window_loss_matches_transformers(folder, stack) -> None:
     tokenizer = load_tokenizer(folder)
     ids = [each % 300 for each in range(7, 7 + 5 * 17, 5)]
     [loss] = losses(stack, tokenizer, [Document(ids, window=16)], budget_tokens=16)
-    theirs = their_log_probabilities(folder, ids[:-1])
+    theirs = reference_log_probabilities(folder, ids[:-1])
     assert loss.total == pytest.approx(-sum(float(theirs[at, ids[at + 1]]) for at in range(16)), rel=1e-5)
     assert loss.targets == 16
 
 
-def test_no_more_logits_exist_than_a_chunk_has(folder: Path, stack: OffloadedModel, monkeypatch) -> None:
+def test_logits_are_computed_in_chunks(folder: Path, stack: OffloadedModel, monkeypatch) -> None:
     tokenizer = load_tokenizer(folder)
     documents = [Document(tokenizer.encode(text), 1) for text in TEXTS]
     whole = losses(stack, tokenizer, documents, 64)
@@ -104,7 +103,7 @@ def test_no_more_logits_exist_than_a_chunk_has(folder: Path, stack: OffloadedMod
 
 
 @pytest.mark.parametrize("words", [["a", "b"], [" good", " bad", " the film"], ["x y", "x z w", "q"]])
-def test_labels_are_as_likely_as_transformers_finds_them(words: list[str], folder: Path, stack: OffloadedModel) -> None:
+def test_label_likelihoods_match_transformers(words: list[str], folder: Path, stack: OffloadedModel) -> None:
     tokenizer = load_tokenizer(folder)
     prompts = [tokenizer.encode(text) for text in TEXTS]
     answers = [tokenizer.encode(word) for word in words]
@@ -112,7 +111,7 @@ def test_labels_are_as_likely_as_transformers_finds_them(words: list[str], folde
     assert list(map(len, found)) == [len(answers), len(answers), 1]
     for prompt, likely in zip(prompts, found, strict=True):
         for answer, ours in zip(answers, likely, strict=False):
-            theirs = their_log_probabilities(folder, [*prompt, *answer])
+            theirs = reference_log_probabilities(folder, [*prompt, *answer])
             chosen = range(len(prompt) - 1, len(prompt) - 1 + len(answer))
             expected = sum(float(theirs[at, token]) for at, token in zip(chosen, answer, strict=True))
             assert ours.total == pytest.approx(expected, rel=1e-5)
@@ -121,17 +120,17 @@ def test_labels_are_as_likely_as_transformers_finds_them(words: list[str], folde
             )
 
 
-def test_labels_of_one_token_cost_no_more_than_the_prompt_and_others_share_what_they_can() -> None:
+def test_answers_share_the_fewest_documents() -> None:
     assert documents_of([1, 2], [[3], [4], [5]]) == [[1, 2]]
     assert documents_of([1, 2], [[3], [4, 5], [4, 6, 7], [8, 9]]) == [[1, 2, 4, 6], [1, 2, 8]]
 
 
-def test_all_rows_are_in_one_pass_each_in_order() -> None:
+def test_passes_cover_all_rows_in_order() -> None:
     assert [list(rows) for rows in passes([4, 6, 1, 30, 2, 2], 10)] == [[0, 1], [2], [3], [4, 5]]
     assert not list(passes([], 10))
 
 
-def test_only_a_recipe_of_labels_has_candidates_and_eos_decides_between_a_word_and_its_beginning(folder: Path) -> None:
+def test_nested_label_candidates_end_with_eos(folder: Path) -> None:
     tokenizer = load_tokenizer(folder)
     sst2 = build({**load_preset("sst2"), "recipe": "sst2"})
     assert list(label_candidates(sst2, tokenizer)) == ["negative", "positive"]
@@ -151,7 +150,7 @@ def reviews(count: int) -> list[dict]:
     return [{"sentence": f"{TEXTS[n % 2]} {n}", "label": n % 3 % 2, "idx": n} for n in range(count)]
 
 
-def test_classification_takes_the_likeliest_label_of_every_row(shell, folder: Path) -> None:
+def test_classification_chooses_the_most_likely_label(shell, folder: Path) -> None:
     write("reviews.jsonl", reviews(9))
     done = shell(f"evaluate {folder} --recipe sst2 --data reviews.jsonl --baseline none --show 9 --json")
     assert done.code == 0, done.err
@@ -162,14 +161,14 @@ def test_classification_takes_the_likeliest_label_of_every_row(shell, folder: Pa
     likely = {}
     for word in ("negative", "positive"):
         ids, answer = tokenizer.encode(prompt), tokenizer.encode(f" {word}")
-        theirs = their_log_probabilities(folder, [*ids, *answer])
+        theirs = reference_log_probabilities(folder, [*ids, *answer])
         likely[word] = sum(float(theirs[len(ids) - 1 + at, token]) for at, token in enumerate(answer))
     assert found["answers"][1] == max(likely, key=likely.__getitem__)
     right = [answer in of for answer, of in zip(found["answers"], found["references"], strict=True)]
     assert found["scores"]["accuracy"] == pytest.approx(100 * sum(right) / 9)
 
 
-def test_rows_of_several_files_are_scored_apart_too_as_matched_and_mismatched(shell, folder: Path) -> None:
+def test_each_file_has_its_own_scores(shell, folder: Path) -> None:
     Path("mnli").mkdir()
     for name in ("dev_matched", "dev_mismatched"):
         rows = [
@@ -193,7 +192,7 @@ def notes(count: int) -> list[dict]:
     return [{"document": f"{TEXTS[n % 2]} {n}", "summary": f"Film {n}.", "id": f"n{n}"} for n in range(count)]
 
 
-def test_what_is_written_down_says_the_same_everywhere_and_can_be_scored_again(shell, folder: Path) -> None:
+def test_reports_and_outputs_agree_with_json(shell, folder: Path) -> None:
     write("notes.jsonl", notes(6))
     reports = "--report r.json --report r.md --report r.html"
     line = f"evaluate {folder} {OPTIONS} --data notes.jsonl --output out.jsonl {reports}"
@@ -213,8 +212,8 @@ def test_what_is_written_down_says_the_same_everywhere_and_can_be_scored_again(s
     for name in ("r.md", "r.html"):
         text = Path(name).read_text(encoding="utf-8")
         assert f"{scores['loss']:.4f}" in text
-        assert "--report r.json" in text, "the command that repeats it"
-        assert "Film 0" not in text, "texts are private unless asked for"
+        assert "--report r.json" in text, "the command line"
+        assert "Film 0" not in text, "texts are private without --show"
     assert "http:" not in (page := Path("r.html").read_text(encoding="utf-8"))
     assert "https:" not in page
     again = shell("evaluate --predictions out.jsonl --recipe summarization --json --allow-empty")
@@ -228,44 +227,43 @@ def test_what_is_written_down_says_the_same_everywhere_and_can_be_scored_again(s
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_an_evaluation_that_was_killed_goes_on_and_ends_with_the_same_figures(
-    temperature: float, shell, folder: Path, monkeypatch
-) -> None:
-    write("notes.jsonl", notes(9))
-    line = f"evaluate {folder} {OPTIONS} --data notes.jsonl --set generation.temperature={temperature} --show 9 --json"
-    monkeypatch.setattr(inference_plan, "BATCH_TOKENS", 100)  # so that some rows are answered before others
-    whole = shell(line).json
-    calls, original = [], answerer.generate_tokens
-    kill_after = [2]
+def test_interrupted_evaluation_resumes_to_equal_scores(temperature: float, tmp_path: Path, folder: Path) -> None:
+    rows = write(str(tmp_path / "notes.jsonl"), notes(9))
+    generation = {"max_new_tokens": 6, "temperature": temperature}
+    recipe = build({**load_preset("summarization"), "recipe": "summarization", "generation": generation})
+    request = EvaluateRequest(folder, recipe, "none", str(rows))
 
-    def counted(*arguments, **more):
-        if len(calls) == kill_after[0]:
-            os.kill(os.getpid(), signal.SIGTERM)
-        calls.append("answers")
-        return original(*arguments, **more)
+    def evaluate(interrupt_after: int = 1000) -> tuple[dict[str, Any], int]:
+        """Evaluate, interrupted by the progress callback; return the result and the number of callbacks."""
+        calls = []
 
-    monkeypatch.setattr(answerer, "generate_tokens", counted)
-    stopped = shell(line)
-    assert (stopped.code, "what was measured so far is kept, and the same command goes on" in stopped.out) == (
-        130,
-        True,
-    )
-    (journal,) = (home() / "evaluations").iterdir()
-    with journal.open("a", encoding="utf-8") as file:
-        file.write('["answer", {"1": "half a li')  # as a crash leaves it
-    done, kill_after[0] = len(calls), 1000
-    torch.manual_seed(99)  # another process has another generator
-    monkeypatch.setattr(inference_plan, "BATCH_TOKENS", 200)  # what was decided stays, however much memory there is now
-    assert shell(line).json == whole
-    monkeypatch.setattr(inference_plan, "BATCH_TOKENS", 100)
-    assert len(calls) - done > 0, "it had something left to do"
-    everything = len(calls)
-    assert not list((home() / "evaluations").iterdir()), "what a model wrote is private"
-    assert shell(line).json == whole
-    assert len([call for call in calls[everything:] if call == "answers"]) == everything, "and then begins anew"
+        def count(*_: object) -> None:
+            calls.append(1)
+            if len(calls) == interrupt_after:
+                raise KeyboardInterrupt
+
+        planned = PairedEvaluation.of(request)
+        if not planned.runs["model"].cache.of("together"):
+            planned.runs["model"].cache.add("together", {0: 100})  # small batches
+            planned = PairedEvaluation.of(request)
+        assert planned.plan.together.written == 100, "a resumed evaluation keeps the batches of the first run"
+        return planned.run(count).to_dict(texts=True), len(calls)
+
+    whole, num_calls = evaluate()
+    assert not list((home() / "evaluations").iterdir()), "generated texts are private"
+    with pytest.raises(Interrupted, match="finished rows are kept, and the same command resumes there"):
+        evaluate(interrupt_after=2)
+    (cache,) = (home() / "evaluations").iterdir()
+    with cache.open("a", encoding="utf-8") as file:
+        file.write('["answer", {"1": "half a li')  # as after a crash
+    torch.manual_seed(99)  # as in another process
+    resumed, num_left = evaluate()
+    assert resumed == whole
+    assert num_left == num_calls - 2
+    assert evaluate() == (whole, num_calls), "a finished evaluation starts again"
 
 
-def test_a_gate_that_is_missed_exits_with_6_after_all_is_written(shell, folder: Path) -> None:
+def test_missed_gate_exits_with_6(shell, folder: Path) -> None:
     write("notes.jsonl", notes(4))
     line = f"evaluate {folder} {OPTIONS} --data notes.jsonl"
     failed_gates = shell(f"{line} --gate 'loss<0.1' --gate 'rougeL>=0' --report r.json")
@@ -283,7 +281,7 @@ def test_a_gate_that_is_missed_exits_with_6_after_all_is_written(shell, folder: 
     assert shell(f"{line} --gate 'rougeL=3'").code == 2
 
 
-def test_a_better_system_is_better_by_a_paired_difference(shell) -> None:
+def test_better_predictions_have_a_clear_difference(shell) -> None:
     rows = notes(30)
     write("notes.jsonl", rows)
     write("good.jsonl", [{"id": row["id"], "prediction": row["summary"]} for row in reversed(rows)])
@@ -310,7 +308,7 @@ def test_a_better_system_is_better_by_a_paired_difference(shell) -> None:
             "an id that no row of the data has: p.jsonl:2",
         ),
         ([{"id": "n0", "prediction": "x"}], "no prediction of the row: notes.jsonl:2"),
-        ([{"id": "n0", "prediction": "x"}] * 2, "an id that stands there before: p.jsonl:2"),
+        ([{"id": "n0", "prediction": "x"}] * 2, "a repeated id: p.jsonl:2"),
         ([{"prediction": "x"}], "1 predictions, the data 2 rows"),
         ([{"id": "n1", "prediction": "x"}, {"id": "n0", "prediction": " "}], "an empty prediction: notes.jsonl:1"),
         ([{"id": "n0", "prediction": None}], "p.jsonl:1: no text in any of prediction, answer"),
@@ -321,7 +319,7 @@ def test_a_better_system_is_better_by_a_paired_difference(shell) -> None:
         ),
     ],
 )
-def test_predictions_that_cannot_be_scored_are_refused_with_their_lines(predictions, complaint: str, shell) -> None:
+def test_unusable_predictions_are_rejected_with_lines(predictions, complaint: str, shell) -> None:
     write("notes.jsonl", notes(2))
     write("p.jsonl", predictions)
     done = shell("evaluate --predictions p.jsonl --data notes.jsonl --recipe summarization")
@@ -330,7 +328,7 @@ def test_predictions_that_cannot_be_scored_are_refused_with_their_lines(predicti
     assert "Traceback" not in done.err
 
 
-def test_predictions_without_references_or_metrics_are_refused(shell) -> None:
+def test_predictions_without_references_are_rejected(shell) -> None:
     write("p.jsonl", [{"prediction": "x", "references": ["x"]}, {"prediction": "y"}])
     done = shell("evaluate --predictions p.jsonl --recipe summarization")
     assert done.code == 3
@@ -345,7 +343,7 @@ def test_predictions_without_references_or_metrics_are_refused(shell) -> None:
     )
 
 
-def test_squad_v2_predictions_are_scored_with_and_without_answers(shell) -> None:
+def test_squad_v2_predictions_have_split_scores(shell) -> None:
     qas = [
         {"id": "a", "question": "Who?", "answers": [{"text": "Ann", "answer_start": 0}]},
         {"id": "b", "question": "When?", "answers": [], "is_impossible": True},
@@ -388,40 +386,32 @@ def test_squad_v2_predictions_are_scored_with_and_without_answers(shell) -> None
         assert complaint in refused.err
 
 
-def test_a_language_that_rouge_drops_is_warned_of(shell) -> None:
+def test_rouge_warns_about_other_alphabets(shell) -> None:
     write("p.jsonl", [{"prediction": "Мама", "references": ["Мама мыла раму"]}])
     done = shell("evaluate --predictions p.jsonl --recipe summarization")
     assert done.code == 0
     assert "not to be trusted for this language" in done.said
 
 
-def test_a_damaged_model_is_named_and_not_scored(shell, folder: Path, monkeypatch) -> None:
+def test_nan_loss_names_the_row(shell, folder: Path, monkeypatch) -> None:
     write("notes.jsonl", notes(2))
-    original = scoring.score_tokens
+    score_hidden = hf_model.score_hidden
 
-    def broken(*arguments):
-        found = original(*arguments)
-        found[0].log_probabilities_S[0] = float("nan")
-        return found
+    def with_nan_score(*arguments):
+        scores = score_hidden(*arguments)
+        scores[0].log_probabilities_S[0] = float("nan")
+        return scores
 
-    monkeypatch.setattr(likelihood, "score_tokens", broken)
-    done = shell(f"evaluate {folder} --recipe trc2 --data notes.jsonl --map text=document --set max_length=64")
-    assert done.code == 1
-    assert "the loss of notes.jsonl:1 is not a finite number" in done.err
-    read = hf_model.score_hidden
-
-    def also_broken(*arguments):
-        found = read(*arguments)
-        found[0].log_probabilities_S[0] = float("nan")
-        return found
-
-    monkeypatch.setattr(hf_model, "score_hidden", also_broken)
-    done = shell(f"evaluate {folder} {OPTIONS} --data notes.jsonl")
-    assert done.code == 1
-    assert "the loss of notes.jsonl:1 is not a finite number" in done.err
+    monkeypatch.setattr(hf_model, "score_hidden", with_nan_score)
+    generated = shell(f"evaluate {folder} {OPTIONS} --data notes.jsonl")
+    with_nan(folder)
+    scored = shell(f"evaluate {folder} --recipe trc2 --data notes.jsonl --map text=document --set max_length=64")
+    for done in (generated, scored):
+        assert done.code == 1
+        assert "the loss of notes.jsonl:1 is not a finite number" in done.err
 
 
-def test_the_cnn_dailymail_recipe_asks_what_mlperf_asks(folder: Path) -> None:
+def test_cnn_dailymail_recipe_follows_mlperf(folder: Path) -> None:
     tokenizer = load_tokenizer(folder)
     recipe = build({**load_preset("cnn-dailymail"), "recipe": "cnn-dailymail", "max_length": 300})
     settings = recipe.generation
@@ -473,7 +463,7 @@ def first_shard(folder: Path) -> Path:
     ],
     ids=["NaN", "cut short", "shard missing", "config", "tokenizer", "no tokenizer", "template"],
 )
-def test_a_corrupt_model_folder_is_refused_in_a_line(damage, code: int, shell, folder: Path) -> None:
+def test_corrupt_model_folder_fails_with_one_line(damage, code: int, shell, folder: Path) -> None:
     write("notes.jsonl", notes(2))
     damage(folder)
     for line in (
@@ -481,14 +471,14 @@ def test_a_corrupt_model_folder_is_refused_in_a_line(damage, code: int, shell, f
         f"generate --model {folder} --raw --max-new-tokens 4 x",
     ):
         if "generate" in line and damage is not with_nan and code == 3 and (folder / "gptj_ft.json").exists():
-            continue  # --raw does without the template
+            continue  # --raw needs no template
         done = shell(line)
         assert done.code == code, done.err
         assert len(done.err.strip().splitlines()) <= 12
         assert "Traceback" not in done.err
 
 
-def test_answers_end_at_the_models_window_which_is_said(shell, tmp_path: Path) -> None:
+def test_answers_cut_by_the_context_are_noted(shell, tmp_path: Path) -> None:
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 96}
     folder = make_tiny(tmp_path / "gpt2", TEXTS * 20, seed=3, model_type="gpt2", vocab_target=300, **sizes)
     write("notes.jsonl", notes(3))
@@ -498,7 +488,7 @@ def test_answers_end_at_the_models_window_which_is_said(shell, tmp_path: Path) -
     assert any("3 prompts leave less than 90 of the model's 96 tokens" in note for note in done.json["model"]["notes"])
 
 
-def test_of_a_model_without_a_template_only_the_loss_is_measured_which_is_said(shell, folder: Path) -> None:
+def test_model_without_template_measures_only_loss(shell, folder: Path) -> None:
     write("notes.jsonl", notes(2))
     done = shell(f"evaluate {folder} --data notes.jsonl --baseline none --set max_length=64")
     assert done.code == 0, done.err

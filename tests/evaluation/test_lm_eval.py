@@ -1,4 +1,4 @@
-"""lm-eval's tasks on the streamed model, against lm-eval's own model of `transformers` on the same folder."""
+"""Compare lm-eval tasks on the streamed model with lm-eval's own `transformers` model of the same folder."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def tasks(tmp_path: Path) -> Path:
     return own
 
 
-def test_scores_and_answers_are_those_of_lm_evals_own_model(shell, folder: Path, tasks: Path) -> None:
+def test_scores_and_answers_match_lm_evals_model(shell, folder: Path, tasks: Path) -> None:
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -110,7 +110,7 @@ def test_scores_and_answers_are_those_of_lm_evals_own_model(shell, folder: Path,
         assert ours == pytest.approx([each[0] for each in sample["filtered_resps"]], abs=1e-4)
 
 
-def test_a_model_beside_its_baseline_with_reports_a_gate_and_a_group(shell, folder: Path, tasks: Path) -> None:
+def test_group_with_baseline_reports_and_gate(shell, folder: Path, tasks: Path) -> None:
     line = f"evaluate {folder} --baseline {folder} --tasks own --limit 4 --include-path {tasks}"
     done = shell(f"{line} --gate own_choice.acc>=2 --gate own.acc<=1 --report r.md --report r.html --json")
     assert done.code == 6, done.err
@@ -124,7 +124,7 @@ def test_a_model_beside_its_baseline_with_reports_a_gate_and_a_group(shell, fold
         assert "own_rolling.bits_per_byte" in Path(name).read_text(encoding="utf-8")
 
 
-def test_what_cannot_be_asked_is_refused_in_a_line(shell, folder: Path, tasks: Path) -> None:
+def test_impossible_tasks_fail_with_one_line(shell, folder: Path, tasks: Path) -> None:
     line = f"evaluate {folder} --baseline none --include-path {tasks}"
     unknown = shell(f"{line} --tasks own_choise")
     assert unknown.code == 2
@@ -139,12 +139,12 @@ def test_what_cannot_be_asked_is_refused_in_a_line(shell, folder: Path, tasks: P
     long = TASKS["writing"].replace("max_gen_toks: 12", "max_gen_toks: 64")
     own = f"task: long{COMMON.format(rows=tasks.parent / 'rows.jsonl')}{long}"
     (tasks / "long.yaml").write_text(own, encoding="utf-8")
-    assert "64 new tokens, and the model was made for 64" in shell(f"{line} --tasks long").err
+    assert "64 new tokens, but the model's context has 64" in shell(f"{line} --tasks long").err
     (tasks / "long.yaml").write_text(own.replace("max_gen_toks", "diversity_penalty"), encoding="utf-8")
-    assert "diversity_penalty, which is not known here" in shell(f"{line} --tasks long").err
+    assert "diversity_penalty, which gptj-ft does not support" in shell(f"{line} --tasks long").err
 
 
-def test_without_lm_eval_the_command_that_installs_it_is_printed(shell, folder: Path, monkeypatch) -> None:
+def test_missing_lm_eval_names_the_install_command(shell, folder: Path, monkeypatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "lm_eval.tasks", None)
     done = shell(f"evaluate {folder} --tasks arc_easy")
     assert done.code == 2

@@ -1,4 +1,4 @@
-"""Scores against values worked out by hand, the rouge-score package, and SQuAD's own data."""
+"""Compare scores with hand computations, the rouge-score package, and SQuAD's script and data."""
 
 import json
 import math
@@ -20,7 +20,7 @@ from gptj_ft.errors import DataError
 from gptj_ft.evaluation.metrics import METRICS, Statistic, score, score_names
 from gptj_ft.evaluation.metrics.accuracy import MacroF1
 from gptj_ft.evaluation.metrics.language_model import RowLoss, language_model
-from gptj_ft.evaluation.metrics.rouge import warning
+from gptj_ft.evaluation.metrics.rouge import one_sentence_a_line, warning
 from gptj_ft.evaluation.metrics.squad import normalize_answer, unanswered
 from gptj_ft.evaluation.metrics.statistic import Ratio, estimate_scores, mean, values
 
@@ -53,8 +53,8 @@ def relations(predictions: Texts, references: Answers) -> dict[str, float]:
     return scores("relations", predictions, references)
 
 
-def test_rouge_matches_values_worked_out_by_hand() -> None:
-    # 3 of 3 predicted words among 6: P 1, R 1/2, F 2/3. Bigrams: 2 of 2 among 5: F 4/7. Longest common: 3.
+def test_rouge_matches_hand_computation() -> None:
+    # 3 of 3 predicted words, 6 expected: P 1, R 1/2, F 2/3. Bigrams: 2 of 2, 5 expected: F 4/7. Longest common: 3.
     scores = rouge(["the cat sat"], [["the cat sat on the mat"]])
     assert scores["rouge1"] == pytest.approx(100 * 2 / 3)
     assert scores["rouge2"] == pytest.approx(100 * 4 / 7)
@@ -68,19 +68,20 @@ def test_rouge_stems_words() -> None:
     assert unstemmed == pytest.approx({**dict.fromkeys(unstemmed, 100 / 3), "rouge2": 0.0})
 
 
-def test_rouge_is_the_mean_over_rows_and_times_100() -> None:
+def test_rouge_is_a_mean_times_100() -> None:
     assert rouge(["a b", "x"], [["a b"], ["y"]])["rouge1"] == pytest.approx(50)
 
 
 def test_each_rouge_takes_its_best_reference() -> None:
-    references = [["d c b a", "a b x y z w"]]  # the first shares all words, the second a bigram
+    references = [["d c b a", "a b x y z w"]]  # the first shares all words, the second one bigram
     scores = rouge(["a b c d"], references)
     assert scores["rouge1"] == pytest.approx(100)
     assert scores["rouge2"] == pytest.approx(100 * 2 * (1 / 3) * (1 / 5) / (1 / 3 + 1 / 5))
 
 
-def test_rouge_lsum_by_sentences_splits_them_at_line_ends_and_after_full_stops() -> None:
+def test_rouge_lsum_sentences_splits_at_stops() -> None:
     prediction, reference = "It rains. We stay in!\nWhy? No 3.5 idea.", "We stay in. It rains. No 3.5 idea."
+    assert one_sentence_a_line(prediction) == "It rains.\nWe stay in!\nWhy?\nNo 3.5 idea."
     scorer = RougeScorer(["rougeL", "rougeLsum"], use_stemmer=True)
     lines = scorer.score("We stay in.\nIt rains.\nNo 3.5 idea.", "It rains.\nWe stay in!\nWhy?\nNo 3.5 idea.")
     scores = rouge([prediction], [[reference]])
@@ -89,7 +90,7 @@ def test_rouge_lsum_by_sentences_splits_them_at_line_ends_and_after_full_stops()
 
 
 @pytest.mark.parametrize("stemming", [True, False])
-def test_rouge_is_the_packages_own_on_one_reference_and_on_several(stemming: bool) -> None:
+def test_rouge_matches_the_package(stemming: bool) -> None:
     rows = [
         ("She left early. He stayed.", ["He stayed, she left.", "She left.\nHe was staying. Early."]),
         ("It rained\nand rains.", ["It rains. It rained."]),
@@ -113,11 +114,11 @@ def test_rouge_is_the_packages_own_on_one_reference_and_on_several(stemming: boo
         ("l’été – “the”", "l’été – “ ”"),  # ASCII punctuation only, as in the official script
     ],
 )
-def test_answers_are_normalised_as_by_squad(text: str, normal: str) -> None:
+def test_normalization_follows_squad(text: str, normal: str) -> None:
     assert normalize_answer(text) == normal
 
 
-def test_squad_matches_values_worked_out_by_hand() -> None:
+def test_squad_matches_hand_computation() -> None:
     predictions = ["the Denver Broncos", "in 1999 , 1999", "Paris"]
     references = [["Denver Broncos", "Broncos"], ["1999"], ["London", "Rome"]]
     # Row 2: words in, 1999, 1999 against 1999: 1 in common, P 1/3, R 1, F 1/2.
@@ -129,21 +130,21 @@ def test_squad_matches_values_worked_out_by_hand() -> None:
     assert squad(predictions, references) == {"exact_match": pytest.approx(100 / 3), "f1": pytest.approx(50)}
 
 
-def test_f1_and_exact_match_take_the_best_reference() -> None:
+def test_squad_takes_the_best_reference() -> None:
     assert squad(["new york city"], [["york", "new york", "the New York City!"]]) == {"exact_match": 100.0, "f1": 100.0}
 
 
 @pytest.mark.parametrize("references", [[], [""], [" "]])
-def test_a_question_without_an_answer_wants_an_empty_one(references: list[str]) -> None:
+def test_unanswerable_question_expects_an_empty_answer(references: list[str]) -> None:
     assert squad([" The. "], [references]) == {"exact_match": 100.0, "f1": 100.0}
     assert squad(["Paris"], [references]) == {"exact_match": 0.0, "f1": 0.0}
 
 
-def test_an_empty_prediction_is_wrong_where_there_is_an_answer() -> None:
+def test_empty_prediction_misses_an_answer() -> None:
     assert squad([""], [["Paris"]]) == {"exact_match": 0.0, "f1": 0.0}
 
 
-def test_accuracy_and_macro_f1_match_values_worked_out_by_hand() -> None:
+def test_accuracy_matches_hand_computation() -> None:
     # Rows:    cat cat cat cat dog dog bird        Of 7 answers 4 are right.
     # Answers: cat cat cat dog dog cat cow
     # cat:  tp 3, fp 1, fn 1: 6/8.  dog: tp 1, fp 1, fn 1: 2/4.  bird: tp 0: 0.  cow is no label: not averaged.
@@ -152,28 +153,28 @@ def test_accuracy_and_macro_f1_match_values_worked_out_by_hand() -> None:
     assert accuracy(answers, labels) == pytest.approx({"accuracy": 400 / 7, "macro_f1": 100 * (3 / 4 + 1 / 2 + 0) / 3})
 
 
-def test_always_answering_the_frequent_label_is_seen_in_macro_f1() -> None:
+def test_macro_f1_exposes_constant_answers() -> None:
     # no: tp 9, fp 1, fn 0: 18/19. yes: 0.
     scores = accuracy(["no"] * 10, [["no"]] * 9 + [["yes"]])
     assert scores == pytest.approx({"accuracy": 90, "macro_f1": 100 * (18 / 19) / 2})
 
 
-def test_case_and_outer_blanks_of_a_label_do_not_count_and_all_else_does() -> None:
+def test_labels_ignore_case_and_outer_space() -> None:
     assert accuracy([" Positive\n", "STRASSE"], [["positive"], ["straße"]]) == {"accuracy": 100.0, "macro_f1": 100.0}
     assert accuracy(["positive.", "not  good", ""], [["positive"], ["not good"], ["good"]])["accuracy"] == 0
 
 
-def test_any_reference_is_right_and_a_miss_counts_against_the_first() -> None:
-    # Met: b. Missed: the label is a, whose F1 is 0; c is no label. b: tp 1, fp 0, fn 0.
+def test_any_label_matches_and_misses_count_first() -> None:
+    # Row 1 matches b. Row 2 misses, so its label is a, with F1 0; c is no label. b: tp 1, fp 0, fn 0.
     assert accuracy(["b", "c"], [["a", "b"], ["a", "b"]]) == pytest.approx({"accuracy": 50, "macro_f1": 50})
 
 
 FACTS = "Ann | born in | Bonn\nAnn | works for | Acme\nBob | born in | Bern"
 
 
-def test_relations_match_values_worked_out_by_hand() -> None:
-    # Row 1: 2 of 4 written are among 3. Row 2: 1 of 1 among 2. Row 3: 1 written where there is nothing. Together 3 of 6
-    # written and 3 of 5 expected, F1 6/11. The mean over the rows would be another number.
+def test_relations_match_hand_computation() -> None:
+    # Row 1: 2 of 4 predicted, 3 expected. Row 2: 1 of 1, 2 expected. Row 3: 0 of 1, none expected. Sum: 3 of 6
+    # predicted, 5 expected, F1 6/11. The mean over rows would differ.
     written = ["Ann | born in | Bonn\nBob | born in | Bern\nBob | born in | Bonn\nx | y | z", "a | b | c", "a | b | c"]
     expected = [[FACTS], ["a | b | c\nd | e | f"], [""]]
     assert relations(written, expected) == pytest.approx(
@@ -181,39 +182,39 @@ def test_relations_match_values_worked_out_by_hand() -> None:
     )
 
 
-def test_order_case_blanks_and_repetition_of_facts_do_not_count() -> None:
+def test_relations_ignore_order_case_and_repetition() -> None:
     written = "\n bob|BORN   in |Bern\n\nann | works for | acme\nAnn | born in | Bonn\nAnn | born in | Bonn \n"
     assert relations([written], [[FACTS]])["relations_f1"] == 100
 
 
-def test_subject_and_object_swapped_or_a_part_missing_is_wrong() -> None:
+def test_swapped_or_incomplete_relations_are_wrong() -> None:
     assert relations(["Bonn | born in | Ann\nAnn | born in"], [["Ann | born in | Bonn"]])["relations_f1"] == 0
 
 
-def test_nothing_written_where_there_is_nothing_is_right_and_elsewhere_wrong() -> None:
+def test_empty_relations_match_only_empty_references() -> None:
     zero, all_right = ({f"relations_{name}": value for name in ("precision", "recall", "f1")} for value in (0.0, 100.0))
     assert relations([" \n", ""], [[""], []]) == all_right
     assert relations([""], [[FACTS]]) == zero
-    assert relations([""], [[FACTS, " "]]) == all_right, "the best reference counts: here nothing was to be found"
+    assert relations([""], [[FACTS, " "]]) == all_right, "the best reference counts: it is empty"
     assert relations([FACTS], [[""]]) == zero
-    # Beside other rows, such a row changes nothing.
+    # Together with other rows, such a row changes nothing.
     assert relations(["", "a | b | c"], [[""], ["a | b | c"]]) == all_right
 
 
-def test_of_several_references_facts_are_compared_with_the_nearest() -> None:
+def test_relations_take_the_nearest_reference() -> None:
     assert relations(["a | b | c"], [[FACTS, "a | b | c\nd | e | f"]]) == pytest.approx(
         {"relations_precision": 100, "relations_recall": 50, "relations_f1": 200 / 3}
     )
 
 
-def test_a_recipe_can_ask_for_every_metric_and_recipes_with_labels_or_facts_do() -> None:
+def test_recipes_name_their_metrics() -> None:
     assert Recipe(metrics=tuple(METRICS)).metrics == tuple(METRICS)
     for name in ("sentiment", "sst2", "entailment", "mnli"):
         assert load_preset(name)["metrics"] == ["accuracy"]
     assert load_preset("relation-extraction")["metrics"] == ["relations"]
 
 
-def test_score_joins_the_metrics_asked_for() -> None:
+def test_score_joins_the_named_metrics() -> None:
     assert set(score(["rouge", "squad"], ["a b"], [["a b"]])) == {
         "rouge1", "rouge2", "rougeL", "rougeLsum", "rougeLsum_sentences", "exact_match", "f1", "strict_match",
     }  # fmt: skip
@@ -236,11 +237,11 @@ def test_perplexity_never_overflows() -> None:
         assert found == pytest.approx(expected, nan_ok=True)
 
 
-def test_every_gold_answer_of_squad_scores_100() -> None:
+def test_gold_answers_of_squad_score_100() -> None:
     data = Path(os.environ.get("GPTJ_FT_TEST_DATA") or Path(__file__).parents[3] / "shared" / "data")
     path = data / "squad" / "dev-v1.1.json"
     if not path.is_file():
-        pytest.skip("SQuAD's dev-v1.1.json is not here; set GPTJ_FT_TEST_DATA to the folder that holds squad/")
+        pytest.skip("SQuAD's dev-v1.1.json is missing; set GPTJ_FT_TEST_DATA to the folder that contains squad/")
     articles = json.loads(path.read_text(encoding="utf-8"))["data"][:5]
     questions = [qa for article in articles for paragraph in article["paragraphs"] for qa in paragraph["qas"]]
     references = [[answer["text"] for answer in qa["answers"]] for qa in questions]
@@ -248,7 +249,7 @@ def test_every_gold_answer_of_squad_scores_100() -> None:
     assert squad([answers[-1] for answers in references], references) == {"exact_match": 100.0, "f1": 100.0}
 
 
-# SQuAD's definition once more, written after its official scripts evaluate-v1.1.py and evaluate-v2.0.py.
+# SQuAD's scores, reimplemented after the official scripts evaluate-v1.1.py and evaluate-v2.0.py.
 
 
 def official_normal(text: str) -> str:
@@ -288,7 +289,7 @@ WORDS = ["the", "The", "a", "an", "cat", "Cat!", "3.5", "35", "U.S.", "$", "on",
 
 @given(data=st.data(), is_v2=st.booleans())
 @settings(max_examples=150, deadline=None)
-def test_squad_equals_the_official_definition_on_odd_answers(data: st.DataObject, is_v2: bool) -> None:
+def test_squad_matches_the_official_script(data: st.DataObject, is_v2: bool) -> None:
     phrase = st.lists(st.sampled_from(WORDS), min_size=1, max_size=4).map(" ".join)
     golds = data.draw(st.lists(st.lists(phrase, min_size=1, max_size=3), min_size=1, max_size=6))
     if is_v2:
@@ -308,22 +309,22 @@ def test_strict_match_keeps_numbers_punctuation_and_case() -> None:
     assert scores("squad", ["", "x"], [[], []])["strict_match"] == 50
 
 
-def test_what_says_that_there_is_no_answer_is_scored_as_an_empty_answer() -> None:
+def test_no_answer_text_scores_as_empty() -> None:
     assert unanswered(["Unanswerable.", "Paris", ""], "unanswerable") == ["", "Paris", ""]
     assert unanswered(["unanswerable"], "") == ["unanswerable"]
 
 
-def test_rouge_warns_of_a_language_that_its_tokeniser_does_not_keep() -> None:
+def test_rouge_warns_about_dropped_letters() -> None:
     assert warning([["It costs 3.50, at the café."] * 9, ["naïve"]]) is None or "letters" in str(warning([["é"]]))
     assert warning([["The cat sat on the mat, 3.5 times!"]]) is None
     assert warning([[]]) is None
     found = warning([["Мама мыла раму."]])
     assert found
     assert found.startswith("100% of the letters")
-    assert rouge(["Мама мыла раму"], [["Мама мыла раму"]])["rouge1"] == 0, "which is what it warns of"
+    assert rouge(["Мама мыла раму"], [["Мама мыла раму"]])["rouge1"] == 0, "the reason of the warning"
 
 
-def test_loss_perplexities_and_token_accuracy_match_values_worked_out_by_hand() -> None:
+def test_language_model_scores_match_hand_computation() -> None:
     rows = [RowLoss(6.0, 3, 1, words=2, bytes=10), RowLoss(2.0, 1, 1, words=0, bytes=2)]
     assert values(language_model(rows), 2) == pytest.approx(
         {
@@ -334,7 +335,7 @@ def test_loss_perplexities_and_token_accuracy_match_values_worked_out_by_hand() 
     assert list(language_model(rows)["loss"].rows_N) == [2.0, 2.0]
 
 
-def test_every_score_has_its_name_declared() -> None:
+def test_every_score_name_is_declared() -> None:
     texts, golds = ["a | b | c", ""], [["a | b | c"], []]
     for name in METRICS:
         found = score([name], texts, golds if name in ("squad", "relations") else [["a"], ["b"]])
@@ -342,7 +343,7 @@ def test_every_score_has_its_name_declared() -> None:
 
 
 def brute_force(figure: Statistic, weights: list[int]) -> float:
-    """The score of rows that really stand there as often as the weights say."""
+    """Compute the score of rows repeated as often as their weights say."""
     rows = [row for row, times in enumerate(weights) for _ in range(times)]
     if isinstance(figure, MacroF1):
         labels, answers = ([texts[row] for row in rows] for texts in (figure.labels, figure.answers))
@@ -352,7 +353,7 @@ def brute_force(figure: Statistic, weights: list[int]) -> float:
     return values({"": again}, len(rows))[""]
 
 
-def test_a_score_of_weighted_rows_is_that_of_rows_repeated() -> None:
+def test_row_weights_equal_repeated_rows() -> None:
     generator = np.random.default_rng(0)
     figures = {
         **score(["accuracy"], ["x", "y", "z", "x", "x"], [["x"], ["x"], ["y"], ["y"], ["w"]]),
@@ -369,7 +370,7 @@ def test_a_score_of_weighted_rows_is_that_of_rows_repeated() -> None:
             assert found == pytest.approx(brute_force(figure, list(weights)), nan_ok=True), name
 
 
-def test_intervals_have_the_mean_in_95_of_100_cases() -> None:
+def test_intervals_cover_the_mean() -> None:
     generator, hits = np.random.default_rng(1), 0
     for trial in range(200):
         rows = generator.exponential(size=80)
@@ -378,8 +379,8 @@ def test_intervals_have_the_mean_in_95_of_100_cases() -> None:
     assert 0.88 <= hits / 200 <= 0.98
 
 
-def test_a_paired_difference_is_surer_than_two_intervals_and_repeats_with_its_seed() -> None:
-    hard = np.random.default_rng(2).normal(50, 20, 200)  # rows are easy or hard for both alike
+def test_paired_difference_is_narrower_than_intervals() -> None:
+    hard = np.random.default_rng(2).normal(50, 20, 200)  # rows are easy or hard for both systems
     before, after = {"x": mean(hard)}, {"x": mean(hard + 1 + np.random.default_rng(3).normal(0, 2, 200))}
     found = estimate_scores(after, before, 200, seed=0)
     assert found == estimate_scores(after, before, 200, seed=0)
@@ -389,7 +390,7 @@ def test_a_paired_difference_is_surer_than_two_intervals_and_repeats_with_its_se
     assert not estimate_scores(before, before, 200, seed=0).differences["x"].is_clear
 
 
-def test_a_part_of_the_rows_is_scored_as_if_it_stood_alone_and_one_row_has_no_interval() -> None:
+def test_part_of_rows_scores_like_those_alone() -> None:
     rows, part = np.arange(6.0), np.array([0, 1, 1, 0, 1, 0.0])
     apart, alone = (
         estimate_scores({"x": mean(r)}, {}, len(r), 0, p) for r, p in ((rows, part), (rows[[1, 2, 4]], None))

@@ -1,4 +1,4 @@
-"""Answers from logits against the rules of transformers' run_qa, and thresholds against SQuAD's, both restated."""
+"""Compare span answers with transformers' run_qa, and thresholds with SQuAD's script, both reimplemented here."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONTEXT = " ".join(f"word{number}" for number in range(200))
 
 
 def question(seed: int, num_windows: int = 3, length: int = 40, ties: bool = False) -> list[Window]:
-    """Windows of a context, each with a question of five tokens before it and one token behind it."""
+    """Return windows of a context, each between a question of five tokens and one closing token."""
     generator = np.random.default_rng(seed)
     starts = [CONTEXT.index(f"word{number}") for number in range(200)]
     windows = []
@@ -42,8 +42,8 @@ def question(seed: int, num_windows: int = 3, length: int = 40, ties: bool = Fal
     return windows
 
 
-def restated(windows: list[Window], settings: SpanSettings) -> tuple[str, list[dict[str, Any]], float | None]:
-    """run_qa's answer, n-best list and null odds, one pair of tokens after another."""
+def run_qa(windows: list[Window], settings: SpanSettings) -> tuple[str, list[dict[str, Any]], float | None]:
+    """Compute run_qa's answer, n-best list and null odds by a loop over token pairs."""
     found, nulls = [], []
     for at, window in enumerate(windows):
         nulls.append((window.starts_L[0] + window.ends_L[0], at))
@@ -93,13 +93,13 @@ SETTINGS = [
 
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("ties", [False, True])
-def test_answers_are_those_of_run_qas_rules(settings: SpanSettings, ties: bool) -> None:
+def test_answers_follow_run_qa(settings: SpanSettings, ties: bool) -> None:
     kinds = set()
     for seed in range(60):
         windows = question(seed, num_windows=1 + seed % 4, ties=ties)
-        if seed % 3 == 0:  # sometimes no answer is likely
+        if seed % 3 == 0:  # make "no answer" likely
             windows = [Window(w.starts_L + 4 * (np.arange(40) == 0), w.ends_L, w.offsets_L2) for w in windows]
-        text, nbest, odds = restated(windows, settings)
+        text, nbest, odds = run_qa(windows, settings)
         found = best_answer(windows, CONTEXT, settings)
         assert found.text == text
         assert found.null_odds == pytest.approx(odds, abs=1e-12)
@@ -114,7 +114,7 @@ def test_answers_are_those_of_run_qas_rules(settings: SpanSettings, ties: bool) 
         assert "none" in kinds
 
 
-def test_a_question_without_a_span_that_is_allowed_has_the_answer_empty() -> None:
+def test_question_without_allowed_span_answers_empty() -> None:
     window = Window(np.array([1.0, 0.5]), np.array([2.0, 0.5]), np.full((2, 2), -1))
     found = best_answer([window], "context", SpanSettings())
     assert (found.text, found.best.start) == (NO_ANSWER, -1)
@@ -125,7 +125,7 @@ def test_a_question_without_a_span_that_is_allowed_has_the_answer_empty() -> Non
     assert found.text == NO_ANSWER
 
 
-def test_no_answer_scores_as_in_the_window_where_it_is_least_likely() -> None:
+def test_no_answer_takes_its_lowest_window_score() -> None:
     offsets = np.array([[-1, -1], [0, 1]])
     windows = [
         Window(np.array([at, 1.0], np.float32), np.array([at, 1.0], np.float32), offsets) for at in (5.0, 0.5, 3.0)
@@ -135,14 +135,14 @@ def test_no_answer_scores_as_in_the_window_where_it_is_least_likely() -> None:
     assert [each.text for each in found.candidates] == ["x", "x", "x", ""]
 
 
-def test_of_equal_scores_the_earlier_window_the_earlier_start_and_the_shorter_answer_is_first() -> None:
+def test_equal_scores_prefer_earlier_and_shorter_spans() -> None:
     offsets = np.array([[-1, -1], [0, 1], [2, 3], [4, 5]])
     flat = Window(np.zeros(4), np.zeros(4), offsets)
     later = Window(np.zeros(4), np.zeros(4), np.array([[-1, -1], [6, 7], [8, 9], [10, 11]]))
     found = best_answer([flat, later], "a b c d e f", SpanSettings(may_abstain=True))
     texts = [each.text for each in found.candidates]
     assert texts == ["a", "a b", "a b c", "b", "b c", "c", "d", "d e", "d e f", "e", "e f", "f", ""]
-    assert found.text == "a", "no answer has to score better"
+    assert found.text == "a", "no answer must score strictly better"
 
 
 def answered(text: str, odds: float) -> SpanAnswer:
@@ -153,7 +153,7 @@ def answered(text: str, odds: float) -> SpanAnswer:
 def official_threshold(
     scores: list[float], texts: list[str], odds: list[float], has: list[bool]
 ) -> tuple[float, float]:
-    """The search of SQuAD v2.0's script, question by question."""
+    """Find the best threshold as SQuAD v2.0's script does, question by question."""
     total = best = float(sum(not each for each in has))
     threshold = 0.0
     for row in sorted(range(len(odds)), key=lambda row: odds[row]):
@@ -163,7 +163,7 @@ def official_threshold(
     return 100 * best / len(odds), threshold
 
 
-def test_best_thresholds_are_those_of_the_official_search() -> None:
+def test_best_thresholds_match_the_official_search() -> None:
     words = ["red", "red cat", "a dog", "blue dog", "cat"]
     for seed in range(40):
         generator = np.random.default_rng(seed)
@@ -184,12 +184,12 @@ def test_best_thresholds_are_those_of_the_official_search() -> None:
         ) == pytest.approx(expected)  # fmt: skip
 
 
-def test_answering_nothing_is_best_where_no_answer_is_right() -> None:
+def test_never_answering_can_be_best() -> None:
     found = best_thresholds([answered("x", -1.0), answered("y", 1.0)], [[], ["z"]])
     assert (found.best_exact, found.best_exact_threshold) == (50.0, 0.0)
 
 
-def test_ten_thousand_windows_take_seconds() -> None:
+def test_1000_windows_take_seconds() -> None:
     windows = question(0, num_windows=1, length=200)
     start = time.perf_counter()
     for _ in range(1000):
@@ -202,9 +202,7 @@ def test_ten_thousand_windows_take_seconds() -> None:
     ("file", "num_windows", "exact", "f1"),
     [("dev-v1.1.json", 10_784, 99.697, 99.746), ("train-v1.1-subset.json", 9_319, 98.994, 99.045)],
 )
-def test_perfect_logits_reach_the_ceiling_of_windows_and_lengths(
-    file: str, num_windows: int, exact: float, f1: float
-) -> None:
+def test_perfect_logits_reach_the_known_ceiling(file: str, num_windows: int, exact: float, f1: float) -> None:
     from transformers import BertTokenizerFast
 
     tokenizer = BertTokenizerFast.from_pretrained(real_data("tokenizers/bert-base-uncased/vocab.txt").parent)
@@ -233,12 +231,12 @@ def test_perfect_logits_reach_the_ceiling_of_windows_and_lengths(
     assert seen == num_windows
     found = values(squad(texts, references), len(texts))
     assert found["exact_match"] == pytest.approx(exact, abs=5e-4)
-    # What is answered instead of an answer of more than 30 tokens is up to logits that are all the same here.
+    # For targets of more than 30 tokens, the answer is arbitrary: all other logits are equal.
     assert found["f1"] == pytest.approx(f1, abs=0.01)
 
 
 def perfect(offsets: np.ndarray, start: int, end: int) -> Window:
-    """Logits of a window that point to its target, which is token 0 where the answer is not in it."""
+    """Return logits that point to the window's target: token 0 if the answer is outside the window."""
     inside = np.flatnonzero(offsets[:, 0] >= 0)
     first = last = 0
     if offsets[inside[0], 0] <= start and offsets[inside[-1], 1] >= end:

@@ -1,4 +1,4 @@
-"""Generation through `transformers`' own search, on streamed weights."""
+"""Generate with `transformers`' search on streamed weights; compare with `transformers` models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gptj_ft.config.options import Generation
 from gptj_ft.config.resolve import build
 from gptj_ft.errors import NotFinite, UsageError
 from gptj_ft.generation.decoding import cut_at, generate_tokens
-from gptj_ft.generation.hf_model import RaggedCache, StreamedModel
+from gptj_ft.generation.hf_model import ForwardPasses, RaggedCache, StreamedModel
 from gptj_ft.models import linear as products_of
 from gptj_ft.models.batch import HeadRows
 from gptj_ft.models.dropout import Dropout
@@ -21,14 +21,15 @@ from gptj_ft.models.functional import FunctionalLayer
 from gptj_ft.models.linear import Conv1D, Linear, project_by_all
 from gptj_ft.models.lora import LoRALinear, Rank
 from gptj_ft.planning.inference_plan import batches_by_length
+from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.open import open_for_inference
 from gptj_ft.streaming.stores.device import DeviceStore
 
 CPU = torch.device("cpu")
 PROMPTS = [[5, 9, 3], [7], [11, 2, 40, 8, 13, 21, 34], [6, 6]]
 
-# What a recipe can say of writing, and what `transformers` calls it. A penalty and a ban act on what is in the prompt,
-# where `transformers`' padding would count too, so rows are compared with one that stands alone.
+# Search settings, as recipes and `transformers` name them. Penalties and bans also act on padding in `transformers`, so
+# each row is compared with a batch of its own.
 SEARCHES = {
     "at least": {"min_new_tokens": 9},
     "repetition penalty": {"repetition_penalty": 1.7},
@@ -53,9 +54,10 @@ two_shapes = pytest.mark.parametrize("oracle", ["wide", "gpt2"], indirect=True)
 
 
 class Words:
-    """A tokenizer of the least kind: a token is a number, written out."""
+    """A minimal tokenizer: tokens are numbers."""
 
-    eos_token_id = 0
+    def __init__(self, eos_token_id: int = 0) -> None:
+        self.eos_token_id = eos_token_id
 
     def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
         return " ".join(str(token) for token in tokens)
@@ -74,21 +76,21 @@ def resident(model_folder: Path):
 
 
 def alone(oracle, prompt: list[int], **settings: object) -> list[int]:
-    """What `transformers` writes after one prompt, in a batch of its own."""
+    """Generate after one prompt with `transformers`, in a batch of its own."""
     output = oracle.generate(torch.tensor([prompt]), pad_token_id=0, eos_token_id=0, **settings)[0, len(prompt) :]
     tokens = output.tolist()
     return tokens[: tokens.index(0)] if 0 in tokens else tokens
 
 
 @two_shapes
-def test_greedy_decoding_of_a_ragged_batch_equals_transformers_on_each_prompt(oracle, streamed) -> None:
+def test_greedy_decoding_matches_transformers(oracle, streamed) -> None:
     ours = generate_tokens(streamed, Words(), PROMPTS, Generation(max_new_tokens=10))
     assert ours == [alone(oracle, prompt, max_new_tokens=10, do_sample=False) for prompt in PROMPTS]
 
 
 @one_shape
 @pytest.mark.parametrize("name", SEARCHES)
-def test_every_search_writes_what_transformers_writes(oracle, resident, name: str) -> None:
+def test_every_search_matches_transformers(oracle, resident, name: str) -> None:
     options = SEARCHES[name]
     ours = generate_tokens(resident, Words(), PROMPTS, Generation(max_new_tokens=12, **options))
     assert ours == [alone(oracle, prompt, max_new_tokens=12, do_sample=False, **options) for prompt in PROMPTS]
@@ -96,18 +98,18 @@ def test_every_search_writes_what_transformers_writes(oracle, resident, name: st
 
 @one_shape
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_every_kind_of_sampling_draws_what_transformers_draws(oracle, resident, name: str) -> None:
+def test_sampling_matches_transformers(oracle, resident, name: str) -> None:
     options = SAMPLINGS[name]
     for prompt in PROMPTS:
         torch.manual_seed(3)
         (ours,) = generate_tokens(resident, Words(), [prompt], Generation(max_new_tokens=12, **options))
         torch.manual_seed(3)
-        # transformers' own default of top_k is 50
+        # The default of top_k in transformers is 50.
         assert ours == alone(oracle, prompt, max_new_tokens=12, do_sample=True, **{"top_k": 0, **options})
 
 
 @one_shape
-def test_a_ragged_batch_draws_what_transformers_draws_of_a_padded_one(oracle, resident) -> None:
+def test_ragged_sampling_matches_a_padded_batch(oracle, resident) -> None:
     width = max(map(len, PROMPTS))
     ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in PROMPTS])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS])
@@ -122,7 +124,7 @@ def test_a_ragged_batch_draws_what_transformers_draws_of_a_padded_one(oracle, re
 
 @two_shapes
 @pytest.mark.parametrize("num_return", [1, 3])
-def test_beam_search_follows_the_beams_as_transformers_does(oracle, streamed, num_return: int) -> None:
+def test_beam_search_matches_transformers(oracle, streamed, num_return: int) -> None:
     settings = {"max_new_tokens": 6, "num_beams": 3, "do_sample": False, "num_return_sequences": num_return}
     for prompt in PROMPTS[1:3]:
         ids = torch.tensor([prompt])
@@ -131,7 +133,7 @@ def test_beam_search_follows_the_beams_as_transformers_does(oracle, streamed, nu
 
 
 @two_shapes
-def test_guessing_from_the_prompt_changes_no_token(oracle, streamed) -> None:
+def test_prompt_lookup_changes_no_token(oracle, streamed) -> None:
     for prompt in ([5, 9, 3, 5, 9, 3, 5], [6, 6, 6, 6]):
         settings = Generation(max_new_tokens=12, prompt_lookup_num_tokens=3)
         assert generate_tokens(streamed, Words(), [prompt], settings) == [
@@ -139,7 +141,7 @@ def test_guessing_from_the_prompt_changes_no_token(oracle, streamed) -> None:
         ]
 
 
-def test_logits_are_those_of_transformers_and_bitwise_the_same_wherever_the_weights_are(oracle, model_folder) -> None:
+def test_logits_match_transformers_for_every_placement(oracle, model_folder) -> None:
     ids = torch.tensor([[3, 1, 4, 1, 5], [0, 0, 9, 2, 6]])
     mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
     following = torch.tensor([[8], [2]])
@@ -158,37 +160,42 @@ def test_logits_are_those_of_transformers_and_bitwise_the_same_wherever_the_weig
             torch.testing.assert_close(found[0][row, start:], theirs, rtol=1e-5, atol=1e-5)
 
 
+class RecordingPasses(ForwardPasses):
+    """Forward passes that record the number of their tokens and of the positions with logits."""
+
+    def __init__(self, offloaded: OffloadedModel) -> None:
+        super().__init__(offloaded)
+        self.num_tokens: list[int] = []
+        self.num_logits: list[int] = []
+
+    def read(self, batches, positions, queries=()):
+        self.num_tokens.append(sum(len(batch.tokens_T) for batch in batches))
+        self.num_logits.append(sum(map(len, positions)))
+        return super().read(batches, positions, queries)
+
+
 @one_shape
-def test_rows_that_have_ended_are_computed_no_more(oracle, resident, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_rows_are_not_computed(oracle, resident) -> None:
     written = [alone(oracle, prompt, max_new_tokens=30, do_sample=False) for prompt in PROMPTS]
     longest = max(written, key=len)
     end = longest[5]
-    monkeypatch.setattr(Words, "eos_token_id", end)
-    computed, read = [], resident.passes.read
-    monkeypatch.setattr(
-        resident.passes, "read", lambda batches, at: computed.append(sum(map(len, at))) or read(batches, at)
-    )
-    ours = generate_tokens(resident, Words(), PROMPTS, Generation(max_new_tokens=30))
+    resident.passes = RecordingPasses(resident.offloaded)
+    ours = generate_tokens(resident, Words(end), PROMPTS, Generation(max_new_tokens=30))
     assert ours[written.index(longest)] == longest[: longest.index(end)]
     steps = [min(len(tokens) + 1, 30) for tokens in ours]
     assert len(set(steps)) > 1
-    assert computed == [sum(step >= n for step in steps) for n in range(1, max(steps) + 1)]
+    assert resident.passes.num_logits == [sum(step >= n for step in steps) for n in range(1, max(steps) + 1)]
 
 
 @one_shape
-def test_beams_read_their_prompt_once(resident, monkeypatch: pytest.MonkeyPatch) -> None:
-    computed, read = [], resident.passes.read
-    monkeypatch.setattr(
-        resident.passes,
-        "read",
-        lambda batches, at: computed.append(sum(len(batch.tokens_T) for batch in batches)) or read(batches, at),
-    )
+def test_beams_share_their_prompts_prefill(resident) -> None:
+    resident.passes = RecordingPasses(resident.offloaded)
     generate_tokens(resident, Words(), PROMPTS, Generation(max_new_tokens=2, min_new_tokens=2, num_beams=3))
-    assert computed == [sum(map(len, PROMPTS)), 3 * len(PROMPTS)]
+    assert resident.passes.num_tokens == [sum(map(len, PROMPTS)), 3 * len(PROMPTS)]
 
 
 @two_shapes
-def test_beams_that_share_memory_have_the_logits_of_each_on_its_own(resident) -> None:
+def test_shared_beams_keep_their_own_logits(resident) -> None:
     shared, generator = RaggedCache(), torch.Generator().manual_seed(0)
     texts = [list(prompt) for prompt in PROMPTS[:2] for _ in range(4)]
     width = max(map(len, texts))
@@ -201,14 +208,14 @@ def test_beams_that_share_memory_have_the_logits_of_each_on_its_own(resident) ->
         shared.reorder_cache(beams.flatten())
         logits = resident.forward(tokens, None, shared, 1).logits[:, 0]
         texts = [[*texts[beam], int(token)] for beam, token in zip(beams.flatten(), tokens, strict=True)]
-    assert shared.kv.num_slots < 50 * 4 * 0.9, "nothing has been forgotten"
+    assert shared.kv.num_slots < 50 * 4 * 0.9, "dropped beams still take slots"
     for text, ours in zip(texts, logits, strict=True):
         apart = resident.forward(torch.tensor([text]), logits_to_keep=1).logits[0, 0]
         torch.testing.assert_close(ours, apart, rtol=1e-5, atol=1e-5)
 
 
 @one_shape
-def test_sampling_repeats_with_the_seed_and_only_with_it(streamed) -> None:
+def test_sampling_repeats_with_its_seed(streamed) -> None:
     def sample(seed: int) -> list[list[int]]:
         torch.manual_seed(seed)
         return generate_tokens(streamed, Words(), PROMPTS, Generation(max_new_tokens=8, temperature=5.0, top_p=0.99))
@@ -217,7 +224,7 @@ def test_sampling_repeats_with_the_seed_and_only_with_it(streamed) -> None:
 
 
 @one_shape
-def test_top_k_one_is_greedy_at_any_temperature(streamed) -> None:
+def test_top_k_1_is_greedy(streamed) -> None:
     greedy = generate_tokens(streamed, Words(), PROMPTS, Generation(max_new_tokens=12))
     assert (
         generate_tokens(streamed, Words(), PROMPTS, Generation(max_new_tokens=12, temperature=9.0, top_k=1)) == greedy
@@ -225,14 +232,14 @@ def test_top_k_one_is_greedy_at_any_temperature(streamed) -> None:
 
 
 @one_shape
-def test_prompts_that_are_not_computed_at_once_are_gone_on_from_all_the_same(streamed) -> None:
+def test_prefill_in_parts_gives_equal_answers(streamed) -> None:
     settings = Generation(max_new_tokens=6)
     together = generate_tokens(streamed, Words(), PROMPTS, settings)
     streamed.budget_tokens = 1
     assert generate_tokens(streamed, Words(), PROMPTS, settings) == together
 
 
-def test_rows_of_like_length_share_the_passes_as_far_as_their_tokens_allow() -> None:
+def test_batches_group_rows_by_length() -> None:
     settings = Generation(max_new_tokens=6)
     assert list(batches_by_length([3, 9, 4], settings, most_tokens=30)) == [[1, 2], [0]]
     assert list(batches_by_length([3, 9, 4], settings, num_return=2, most_tokens=30)) == [[1], [2], [0]]
@@ -240,7 +247,7 @@ def test_rows_of_like_length_share_the_passes_as_far_as_their_tokens_allow() -> 
 
 
 @one_shape
-def test_writing_goes_on_after_something_else_has_used_the_weights(streamed) -> None:
+def test_generation_works_after_an_evaluation(streamed) -> None:
     from gptj_ft.models.batch import pack
     from gptj_ft.streaming.scoring import evaluate_losses
 
@@ -253,37 +260,35 @@ def test_writing_goes_on_after_something_else_has_used_the_weights(streamed) -> 
 
 
 @one_shape
-def test_weights_that_take_the_same_inputs_are_one_product_and_what_stays_is_fetched_once(
-    resident, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    products, asked = [], []
+def test_weights_with_shared_inputs_are_one_product(resident, monkeypatch: pytest.MonkeyPatch) -> None:
+    products, fetched = [], []
     project, own = products_of.project, DeviceStore.own
     monkeypatch.setattr(
         products_of, "project", lambda x, w, *rest: products.append(tuple(w.shape)) or project(x, w, *rest)
     )
-    monkeypatch.setattr(DeviceStore, "own", lambda store, *rest: asked.append(rest[1]) or own(store, *rest))
+    monkeypatch.setattr(DeviceStore, "own", lambda store, *rest: fetched.append(rest[1]) or own(store, *rest))
     cache = resident(torch.tensor([[1, 2, 3]])).past_key_values
-    asked.clear(), products.clear()
+    fetched.clear(), products.clear()
     for _ in range(3):
         resident(torch.tensor([[4]]), past_key_values=cache)
     assert products == 3 * [*2 * [(64 * 7, 64), (64, 64), (64, 64 * 4)], (90, 64)]
-    assert asked == []
+    assert fetched == []
 
 
 @one_shape
-def test_while_a_pass_ends_the_next_one_is_on_its_way(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_end_of_pass_prefetches_the_next(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_for_inference(model_folder, CPU, torch.float32, "disk") as (architecture, stack):
-        model, asked = StreamedModel(architecture, stack), []
+        model, reads = StreamedModel(architecture, stack), []
         read = stack.transfers.read
-        monkeypatch.setattr(stack.transfers, "read", lambda span, out: asked.append(span.layer) or read(span, out))
+        monkeypatch.setattr(stack.transfers, "read", lambda span, out: reads.append(span.layer) or read(span, out))
         model(torch.tensor([[1, 2]]))
         head = len(stack.layers) - 1
-        assert asked == [*range(1, head + 1), 1], "the first block of the next pass is read while the head computes"
+        assert reads == [*range(1, head + 1), 1], "the first block of the next pass is read during this pass"
         model(torch.tensor([[1, 2]]))
-        assert asked == [*range(1, head + 1), *range(1, head + 1), 1], "and is not read again"
+        assert reads == [*range(1, head + 1), *range(1, head + 1), 1], "the prefetched block is not read again"
 
 
-def test_logits_that_are_no_numbers_stop_with_a_reason(tmp_path: Path) -> None:
+def test_nan_logits_raise_not_finite(tmp_path: Path) -> None:
     model = random_gptj(**SHAPES["narrow"])
     model.transformer.h[1].mlp.fc_in.weight.data[0, 0] = float("nan")
     model.save_pretrained(tmp_path / "model")
@@ -294,20 +299,20 @@ def test_logits_that_are_no_numbers_stop_with_a_reason(tmp_path: Path) -> None:
         generate_tokens(StreamedModel(architecture, stack), Words(), PROMPTS, Generation(max_new_tokens=4))
 
 
-def test_settings_that_contradict_each_other_are_refused() -> None:
+def test_contradictory_settings_are_rejected() -> None:
     with pytest.raises(UsageError, match="min_new_tokens"):
         build({"generation": {"min_new_tokens": 9, "max_new_tokens": 3}})
     with pytest.raises(UsageError, match="num_beams"):
         build({"generation": {"prompt_lookup_num_tokens": 3, "num_beams": 2}})
 
 
-def test_text_ends_before_a_stop_string_but_not_before_it_says_something() -> None:
+def test_text_is_cut_at_stop_strings() -> None:
     assert cut_at("\n yes\nQuestion: more", ("\n",)) == "\n yes"
     assert cut_at("yes", ("\n",)) == "yes"
 
 
 @pytest.mark.parametrize("count", [1, 2, 32, 33, 128, 129])
-def test_products_of_few_tokens_are_what_torch_makes_of_them(count: int) -> None:
+def test_decoding_products_match_torch(count: int) -> None:
     generator = torch.Generator().manual_seed(count)
     flat, x = torch.randn(3, 48, 48, generator=generator), torch.randn(count, 48, generator=generator)
     linears = [Linear(48, 48, bias=False) for _ in range(3)]
@@ -330,7 +335,7 @@ def test_products_of_few_tokens_are_what_torch_makes_of_them(count: int) -> None
         torch.testing.assert_close(apart[2], with_adapter, rtol=1e-5, atol=1e-4)
 
 
-def test_a_layer_that_was_run_with_tensors_keeps_none_of_them() -> None:
+def test_functional_layer_keeps_no_tensors() -> None:
     layer = torch.nn.Linear(2, 2, device="meta")
     runner, tensors = FunctionalLayer(layer), {"weight": torch.eye(2), "bias": torch.ones(2)}
     assert runner.run(tensors, torch.zeros(1, 2)).tolist() == [[1.0, 1.0]]

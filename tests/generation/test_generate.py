@@ -1,34 +1,35 @@
-"""The command that writes: one prompt, rows of a file, a conversation."""
+"""The command `generate`: one prompt, rows of a file, a conversation."""
 
 from __future__ import annotations
 
 import io
 import json
-import os
-import signal
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import NOTES
 
+from gptj_ft import api
 from gptj_ft.checkpoints.metadata import ModelMetadata, template_of
 from gptj_ft.checkpoints.model_folder import METADATA_FILE
 from gptj_ft.checkpoints.tiny import make_tiny
 from gptj_ft.config.options import Generation, Recipe
 from gptj_ft.config.presets import load_preset
 from gptj_ft.config.resolve import build
+from gptj_ft.errors import Interrupted
 from gptj_ft.evaluation.row_job import OutputFile
-from gptj_ft.generation import chat, decoding
+from gptj_ft.generation import chat
 from gptj_ft.generation.chat import run_chat
 from gptj_ft.generation.decoding import AnswerStreamer
-from gptj_ft.generation.generator import GenerationSetup, Generator, open_generator
+from gptj_ft.generation.generator import Answer, GenerationSetup, Generator, open_generator
+from gptj_ft.training.reporter import Reporter
 
 SHORT = {"max_length": 96, "device": "cpu", "precision": "fp32"}
 
 
 def remember(folder: Path, recipe: Recipe) -> Path:
-    """Have a model folder remember a recipe as if it had been tuned with it."""
+    """Write a recipe into a model folder, as if the model had been tuned with it."""
     tuning = ModelMetadata("base", template_of(recipe), {}, {})
     (folder / METADATA_FILE).write_text(json.dumps(tuning.to_dict()), encoding="utf-8")
     return folder
@@ -58,7 +59,7 @@ def lines_of(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_every_row_of_a_file_gets_the_answer_that_it_gets_alone(model: Path, rows: Path, shell) -> None:
+def test_file_rows_get_the_same_answers_alone(model: Path, rows: Path, shell) -> None:
     done = shell("generate --model tuned --input rows.jsonl --output out.jsonl --json")
     assert done.code == 0, done.err
     assert done.json == {"model": "tuned", "output": "out.jsonl", "rows": 12, "found": 0, "shortened": 0, "bad": 0}
@@ -68,48 +69,47 @@ def test_every_row_of_a_file_gets_the_answer_that_it_gets_alone(model: Path, row
         assert shell("generate --model tuned", row["note"]).out.strip() == line["text"]
 
 
-def test_what_was_killed_goes_on_and_ends_as_if_it_had_not_been(
-    model: Path, rows: Path, shell, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gptj_ft.planning.inference_plan.BATCH_TOKENS", 200)  # some batches
+def start_output(path: Path, settings_of: Path, together: int) -> None:
+    """Start an output file with the settings of another, but with batches of ``together`` tokens."""
+    settings = json.loads(Path(f"{settings_of}.settings.json").read_text()) | {"together": together}
+    Path(f"{path}.settings.json").write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+
+
+def test_truncated_output_resumes_to_the_same_bytes(model: Path, rows: Path, shell) -> None:
     command = "generate --model tuned --input rows.jsonl --temperature 2 --num-return 2 --output"
-    assert shell(f"{command} straight.jsonl").code == 0
-    straight = Path("straight.jsonl").read_bytes()
-    assert shell(f"{command} out.jsonl").code == 0
-    written = Path("out.jsonl").read_bytes()
-    assert written == straight
-    starts = [at + 1 for at, byte in enumerate(written) if byte == ord("\n")]
-    for cut in (0, 5, starts[2], starts[5] + 30, len(written) - 1):  # in a line, between lines
-        Path("out.jsonl").write_bytes(written[:cut])
+    assert shell(f"{command} one-batch.jsonl").code == 0
+    for name in ("whole.jsonl", "out.jsonl"):
+        start_output(Path(name), Path("one-batch.jsonl"), 200)
+        assert shell(f"{command} {name}").code == 0
+    whole = Path("whole.jsonl").read_bytes()
+    assert Path("out.jsonl").read_bytes() == whole != Path("one-batch.jsonl").read_bytes()
+    starts = [at + 1 for at, byte in enumerate(whole) if byte == ord("\n")]
+    for cut in (0, 5, starts[2], starts[5] + 30, len(whole) - 1):  # inside a line and between lines
+        Path("out.jsonl").write_bytes(whole[:cut])
         done = shell(f"{command} out.jsonl --json")
-        assert done.json["found"] == written[:cut].count(b"\n")
-        assert Path("out.jsonl").read_bytes() == straight
+        assert done.json["found"] == whole[:cut].count(b"\n")
+        assert Path("out.jsonl").read_bytes() == whole
     assert shell(f"{command} out.jsonl --json").json["found"] == 12
 
 
-def test_a_signal_says_how_to_go_on(model: Path, rows: Path, shell, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gptj_ft.planning.inference_plan.BATCH_TOKENS", 1)
-    generate, calls = decoding.generate_tokens, []
+def test_interruption_says_how_to_resume(model: Path, rows: Path, shell) -> None:
+    class Interrupt(Reporter):
+        def on_count(self, activity: str, done: int, total: int | None, unit: str) -> None:
+            if done == 3:
+                raise KeyboardInterrupt
 
-    def interrupted(*arguments: object) -> object:
-        calls.append(1)
-        if len(calls) == 4:
-            os.kill(os.getpid(), signal.SIGHUP)
-        return generate(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(decoding, "generate_tokens", interrupted)
-        done = shell("generate --model tuned --input rows.jsonl --output out.jsonl")
-    assert done.code == 130
-    assert "3 of 12 rows are in out.jsonl; the same command goes on" in done.err
+    assert shell("generate --model tuned --input rows.jsonl --output whole.jsonl").code == 0
+    start_output(Path("out.jsonl"), Path("whole.jsonl"), 1)
+    with pytest.raises(Interrupted, match=r"stopped: 3 of 12 rows are in out\.jsonl; the same command resumes there"):
+        api.generate_file("rows.jsonl", "out.jsonl", "tuned", reporter=Interrupt())
     assert shell("generate --model tuned --input rows.jsonl --output out.jsonl --json").json["found"] == 3
 
 
-def test_no_file_is_written_into_that_is_of_something_else(model: Path, rows: Path, shell) -> None:
+def test_foreign_output_file_is_rejected(model: Path, rows: Path, shell) -> None:
     Path("mine.jsonl").write_text("{}\n")
     done = shell("generate --model tuned --input rows.jsonl --output mine.jsonl")
     assert done.code == 2
-    assert "mine.jsonl is there already" in done.err
+    assert "mine.jsonl exists and was not made by this command" in done.err
     assert Path("mine.jsonl").read_text() == "{}\n"
     shell("generate --model tuned --input rows.jsonl --output out.jsonl")
     done = shell("generate --model tuned --input rows.jsonl --output out.jsonl --temperature 1")
@@ -117,12 +117,12 @@ def test_no_file_is_written_into_that_is_of_something_else(model: Path, rows: Pa
     assert "made with other generation" in done.err
 
 
-def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
+def test_second_writer_of_a_file_is_rejected(tmp_path: Path) -> None:
     with OutputFile(tmp_path / "out.jsonl", {}), pytest.raises(Exception, match="being written by another process"):
         OutputFile(tmp_path / "out.jsonl", {})
 
 
-def test_bad_rows_are_named_and_counted_and_stop_everything_beyond_what_is_allowed(model: Path, shell) -> None:
+def test_bad_rows_are_reported_up_to_limit(model: Path, shell) -> None:
     good = json.dumps({"note": "The lift stops."})
     Path("rows.jsonl").write_text(f'{good}\n{{"note": " "}}\nno json\n{good}\n{{"note": null}}\n')
     done = shell("generate --model tuned --input rows.jsonl --output out.jsonl --max-bad-rows 2")
@@ -142,7 +142,7 @@ def test_bad_rows_are_named_and_counted_and_stop_everything_beyond_what_is_allow
     ]  # fmt: skip
 
 
-def test_a_prompt_beyond_the_window_is_shortened_and_that_is_said(model: Path, shell) -> None:
+def test_long_prompt_is_shortened_with_a_note(model: Path, shell) -> None:
     done = shell("generate --model tuned", "The lift stops. " * 300)
     assert done.code == 0
     assert "shortened to" in done.err
@@ -154,7 +154,7 @@ def test_a_prompt_beyond_the_window_is_shortened_and_that_is_said(model: Path, s
     assert "no room" in done.err
 
 
-def test_what_cannot_be_answered_is_refused_with_a_reason(model: Path, shell) -> None:
+def test_impossible_requests_fail_with_a_reason(model: Path, shell) -> None:
     for line, code, reason in (
         ('generate "  " --model tuned', 3, "the field 'document' is empty"),
         ("generate x --chat --model tuned", 2, "three ways"),
@@ -176,9 +176,7 @@ def test_what_cannot_be_answered_is_refused_with_a_reason(model: Path, shell) ->
     assert shard.name in done.err
 
 
-def test_a_long_answer_of_a_tiny_model_is_cut_on_a_terminal_and_nowhere_else(
-    model: Path, shell, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_terminal_cuts_answers_of_tiny_models(model: Path, shell, monkeypatch: pytest.MonkeyPatch) -> None:
     untrained = model.rename("tiny-0123456789ab-0")
     line = f"generate x --raw --max-new-tokens 70 --model {untrained}"
     whole = shell(line).out
@@ -195,7 +193,7 @@ def test_a_long_answer_of_a_tiny_model_is_cut_on_a_terminal_and_nowhere_else(
     assert shell(line.replace(str(untrained), "trained")).out == whole
 
 
-def test_several_answers_differ_and_come_again_with_the_seed(model: Path, shell) -> None:
+def test_several_answers_differ_and_repeat_with_seed(model: Path, shell) -> None:
     command = "generate x --model tuned --temperature 3 --num-return 3 --json"
     texts = shell(command).json["texts"]
     assert len(set(texts)) == 3
@@ -204,7 +202,7 @@ def test_several_answers_differ_and_come_again_with_the_seed(model: Path, shell)
     assert beams[0] == shell("generate x --model tuned --num-beams 3 --json").json["text"]
 
 
-def test_raw_continues_the_text_and_a_model_without_template_does_so_too(model: Path, shell) -> None:
+def test_raw_prompt_equals_model_without_template(model: Path, shell) -> None:
     raw = shell('generate "The lift" --model tuned --raw --max-new-tokens 8 --json').json
     (model / METADATA_FILE).unlink()
     plain = shell('generate "The lift" --model tuned --max-new-tokens 8 --json').json
@@ -212,26 +210,26 @@ def test_raw_continues_the_text_and_a_model_without_template_does_so_too(model: 
     assert raw["prompt_tokens"] < 8
 
 
-def test_an_answer_shown_as_it_is_written_is_the_answer(model: Path, shell) -> None:
+def test_streamed_text_equals_the_answer(model: Path, shell) -> None:
     for options in ("", "--temperature 1.5 --seed 4 --max-new-tokens 40", '--set "generation.stop=[e, to]"'):
         whole = shell(f"generate --model tuned {options}", "The lift stops.").out
         assert shell(f"generate --stream --model tuned {options}", "The lift stops.").out == whole
 
 
-def test_what_is_shown_is_never_taken_back() -> None:
+def test_streamer_never_retracts_text() -> None:
     import torch
 
-    class Letters:
+    class ByteTokenizer:
         def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
             return bytes(tokens).decode(errors="replace")
 
     for text, stop in ((" yes and no END more", ("END",)), ("é è", ()), ("a\n\nUser", ("\n\nUser:",)), ("  ", ("x",))):
         shown: list[str] = []
-        typewriter = AnswerStreamer(Letters(), Generation(stop=stop), shown.append)  # type: ignore[arg-type]
-        typewriter.put(torch.tensor([[1, 2]]))
+        streamer = AnswerStreamer(ByteTokenizer(), Generation(stop=stop), shown.append)  # type: ignore[arg-type]
+        streamer.put(torch.tensor([[1, 2]]))
         for byte in text.encode():
-            typewriter.put(torch.tensor([byte]))
-        typewriter.end()
+            streamer.put(torch.tensor([byte]))
+        streamer.end()
         assert "".join(shown) == text.partition("END")[0].strip()
         assert len(shown) > 1 or len(text) < 4
 
@@ -245,37 +243,44 @@ def generator(tmp_path: Path):
         yield opened
 
 
-def test_a_conversation_goes_on_from_what_was_said_and_forgets_the_oldest(
-    generator: Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompts, notes, shown = [], [], []
-    generate = chat.Generator.write
-    monkeypatch.setattr(
-        chat.Generator, "write", lambda self, values, **more: prompts.append(values) or generate(self, values, **more)
-    )
+class RecordingGenerator:
+    """A generator that records the values of its prompts."""
+
+    def __init__(self, generator: Generator) -> None:
+        self._generator = generator
+        self.prompts: list[dict[str, Any]] = []
+
+    def write(self, values: dict[str, Any], **more: Any) -> Answer:
+        self.prompts.append(values)
+        return self._generator.write(values, **more)
+
+
+def test_chat_keeps_recent_messages(generator: Generator) -> None:
+    recording, notes, shown = RecordingGenerator(generator), [], []
     question = "Where is the parcel?"
-    said = ["The lift stops.", "", "/what", *[question] * 3, "/clear", "The printer blinks.", "/exit", "no"]
-    run_chat(generator, said, "Be brief.", shown.append, notes.append)
-    asked = [[message["content"] for message in values["messages"] if message["role"] == "user"] for values in prompts]
-    assert asked == [
+    inputs = ["The lift stops.", "", "/what", *[question] * 3, "/clear", "The printer blinks.", "/exit", "no"]
+    run_chat(recording, inputs, "Be brief.", shown.append, notes.append)  # type: ignore[arg-type]
+    prompts = recording.prompts
+    questions = [[each["content"] for each in values["messages"] if each["role"] == "user"] for values in prompts]
+    assert questions == [
         ["The lift stops."], *[["The lift stops."] + [question] * n for n in (1, 2, 3)], ["The printer blinks."]
     ]  # fmt: skip
     assert all(values["messages"][0] == {"role": "system", "content": "Be brief."} for values in prompts)
     assert chat.HELP in notes
-    assert chat.FORGOTTEN in notes, "the window is 88 tokens"
+    assert chat.FORGOTTEN in notes, "a prompt has room for 88 tokens"
     assert "".join(shown).count("\n") >= len(prompts)
 
 
-def test_chat_answers_what_comes_through_a_pipe(tmp_path: Path, shell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_reads_a_pipe(tmp_path: Path, shell, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny(tmp_path / "chat", "chat")
-    monkeypatch.setattr(sys, "stdin", io.StringIO("The lift stops.\nThe printer blinks.\n"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("The lift stops.\nThe printer blinks.\n"))
     done = shell("generate --chat --model chat")
     assert done.code == 0, done.err
     assert done.out.count("\n") >= 2
     assert "/exit" in done.err
 
 
-def test_rows_of_conversations_are_answered_from_their_last_question(tmp_path: Path, shell) -> None:
+def test_conversation_rows_answer_the_last_question(tmp_path: Path, shell) -> None:
     tiny(tmp_path / "chat", "chat")
     asked = [{"role": "user", "content": "The lift stops."}]
     answered = [*asked, {"role": "assistant", "content": "Yes."}]

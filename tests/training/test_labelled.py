@@ -1,4 +1,4 @@
-"""Tasks with labels from the command line: finetune, evaluate, predict, and the model that is left."""
+"""Train, evaluate and predict labels from the command line; compare the saved model with transformers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PAIRS = options("prompt={{ text }}|pair={{ second }}|completion={{ label }}|fiel
 
 
 def words_of(number: int) -> tuple[str, str]:
-    """Return a colour, and things of that colour."""
+    """Return a colour and four words for things of that colour."""
     generator = np.random.default_rng(number)
     colour = list(COLOURS)[number % 3]
     return colour, " ".join(generator.choice(COLOURS[colour].split(), 4))
@@ -58,7 +58,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_a_label_of_a_text_is_learned_measured_and_given(shell: Any, rows: Path, tmp_path: Path) -> None:
+def test_text_classification_end_to_end(shell: Any, rows: Path, tmp_path: Path) -> None:
     finetune(shell, "classification", f"--data rows.csv {TEXT} --set holdout=0.25")
     found = shell("evaluate run --json").json
     assert found["model"]["scores"]["accuracy"] == 100.0
@@ -82,7 +82,7 @@ def test_a_label_of_a_text_is_learned_measured_and_given(shell: Any, rows: Path,
         assert theirs["score"] == pytest.approx(max(ours["probabilities"].values()), abs=1e-4)
 
 
-def test_labels_of_pairs_are_learned(shell: Any, rows: Path, tmp_path: Path) -> None:
+def test_pair_classification_end_to_end(shell: Any, rows: Path, tmp_path: Path) -> None:
     finetune(shell, "classification", f"--data rows.csv {PAIRS} --set fields.label=[label] --set holdout=0.25")
     assert shell("evaluate run --json").json["model"]["scores"]["accuracy"] > 80
     assert shell('predict --model run "grass leaf" --pair "sky ink" --json').json["label"] in COLOURS
@@ -91,7 +91,7 @@ def test_labels_of_pairs_are_learned(shell: Any, rows: Path, tmp_path: Path) -> 
     assert "--pair" in refused.said
 
 
-def test_several_labels_and_numbers_are_learned(shell: Any, rows: Path, tmp_path: Path) -> None:
+def test_multi_label_and_regression_end_to_end(shell: Any, rows: Path, tmp_path: Path) -> None:
     finetune(shell, "multi-label", f"--data rows.csv {PAIRS} --set fields.label=[several] --set holdout=0.25")
     found = shell("evaluate run --json").json["model"]
     assert found["scores"]["micro_f1"] > 70
@@ -106,7 +106,7 @@ def test_several_labels_and_numbers_are_learned(shell: Any, rows: Path, tmp_path
     assert shell('predict --model run "grass leaf moss lime" --json').json["score"] == pytest.approx(5.5, abs=1.5)
 
 
-def test_a_stopped_run_goes_on_to_the_bits_of_one_never_stopped(shell: Any, rows: Path, tmp_path: Path) -> None:
+def test_resumed_run_with_dropout_is_bit_equal(shell: Any, rows: Path, tmp_path: Path) -> None:
     line = f"finetune --set task=classification --data rows.csv {TEXT} {FEW} --set holdout=0.25 --set lr=1e-3"
     line = line.replace("--set dropout=0", "--set dropout=0.3")
     whole = shell(f"{line} --max-steps 8 --output whole --quiet --set weights=disk --set optimizer_state=disk")
@@ -123,13 +123,13 @@ def test_a_stopped_run_goes_on_to_the_bits_of_one_never_stopped(shell: Any, rows
         assert curves[0] == curves[1]
 
 
-def test_predictions_that_were_interrupted_go_on_and_tables_are_whole(shell: Any, rows: Path, tmp_path: Path) -> None:
+def test_truncated_predictions_resume_to_the_same_bytes(shell: Any, rows: Path, tmp_path: Path) -> None:
     finetune(shell, "classification", f"--data rows.csv {TEXT} --set holdout=0", steps=2)
     assert shell("predict --model run --input rows.csv --output whole.jsonl --quiet").code == 0
     lines = (tmp_path / "whole.jsonl").read_text().splitlines(keepends=True)
-    settings = json.loads((tmp_path / "whole.jsonl.settings.json").read_text()) | {"read": 64}  # tokens a pass
+    settings = json.loads((tmp_path / "whole.jsonl.settings.json").read_text()) | {"read": 64}  # tokens per pass
     given = b""
-    for cut in (0, 1, 5000, 9000, 9001):  # bytes that a kill has left
+    for cut in (0, 1, 5000, 9000, 9001):  # bytes left by a crash
         (tmp_path / "part.jsonl").write_bytes(given[:cut])
         (tmp_path / "part.jsonl.settings.json").write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
         assert shell("predict --model run --input rows.csv --output part.jsonl --quiet").code == 0
@@ -144,7 +144,7 @@ def test_predictions_that_were_interrupted_go_on_and_tables_are_whole(shell: Any
 
 
 @pytest.mark.parametrize(
-    ("line", "code", "said"),
+    ("line", "code", "message"),
     [
         ("predict x --input rows.csv --output out.jsonl", 2, "two ways of asking"),
         ("predict --input rows.csv", 2, "--input and --output go together"),
@@ -153,12 +153,12 @@ def test_predictions_that_were_interrupted_go_on_and_tables_are_whole(shell: Any
         ("finetune --set task=spans --model tiny-gpt2 --data rows.csv", 2, "prompt"),
     ],
 )
-def test_what_cannot_be_labelled_is_one_line(shell: Any, rows: Path, line: str, code: int, said: str) -> None:
+def test_impossible_predictions_fail_with_one_line(shell: Any, rows: Path, line: str, code: int, message: str) -> None:
     if "--model run" in line:
         finetune(shell, "classification", f"--data rows.csv {TEXT} --set holdout=0", steps=1)
     done = shell(line)
     assert done.code == code, done.said
-    assert said in done.said
+    assert message in done.said
 
 
 def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -170,7 +170,7 @@ def texts_with(labels: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("rows_of", "recipe", "model", "code", "said"),
+    ("rows_of", "recipe", "model", "code", "message"),
     [
         (texts_with(["same"] * 9), "classification", "tiny-bert", 3, "all have the label 'same': there is nothing to"),
         (texts_with([""] * 9), "classification", "tiny-bert", 3, "none of the 9 rows can be trained on: no value for"),
@@ -183,18 +183,18 @@ def texts_with(labels: Sequence[Any]) -> list[dict[str, Any]]:
         (texts_with([n % 2 for n in range(9)]), "squad-bert", "tiny-bert", 3, "no column for 'question'"),
     ],
 )
-def test_rows_that_teach_no_label_are_one_line_and_leave_nothing(
-    shell: Any, tmp_path: Path, rows_of: list[dict[str, Any]], recipe: str, model: str, code: int, said: str
+def test_unusable_training_rows_leave_no_run(
+    shell: Any, tmp_path: Path, rows_of: list[dict[str, Any]], recipe: str, model: str, code: int, message: str
 ) -> None:
     write_lines(tmp_path / "bad.jsonl", rows_of)
     done = shell(f"finetune --recipe {recipe} --data bad.jsonl --model {model} --output run")
     assert done.code == code, done.said
-    assert said in done.said
+    assert message in done.said
     assert done.err.count("\n") <= 2
     assert not (tmp_path / "run").exists()
 
 
-def test_rows_to_validate_on_with_other_labels_are_left_out_and_counted(shell: Any, tmp_path: Path) -> None:
+def test_validation_rows_with_unknown_labels_are_skipped(shell: Any, tmp_path: Path) -> None:
     write_lines(tmp_path / "train.jsonl", texts_with([words_of(number)[0] for number in range(30)]))
     line = f"finetune --recipe classification --data train.jsonl --val-data val.jsonl {FEW} --dry-run"
     write_lines(tmp_path / "val.jsonl", texts_with(["red", "violet", "blue", "violet"]))
@@ -207,7 +207,7 @@ def test_rows_to_validate_on_with_other_labels_are_left_out_and_counted(shell: A
     assert "label 'pink' is none of 'blue', 'green', 'red', the labels of the training rows" in done.said
 
 
-def test_predictions_of_odd_rows_are_one_line_or_counted(shell: Any, rows: Path, tmp_path: Path) -> None:
+def test_odd_rows_are_labelled_or_counted(shell: Any, rows: Path, tmp_path: Path) -> None:
     finetune(shell, "classification", f"--data rows.csv {TEXT} --set holdout=0", steps=1)
     odd = [{"text": "", "label": "red", "row": "a"}, {"text": 'sky; "ink",\nsea', "label": "blue", "row": "b"}]
     write_lines(tmp_path / "odd.jsonl", [*odd, {"label": "green", "row": "c"}])
@@ -229,12 +229,12 @@ def test_predictions_of_odd_rows_are_one_line_or_counted(shell: Any, rows: Path,
         assert (tmp_path / output).read_bytes() == before
     assert {path.name for path in tmp_path.glob("out.csv*")} == {"out.csv", "out.csv.settings.json"}
     (tmp_path / "table.csv").write_text("mine")
-    for line, code, said in (
+    for line, code, message in (
         ('predict --model run " "', 3, "the text is empty"),
         (f"{ask} out.txt", 2, "ends in .jsonl or .csv"),
-        (f"{ask} odd.jsonl", 2, "odd.jsonl is there already, and not of this command"),
-        (f"{ask} out.csv", 2, "out.csv is there and was made with other keep; name a new --output"),
-        (f"{ask} table.csv", 2, "table.csv is there already, and not of this command; name a new --output"),
+        (f"{ask} odd.jsonl", 2, "odd.jsonl exists and was not made by this command"),
+        (f"{ask} out.csv", 2, "out.csv exists and was made with other keep; name a new --output"),
+        (f"{ask} table.csv", 2, "table.csv exists and was not made by this command; name a new --output"),
         (f"{ask} out.jsonl --keep row", 2, "made with other keep"),
         (f"{ask} out.jsonl --keep label,row,text --precision bf16", 2, "made with other precision"),
         (f"{ask} none/out.jsonl", 2, "cannot write none/out.jsonl"),
@@ -244,12 +244,12 @@ def test_predictions_of_odd_rows_are_one_line_or_counted(shell: Any, rows: Path,
         ("finetune --resume run --data odd.jsonl", 2, "run is finished"),
     ):
         done = shell(line)
-        assert (done.code, said in done.said) == (code, True), (line, done.said)
+        assert (done.code, message in done.said) == (code, True), (line, done.said)
     assert len(lines_of(tmp_path / "odd.jsonl")) == 3
 
 
 def write_squad(path: Path) -> dict[str, list[str]]:
-    """Write questions in SQuAD v2.0's form, an article a line; return the answers by id."""
+    """Write questions in SQuAD v2.0's format, one article per line; return the accepted answers by id."""
     truth: dict[str, list[str]] = {}
     articles = []
     for article in range(3):
@@ -271,7 +271,7 @@ def write_squad(path: Path) -> dict[str, list[str]]:
 
 
 def official_squad2(predictions: dict[str, str], truth: dict[str, list[str]]) -> dict[str, float]:
-    """Score as evaluate-v2.0.py: a question without an answer wants an empty one."""
+    """Score as evaluate-v2.0.py does: a question without an answer expects an empty prediction."""
 
     def words(text: str) -> list[str]:
         kept = "".join(each for each in text.lower() if each not in string.punctuation)
@@ -288,7 +288,7 @@ def official_squad2(predictions: dict[str, str], truth: dict[str, list[str]]) ->
     return {"exact_match": 100 * sum(exact) / len(exact), "f1": 100 * sum(overlap) / len(overlap)}
 
 
-def test_answers_by_id_score_in_squads_official_script_what_evaluate_says(shell: Any, tmp_path: Path) -> None:
+def test_answers_by_id_match_squads_script(shell: Any, tmp_path: Path) -> None:
     truth = write_squad(tmp_path / "dev.json")
     line = f"finetune --recipe squad2-bert --data dev.json --val-data dev.json {FEW} --max-steps 30 --set lr=3e-3"
     done = shell(f"{line} --set stride=8 --output run --quiet")
@@ -301,21 +301,21 @@ def test_answers_by_id_score_in_squads_official_script_what_evaluate_says(shell:
     assert [text == "" for text in given.values()] == [each > 0 for each in odds.values()]
     assert {"", *given.values()} != {""}
     official = official_squad2(given, truth)
-    for told in (
+    for scores in (
         shell("evaluate run --data dev.json --json").json["model"]["scores"],
         shell("evaluate --predictions predictions.json --data dev.json --recipe squad --json").json["model"]["scores"],
     ):
-        assert {name: told[name] for name in official} == pytest.approx(official)
+        assert {name: scores[name] for name in official} == pytest.approx(official)
 
     assert shell(f"{ask} lines.jsonl --keep id").code == 0
-    assert [line["id"] for line in lines_of(tmp_path / "lines.jsonl")] == list(truth), "an article is one line"
+    assert [line["id"] for line in lines_of(tmp_path / "lines.jsonl")] == list(truth), "a line has many questions"
     before = (tmp_path / "predictions.json").read_bytes()
     again = shell(f"{ask} predictions.json")
     assert (again.code, f"{len(truth)} of them were there" in again.said) == (0, True)
     assert (tmp_path / "predictions.json").read_bytes() == before
 
 
-def test_answers_by_id_need_ids_and_questions(shell: Any, rows: Path, tmp_path: Path) -> None:
+def test_answers_by_id_need_unique_ids(shell: Any, rows: Path, tmp_path: Path) -> None:
     write_squad(tmp_path / "dev.json")
     questions = [{"question": "Which?", "context": "A room.", "id": id} for id in ("a", "b", "a")]
     write_lines(tmp_path / "twice.jsonl", questions)
@@ -326,21 +326,21 @@ def test_answers_by_id_need_ids_and_questions(shell: Any, rows: Path, tmp_path: 
     assert shell(f"{line} --output asked").code == 0
     finetune(shell, "classification", f"--data rows.csv {TEXT} --set holdout=0", steps=1)
     (tmp_path / "there.null_odds.json").write_text("mine")
-    for line, said in (
+    for line, message in (
         ("predict --model asked --input twice.jsonl --output out.json", "2 questions have the id 'a'"),
         ("predict --model asked --input none.jsonl --output out.json", "no such column"),
         ("predict --model asked --input dev.json --output out.json --keep title", "without --keep"),
-        ("predict --model asked --input dev.json --output there.json", "there.null_odds.json is there already"),
+        ("predict --model asked --input dev.json --output there.json", "there.null_odds.json exists"),
         ("predict --model asked --input empty.json --output out.json", "empty.json:2: 6 rows are on this line"),
         ("predict --model run --input rows.csv --output out.json", ".json is for answers to questions"),
     ):
         done = shell(line)
-        assert (done.code, said in done.said) == (2, True), (line, done.said)
+        assert (done.code, message in done.said) == (2, True), (line, done.said)
     assert not list(tmp_path.glob("out.json*"))
     assert (tmp_path / "there.null_odds.json").read_text() == "mine"
 
 
-def test_a_decoder_learns_labels_too_and_transformers_opens_it(shell: Any, rows: Path, tmp_path: Path) -> None:
+def test_gpt_classifier_matches_transformers(shell: Any, rows: Path, tmp_path: Path) -> None:
     few = FEW.replace("tiny-bert", "tiny-gpt2")
     line = f"finetune --set task=classification --data rows.csv {TEXT} {few} --max-steps 60 --set lr=3e-3"
     done = shell(f"{line} --set holdout=0.25 --output run --quiet")
@@ -356,7 +356,7 @@ def test_a_decoder_learns_labels_too_and_transformers_opens_it(shell: Any, rows:
         assert logits.softmax(0).max().item() == pytest.approx(max(line["probabilities"].values()), abs=1e-4)
 
 
-def test_a_head_that_was_tuned_elsewhere_is_measured_and_asked(shell: Any, rows: Path, tmp_path: Path) -> None:
+def test_foreign_head_is_evaluated_and_asked(shell: Any, rows: Path, tmp_path: Path) -> None:
     finetune(shell, "classification", f"--data rows.csv {TEXT} --set holdout=0.25")
     model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "run/model")
     model.save_pretrained(tmp_path / "theirs")
