@@ -121,7 +121,7 @@ def run_batch(generator: Generator, job: BatchJob, progress: Progress | None = N
         found = len(file.done)
         bad = [(row, question) for row, question in enumerate(questions) if not question.ids]
         file.append((row, question.head | {"text": "", "error": question.problem}) for row, question in bad)
-        file.write_batches(batches, answer, generator.model.offloaded.exchange.num_replicas, progress)
+        file.write_batches(batches, len(questions), answer, generator.model.offloaded.exchange.num_replicas, progress)
     return BatchResult(len(questions), found, sum(question.cut for question in questions), job.findings.bad)
 
 

@@ -29,7 +29,7 @@ from gptj_ft.evaluation.likelihood import passes
 from gptj_ft.evaluation.metrics.label_scores import LabelScores
 from gptj_ft.evaluation.metrics.statistic import Ratio, Statistic
 from gptj_ft.evaluation.readout import Outputs, Readout, RowAnswer, RowOutput, loss_of, readout_of
-from gptj_ft.evaluation.row_job import Progress
+from gptj_ft.evaluation.row_job import Progress, check_complete
 from gptj_ft.generation.generator import InferenceSetup
 from gptj_ft.generation.workers import NO_WORKERS, Workers
 from gptj_ft.models.batch import Marks
@@ -165,16 +165,21 @@ class LabelledEvaluation:
 
         Raises:
             NotFinite: a loss is not finite.
+            DataError: a row got no answer.
         """
         recipe, table = self.setup.recipe, self.prepared.rows
         documents, rows = Rows.of(table), list[RowOutput]()
-        num_rows = len(table) - sum(table["continues"])
+        columns = zip(table["source"], table["line"], table["continues"], strict=True)
+        places = [f"{source}:{line}" for source, line, continues in columns if not continues]
         with self.setup.open(self.plan.weights) as (architecture, offloaded):
             outputs = outputs_of(offloaded, documents, objective_of(recipe), self.plan.together)
             for row in row_outputs(table, documents, outputs):
                 rows.append(row)
                 if progress:
-                    progress(len(rows), num_rows)
+                    progress(len(rows), len(places))
+        unmatched = iter(enumerate(places))
+        done = {next(number for number, place in unmatched if place == row.place) for row in rows}
+        check_complete(done, len(places), places.__getitem__)
         scored = answer_rows(recipe, readout_of(recipe, architecture.labels), rows)
         notes = (*self.notes, scored.remark) if scored.remark else self.notes
         return Evaluation(

@@ -153,10 +153,10 @@ def _label_rows(job: LabelJob, file: OutputFile, starts: Sequence[int], progress
             table = job.prepared.rows.select(parts[number])
             rows = Rows.of(table)
             outputs = outputs_of(offloaded, rows, objective, job.plan.together)
-            for row, output in zip(rows_of_part[number], row_outputs(table, rows, outputs), strict=True):
+            for row, output in zip(rows_of_part[number], row_outputs(table, rows, outputs), strict=False):
                 yield _line(output.place, readout.read(output), job.kept[row] if job.kept else {}, several_files)
 
-        file.write_batches(rows_of_part, lambda numbers: map(lines_of, numbers), progress=progress)
+        file.write_batches(rows_of_part, len(starts), lambda numbers: map(lines_of, numbers), progress=progress)
 
 
 def _line(place: str, answer: RowAnswer, kept: Mapping[str, Any], several_files: bool) -> dict[str, Any]:

@@ -38,6 +38,21 @@ def pending_rounds(batches: Sequence[Sequence[int]], done: Set[int], size: int) 
     return (pending[start : start + size] for start in range(0, len(pending), size))
 
 
+def check_complete(done: Set[int], num_rows: int, place: Callable[[int], str]) -> None:
+    """Check that every row has a result. A lost row is a bug, but scores and files without it would look complete.
+
+    Args:
+        place: function from a row's number to its place in a file.
+
+    Raises:
+        DataError: a row has no result.
+    """
+    missing = sorted(set(range(num_rows)).difference(done))
+    if missing:
+        lost = f"{len(missing):,} of {num_rows:,} rows are lost"
+        raise DataError(f"{place(missing[0])} has no result, {lost}: this is a bug of gptj-ft, please report it")
+
+
 class OutputFile:
     """JSON Lines output, one line per row; ``NAME.settings.json`` next to it holds the settings it was made with.
 
@@ -83,6 +98,7 @@ class OutputFile:
     def write_batches(
         self,
         batches: Sequence[Sequence[int]],
+        num_rows: int,
         compute: Callable[[Sequence[int]], Iterable[Iterable[Line]]],
         round_size: int = 1,
         progress: Progress | None = None,
@@ -91,22 +107,24 @@ class OutputFile:
 
         Args:
             batches: rows of each batch.
+            num_rows: number of rows that must be in the file at the end.
             compute: function from the numbers of some batches to the lines of each.
             round_size: number of batches that ``compute`` gets at a time.
 
         Raises:
             Interrupted: a signal; finished batches are in the file.
             ResourceError: the disk is full.
+            DataError: a row got no line.
         """
-        num_rows = len(self.done.union(*batches))
         kept = f"rows are in {self.path}; the same command resumes there"
         with stop_says(lambda: f"stopped: {len(self.done):,} of {num_rows:,} {kept}"):
             for numbers in pending_rounds(batches, self.done, round_size):
-                for number, lines in zip(numbers, compute(numbers), strict=True):
-                    self.append(zip(batches[number], lines, strict=True))
+                for number, lines in zip(numbers, compute(numbers), strict=False):
+                    self.append(zip(batches[number], lines, strict=False))
                 if progress:
                     progress(len(self.done), num_rows)
         self._sort()
+        check_complete(self.done, num_rows, lambda row: f"{self._output}: row {row}")
 
     def append(self, lines: Iterable[tuple[int, Line]]) -> None:
         """Append lines of rows that are not in the file; they are on disk when this returns."""

@@ -24,7 +24,7 @@ from gptj_ft.evaluation.answerer import Answerer, PromptGroup, scores_of
 from gptj_ft.evaluation.comparison import Evaluation, with_warnings
 from gptj_ft.evaluation.likelihood import label_candidates, losses, passes
 from gptj_ft.evaluation.metrics.language_model import RowLoss, language_model
-from gptj_ft.evaluation.row_job import Progress, ResultCache, pending_rounds
+from gptj_ft.evaluation.row_job import Progress, ResultCache, check_complete, pending_rounds
 from gptj_ft.generation.generator import InferenceSetup, check_writes
 from gptj_ft.generation.workers import NO_WORKERS, Workers
 from gptj_ft.models.registry import Architecture
@@ -241,6 +241,7 @@ class EvaluationRun:
 
         Raises:
             NotFinite: a loss is not finite.
+            DataError: a row got no result.
         """
         planned, rows = self.planned, self.planned.rows
         loss_of, answer_of = planned.cache.of("loss"), planned.cache.of("answer")
@@ -257,6 +258,8 @@ class EvaluationRun:
                 self._note_losses(span, losses(self.offloaded, planned.tokenizer, documents, budget.computed))
             self._show(span.stop)
         numbers = range(len(rows.documents))
+        for results in (loss_of, answer_of) if recipe.metrics and planned.tokenizer else (loss_of,):
+            check_complete(results.keys(), len(numbers), lambda row: rows.places[row])
         return [RowLoss(**loss_of[row]) for row in numbers], [answer_of.get(row, "") for row in numbers]
 
     def _answer(self, answerer: Answerer, groups: Sequence[Sequence[int]]) -> None:
