@@ -238,7 +238,7 @@ def test_odd_rows_are_labelled_or_counted(shell: Any, rows: Path, tmp_path: Path
         (f"{ask} out.jsonl --keep row", 2, "made with other keep"),
         (f"{ask} out.jsonl --keep label,row,text --precision bf16", 2, "made with other precision"),
         (f"{ask} none/out.jsonl", 2, "cannot write none/out.jsonl"),
-        ("predict --model tiny-bert text", 2, "name the run or the model folder"),
+        ("predict --model tiny-bert text", 2, "name that run or its model folder"),
         ("generate --model run text", 2, "writes no text"),
         ("evaluate run --recipe summarization --data rows.csv", 2, "writes no text"),
         ("finetune --resume run --data odd.jsonl", 2, "run is finished"),
