@@ -118,13 +118,14 @@ def default_model(command: str) -> Path:
     return folder
 
 
-def choose_model(recipe: Recipe, source: Path | Source) -> Path:
+def choose_model(recipe: Recipe, source: Source | None) -> Path:
     """Return the folder of the model to start from: the named one, else the downloaded one. Create a tiny one.
 
     Raises:
         UsageError: no such model.
     """
     if recipe.model in TINY_MODELS:
+        assert source is not None, "a tiny model is made from rows"
         return tiny_model(recipe, source)
     if recipe.model is not None:
         folder = find_model(recipe.model)
@@ -140,7 +141,7 @@ def choose_model(recipe: Recipe, source: Path | Source) -> Path:
     return downloaded
 
 
-def tiny_model(recipe: Recipe, source: Path | Source) -> Path:
+def tiny_model(recipe: Recipe, source: Source) -> Path:
     """Return the folder of the tiny random model for some rows; create it with a tokenizer trained on them.
 
     Raises:
@@ -149,9 +150,8 @@ def tiny_model(recipe: Recipe, source: Path | Source) -> Path:
     from gptj_ft.data.dataset import load_dataset
     from gptj_ft.data.readers.records import read_rows
     from gptj_ft.data.readers.rows import Findings
-    from gptj_ft.data.readers.source import FileOptions, identify
 
-    name, source = recipe.model or "tiny", identify(source, FileOptions.of(recipe))
+    name = recipe.model or "tiny"
     digest = load_dataset(source.path).report.data_sha256 if source.is_prepared else source.sha256
     folder = models() / f"{name}-{digest[:12]}-{recipe.seed}"
     if not is_model(folder):

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from gptj_ft.config.options import Recipe
 from gptj_ft.data.checks.tokens import check_tokens
 from gptj_ft.data.dataset import (
     VERSION,
@@ -22,13 +20,15 @@ from gptj_ft.data.dataset import (
 )
 from gptj_ft.data.hub_dataset import is_reference, local_folder
 from gptj_ft.data.labelled.encoder import with_labels
-from gptj_ft.data.prepare import tokenize_rows
-from gptj_ft.data.readers.source import ROWS_MANIFEST, FileOptions, Source, identify, is_prepared
-from gptj_ft.data.tokenization import RowTokenizer, tokenizer_digest
+from gptj_ft.data.prepare import TokenizeJob, tokenize_rows
+from gptj_ft.data.readers.source import ROWS_MANIFEST, is_prepared
+from gptj_ft.data.tokenization import tokenizer_digest
 from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.system.digests import read_json
 from gptj_ft.system.files import discard, disk_bytes, files_in, keep_folder
 from gptj_ft.system.paths import make_home, part_of_home
+
+Tokenizer = Callable[[TokenizeJob, Callable[[int], None] | None], Prepared]
 
 
 @dataclass(frozen=True)
@@ -42,33 +42,16 @@ class CacheEntry:
 
 
 def prepare_once(
-    recipe: Recipe,
-    tokenizer: RowTokenizer,
-    source: Path | Source,
-    vocab_size: int,
-    progress: Callable[[int], None] | None = None,
-    *,
-    labels: Sequence[str] = (),
-    known_labels: Sequence[str] = (),
-    needs_target: bool = True,
+    job: TokenizeJob, progress: Callable[[int], None] | None = None, tokenize: Tokenizer = tokenize_rows
 ) -> Prepared:
-    """Return prepared rows from the cache; else prepare them, and add them to the cache.
+    """Return tokenized rows from the cache; tokenize and cache them first if they are missing.
 
-    What cannot be kept (no space, no permission) is made all the same. Where another process has made the same
-    meanwhile, that is taken. The arguments are those of `tokenize_rows`.
+    If the cache cannot be written (no space, no permission), return the rows without caching. If another process has
+    cached the same rows meanwhile, use its copy.
     """
-    source = identify(source, FileOptions.of(recipe))
-
-    def prepare() -> Prepared:
-        return tokenize_rows(
-            recipe, tokenizer, source, vocab_size, progress,
-            labels=labels, known_labels=known_labels, needs_target=needs_target,
-        )  # fmt: skip
-
-    if not recipe.cache:
-        return prepare()
-    asked = [list(labels), list(known_labels), needs_target]
-    folder = cache_folder() / _key(recipe, tokenizer, source, vocab_size, asked)
+    if not job.recipe.cache:
+        return tokenize(job, progress)
+    folder = cache_folder() / _key(job)
     if is_prepared(folder):
         try:
             if not folder.is_symlink():
@@ -76,7 +59,7 @@ def prepare_once(
         except DataError:  # damaged
             pass
         discard(folder)
-    prepared = prepare()
+    prepared = tokenize(job, progress)
     with suppress(ResourceError, UsageError, OSError):
         make_home()
         keep_folder(cache_folder())
@@ -113,20 +96,22 @@ def cache_folder() -> Path:
     return part_of_home("data")
 
 
-def _key(recipe: Recipe, tokenizer: RowTokenizer, source: Source, vocab_size: int, asked: Sequence[Any]) -> str:
-    """Return the cache key: a digest of everything that the result depends on."""
+def _key(job: TokenizeJob) -> str:
+    """Return the cache key: a digest of all settings that the result depends on."""
+    recipe = job.recipe
+    labels = [list(job.labels), list(job.known_labels), job.needs_target]
     parts = {
         "version": VERSION,
-        "source": str(source.path.resolve()),  # the report names it, row by row
-        "data": source.sha256,
-        "tokenizer": tokenizer_digest(tokenizer),
+        "source": str(job.source.path.resolve()),  # every row of the report names it
+        "data": job.source.sha256,
+        "tokenizer": tokenizer_digest(job.tokenizer),
         "settings": settings_of(recipe),
         "fields": {name: list(columns) for name, columns in recipe.fields.items()},
         "map": dict(recipe.map),
         "max_bad_rows": recipe.max_bad_rows,
         "header": list(recipe.header),
-        "vocab_size": vocab_size,
-        "asked": asked if recipe.task != "language-model" else [],
+        "vocab_size": job.vocab_size,
+        "asked": labels if recipe.task != "language-model" else [],
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -145,34 +130,15 @@ def data_path(data: str | None) -> Path:
     return local_folder(data) if is_reference(data) else Path(data).expanduser()
 
 
-def read_or_prepare(
-    recipe: Recipe,
-    tokenizer: RowTokenizer,
-    vocab_size: int,
-    source: Path | Source,
-    *,
-    labels: Sequence[str] = (),
-    known_labels: Sequence[str] = (),
-    needs_target: bool = True,
-) -> Prepared:
-    """Load prepared rows and check that they fit recipe, tokenizer and labels; prepare any others.
-
-    Args:
-        recipe: options of the run.
-        tokenizer: tokenizer of the model.
-        vocab_size: rows of its embedding.
-        source: prepared rows, or others.
-        labels, known_labels, needs_target: as in `tokenize_rows`; prepared rows get their class ids in this order.
+def read_or_prepare(job: TokenizeJob) -> Prepared:
+    """Load prepared rows and check that they fit the job; tokenize any other rows.
 
     Raises:
-        UsageError, DataError: as `tokenize_rows`, `load_dataset` and the checks.
+        UsageError, DataError: see `tokenize_rows`, `load_dataset` and the checks.
     """
-    source = identify(source, FileOptions.of(recipe))
-    if source.is_prepared:
-        prepared = load_dataset(source.path)
-        check_compatible(prepared, recipe, tokenizer)
-        check_tokens(prepared, source.path, vocab_size, recipe.max_length)
-        return with_labels(prepared, labels, source.path) if labels else prepared
-    return prepare_once(
-        recipe, tokenizer, source, vocab_size, labels=labels, known_labels=known_labels, needs_target=needs_target
-    )
+    if not job.source.is_prepared:
+        return prepare_once(job)
+    prepared, folder = load_dataset(job.source.path), job.source.path
+    check_compatible(prepared, job.recipe, job.tokenizer)
+    check_tokens(prepared, folder, job.vocab_size, job.recipe.max_length)
+    return with_labels(prepared, job.labels, folder) if job.labels else prepared

@@ -7,6 +7,7 @@ import glob
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -163,47 +164,51 @@ def _tokens_of(row: Row) -> list[int]:
     return tokens
 
 
-def tokenize_rows(
-    recipe: Recipe,
-    tokenizer: RowTokenizer,
-    source: Path | Source,
-    vocab_size: int,
-    progress: Callable[[int], None] | None = None,
-    *,
-    labels: Sequence[str] = (),
-    known_labels: Sequence[str] = (),
-    needs_target: bool = True,
-) -> Prepared:
+@dataclass(frozen=True)
+class TokenizeJob:
+    """Rows to tokenize, and the settings that the result depends on."""
+
+    recipe: Recipe
+    tokenizer: RowTokenizer
+    source: Source
+    vocab_size: int  # rows of the model's embedding; every token id must be smaller
+    labels: Sequence[str] = ()
+    """Label names in the order of their ids, as in the training rows. Rows with other labels are skipped. Empty:
+    collect the labels from the rows.
+    """
+    known_labels: Sequence[str] = ()  # the model's labels; their order is used if the rows have exactly these
+    needs_target: bool = True  # skip rows without a target; False: read inputs only
+
+    @classmethod
+    def of(cls, recipe: Recipe, tokenizer: RowTokenizer, path: Path, vocab_size: int, **labels: Any) -> TokenizeJob:
+        """Identify the files of a path; ``labels`` are the remaining fields."""
+        return cls(recipe, tokenizer, identify(path, FileOptions.of(recipe)), vocab_size, **labels)
+
+
+def tokenize_rows(job: TokenizeJob, progress: Callable[[int], None] | None = None) -> Prepared:
     """Tokenize the rows of files; report on every row: kept, cut, or skipped and why.
 
-    The first rows are read twice: once to find the columns, before any work is done.
+    The first rows are read twice: first to choose the columns, before any work is done.
 
     Args:
-        recipe: task, templates, fields, length policy.
-        tokenizer: tokenizer of the model.
-        source: path of a file or folder, a pattern, or the identified files.
-        vocab_size: rows of the model's embedding; no token id may reach it.
         progress: called with the number of rows done.
-        labels: names of a task's labels in the order of ids, as the training rows have them; rows with other labels are
-            left out. Empty: found in the rows.
-        known_labels: names that the model has; their order holds if the rows have exactly these.
-        needs_target: whether rows without what is to be predicted are left out; else it is not looked for.
 
     Raises:
-        UsageError: no such file, templates that contradict each other, a tokenizer without EOS where one is needed.
-        DataError: unreadable rows, a missing column, a token the model does not have, no row left, or labels that
-            cannot be learnt.
+        UsageError: templates contradict each other, or the tokenizer has no EOS token.
+        DataError: unreadable rows, a missing column, a token id that the model lacks, no usable row, or unusable
+            labels.
     """
+    recipe, tokenizer, source = job.recipe, job.tokenizer, job.source
     check_templates(recipe)
-    source = identify(source, FileOptions.of(recipe))
-    columns = find_columns(source, recipe, needs_target)
+    columns = find_columns(source, recipe, job.needs_target)
     checks = Checks(recipe)
     if recipe.task == "language-model":
         reader = None if TOKENS in columns else FieldReader(columns, recipe)
-        encoder: RowEncoder | LabelledEncoder = RowEncoder(recipe, tokenizer, reader, vocab_size, checks)
+        encoder: RowEncoder | LabelledEncoder = RowEncoder(recipe, tokenizer, reader, job.vocab_size, checks)
     else:
-        names = LabelSet(recipe.labels, labels, known_labels)
-        encoder = labelled_encoder(Setting(recipe, tokenizer, columns, names, checks, needs_target), vocab_size)
+        names = LabelSet(recipe.labels, job.labels, job.known_labels)
+        setting = Setting(recipe, tokenizer, columns, names, checks, job.needs_target)
+        encoder = labelled_encoder(setting, job.vocab_size)
     digest = source.sha256  # before the rows are read
     findings = Findings(recipe.max_bad_rows)
     counts = encoder.counts
@@ -217,7 +222,7 @@ def tokenize_rows(
             counts.skip(where, f"cannot be read: {problem}")
         if not counts.numbers["rows_kept"]:
             why = "; ".join(f"{why} ({of.count}, first at {of.first[0]})" for why, of in counts.skipped.items())
-            what = "trained on" if needs_target else "labelled"
+            what = "trained on" if job.needs_target else "labelled"
             raise DataError(f"{source.path}: none of the {counts.numbers['rows_read']} rows can be {what}: {why}")
         try:
             table = encoder.finish(writer)

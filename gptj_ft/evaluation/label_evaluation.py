@@ -20,6 +20,7 @@ from gptj_ft.config.options import Recipe
 from gptj_ft.data.batches import Rows, first_fit
 from gptj_ft.data.dataset import Prepared
 from gptj_ft.data.load import read_or_prepare
+from gptj_ft.data.prepare import TokenizeJob
 from gptj_ft.data.split import select_rows
 from gptj_ft.data.table import TokenTable
 from gptj_ft.data.tokenization import load_row_tokenizer
@@ -222,7 +223,8 @@ def read_labelled(setup: InferenceSetup, data: Path, needs_target: bool = True) 
     tokenizer, architecture = load_row_tokenizer(tokenizer_folder(setup.folder)), setup.architecture
     vocab_size = int(architecture.config.vocab_size)
     labels = architecture.labels
-    return read_or_prepare(setup.recipe, tokenizer, vocab_size, data, labels=labels, needs_target=needs_target)
+    job = TokenizeJob.of(setup.recipe, tokenizer, data, vocab_size, labels=labels, needs_target=needs_target)
+    return read_or_prepare(job)
 
 
 def check_head(folder: Path, recipe: Recipe, architecture: Architecture) -> None:

@@ -144,7 +144,7 @@ def write_outputs(path: Path, model: Evaluation, baseline: Evaluation | None) ->
 
 
 def _read(path: Path) -> Iterator[PredictionRow]:
-    rows = read_rows(path)
+    rows = read_rows(identify(path))
     first, second = next(rows, None), next(rows, None)
     if first is not None and second is None and _is_texts_by_id(first.values):
         for id, text in first.values.items():

@@ -16,6 +16,7 @@ from gptj_ft.config.options import Recipe
 from gptj_ft.data.batches import Document, Rows
 from gptj_ft.data.dataset import Prepared
 from gptj_ft.data.load import read_or_prepare
+from gptj_ft.data.prepare import TokenizeJob
 from gptj_ft.data.readers.source import is_prepared
 from gptj_ft.data.split import select_rows
 from gptj_ft.data.tokenization import NoTokenizer, has_tokenizer, load_tokenizer
@@ -78,7 +79,7 @@ def make_eval_set(recipe: Recipe, tokenizer: RowTokenizer, folder: Path, data: P
         # Tokenize whole prompts: `_cut_prompts` truncates them at the end, unlike `max_length`.
         recipe = recipe.model_copy(update={"max_length": UNLIMITED})
     base = base_folder(folder) if is_adapter(folder) else folder
-    prepared = read_or_prepare(recipe, tokenizer, vocab_size_of(base), data)
+    prepared = read_or_prepare(TokenizeJob.of(recipe, tokenizer, data, vocab_size_of(base)))
     report = prepared.report
     if recipe.cut == "answer" and report.rows_cut:
         notes.append(

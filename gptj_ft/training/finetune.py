@@ -30,6 +30,7 @@ from gptj_ft.data.batches import Rows
 from gptj_ft.data.checks.tokens import check_tokens
 from gptj_ft.data.dataset import Prepared, Report, load_dataset, save_dataset
 from gptj_ft.data.load import data_path, read_or_prepare
+from gptj_ft.data.prepare import TokenizeJob
 from gptj_ft.data.readers.rows import PLACES_SHOWN, Occurrences, format_places
 from gptj_ft.data.readers.source import FileOptions, identify
 from gptj_ft.data.split import split
@@ -101,10 +102,10 @@ def gather(recipe: Recipe) -> Inputs:
     tokenizer = load_row_tokenizer(model)
     vocab_size = vocab_size_of(model)
     known = read_architecture(model).labels if recipe.task != "language-model" else ()
-    rows = read_or_prepare(recipe, tokenizer, vocab_size, source, known_labels=known)
+    rows = read_or_prepare(TokenizeJob(recipe, tokenizer, source, vocab_size, known_labels=known))
     if recipe.val_data is not None:
-        labels = rows.report.labels
-        validation = read_or_prepare(recipe, tokenizer, vocab_size, data_path(recipe.val_data), labels=labels)
+        path, labels = data_path(recipe.val_data), rows.report.labels
+        validation = read_or_prepare(TokenizeJob.of(recipe, tokenizer, path, vocab_size, labels=labels))
         train = warn_of_shared(note_left_out(rows, validation), validation)
         return Inputs(model, train, validation, train.report)
     train, held_out = split(rows, recipe.holdout, recipe.seed)
@@ -474,7 +475,7 @@ def forecast_run(resolved: Resolved, measure_again: bool = False, reporter: Repo
 def _architecture(recipe: Recipe, published: Published | None) -> Architecture:
     """Return the architecture of a recipe's model: of what is here, else as it was published."""
     try:
-        return read_architecture(choose_model(recipe, Path()))
+        return read_architecture(choose_model(recipe, None))
     except UsageError:
         if published is None or (recipe.model is not None and Path(recipe.model).exists()):
             raise

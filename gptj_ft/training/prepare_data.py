@@ -14,6 +14,7 @@ from gptj_ft.data.checks.repair import RepairReport, choose_target, fix_rows
 from gptj_ft.data.dataset import Prepared, save_dataset
 from gptj_ft.data.hub_dataset import HUB_PREFIX, is_reference
 from gptj_ft.data.load import data_path, prepare_once
+from gptj_ft.data.prepare import TokenizeJob
 from gptj_ft.data.readers.source import FileOptions, identify, is_prepared
 from gptj_ft.data.tokenization import RowTokenizer, load_row_tokenizer
 from gptj_ft.errors import UsageError
@@ -120,17 +121,16 @@ def prepare_rows(recipe: Recipe, targets: Targets, reporter: Reporter) -> Prepar
     if is_prepared(source):
         raise UsageError(f"{source} is prepared already: give it to `gptj-ft finetune --data`")
     if recipe.model not in TINY_MODELS:
-        choose_model(recipe, source)  # that there is none is said before anything is written
-    fixes = None
+        choose_model(recipe, None)  # fail before anything is written
+    rows, fixes = identify(source, FileOptions.of(recipe)), None
 
     def count(rows: int) -> None:
         reporter.on_count("rows", rows, None, "rows")
 
     if targets.fixed is not None:
-        fixes = fix_rows(recipe, source, targets.fixed, count)
-        source = targets.fixed
-    rows = identify(source, FileOptions.of(recipe))
+        fixes = fix_rows(recipe, rows, targets.fixed, count)
+        rows = identify(targets.fixed, FileOptions.of(recipe))
     model = choose_model(recipe, rows)
     tokenizer = load_row_tokenizer(model)
-    prepared = prepare_once(recipe, tokenizer, rows, vocab_size_of(model), count)
+    prepared = prepare_once(TokenizeJob(recipe, tokenizer, rows, vocab_size_of(model)), count)
     return Preparation(recipe, targets, model, tokenizer, prepared, fixes)

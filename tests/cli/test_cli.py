@@ -11,6 +11,7 @@ import pytest
 
 from gptj_ft.checkpoints.base_model import tiny_model
 from gptj_ft.config.options import Recipe
+from gptj_ft.data.readers.source import identify
 
 FINETUNE = "finetune --recipe summarization --model tiny --max-steps 1"
 
@@ -18,7 +19,7 @@ FINETUNE = "finetune --recipe summarization --model tiny --max-steps 1"
 @pytest.fixture
 def model(rows_file: Path, tmp_path: Path) -> Path:
     """A model folder that may be damaged."""
-    return Path(shutil.copytree(tiny_model(Recipe(), rows_file), tmp_path / "model"))
+    return Path(shutil.copytree(tiny_model(Recipe(), identify(rows_file)), tmp_path / "model"))
 
 
 def test_with_nothing_there_each_command_says_what_to_type(shell, rows_file: Path) -> None:

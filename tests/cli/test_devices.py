@@ -10,6 +10,7 @@ import torch
 
 from gptj_ft.checkpoints.base_model import tiny_model
 from gptj_ft.config.options import Recipe
+from gptj_ft.data.readers.source import identify
 from gptj_ft.generation import hf_model
 from gptj_ft.streaming import step
 from gptj_ft.system.machine import choose_device
@@ -31,7 +32,7 @@ TOO_OLD = (
 @pytest.fixture
 def lines(rows_file: Path) -> list[str]:
     """Each command that names a device, with all that it needs."""
-    model = tiny_model(Recipe(), rows_file)
+    model = tiny_model(Recipe(), identify(rows_file))
     return [
         "doctor",
         f"finetune {ROWS} --model tiny --output out",

@@ -15,7 +15,7 @@ from gptj_ft.config.presets import preset_names
 from gptj_ft.config.resolve import resolve
 from gptj_ft.data.columns import choose_columns, read_fields
 from gptj_ft.data.encode import check_templates, parts
-from gptj_ft.data.prepare import tokenize_rows
+from gptj_ft.data.prepare import TokenizeJob, tokenize_rows
 from gptj_ft.errors import RowSkipped
 
 ROWS = {
@@ -84,7 +84,7 @@ def test_a_preset_of_a_task_with_labels_reads_what_it_should(name: str, tmp_path
         if recipe.task in ("regression", "spans")
         else tuple(recipe.labels.values()) or ("1", "weather", "news", "O", "B-X")
     )
-    done = tokenize_rows(recipe, tokenizer, tmp_path / "rows.jsonl", 1000, labels=names)
+    done = tokenize_rows(TokenizeJob.of(recipe, tokenizer, tmp_path / "rows.jsonl", 1000, labels=names))
     (first, second) = done.rows
     if recipe.task == "sentences":
         tokens = [token for text in texts for token in tokenizer(text)["input_ids"]]
@@ -117,7 +117,7 @@ def test_glues_files_are_read_as_they_are(name: str, tmp_path: Path) -> None:
     text, kept, skipped = GLUE[name]
     (tmp_path / "train.tsv").write_text(text, encoding="utf-8")
     recipe = resolve({"recipe": name}, environment={}).recipe
-    report = tokenize_rows(recipe, make_wordpiece(tmp_path), tmp_path / "train.tsv", 1000).report
+    report = tokenize_rows(TokenizeJob.of(recipe, make_wordpiece(tmp_path), tmp_path / "train.tsv", 1000)).report
     assert report.rows_kept == kept
     assert {reason: of.count for reason, of in report.rows_skipped.items()} == skipped
     assert report.labels == tuple(dict.fromkeys(recipe.labels.values()))
@@ -126,12 +126,14 @@ def test_glues_files_are_read_as_they_are(name: str, tmp_path: Path) -> None:
 def test_a_table_with_names_is_read_by_them_whatever_the_header_option_says(tmp_path: Path) -> None:
     recipe = resolve({"recipe": "cola-bert"}, environment={}).recipe
     (tmp_path / "test.tsv").write_text("index\tsentence\n0\tBill whistled.\n", encoding="utf-8")
-    done = tokenize_rows(recipe, make_wordpiece(tmp_path), tmp_path / "test.tsv", 1000, needs_target=False)
+    done = tokenize_rows(
+        TokenizeJob.of(recipe, make_wordpiece(tmp_path), tmp_path / "test.tsv", 1000, needs_target=False)
+    )
     assert [row["line"] for row in done.rows] == [2]
     (tmp_path / "named.tsv").write_text(
         "source\tlabel\tstar\tsentence\ngj04\t1\t\tBill.\nx\t0\t\tB\n", encoding="utf-8"
     )
-    done = tokenize_rows(recipe, make_wordpiece(tmp_path), tmp_path / "named.tsv", 1000)
+    done = tokenize_rows(TokenizeJob.of(recipe, make_wordpiece(tmp_path), tmp_path / "named.tsv", 1000))
     assert [row["line"] for row in done.rows] == [2, 3]
 
 

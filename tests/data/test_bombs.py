@@ -17,7 +17,7 @@ import pytest
 from gptj_ft.config.resolve import resolve
 from gptj_ft.data.readers import tables
 from gptj_ft.data.readers.records import read_rows
-from gptj_ft.data.readers.source import FileOptions
+from gptj_ft.data.readers.source import FileOptions, identify
 from gptj_ft.errors import DataError, UsageError
 
 LIMIT = 2**16
@@ -60,7 +60,7 @@ def test_what_is_too_long_is_refused_with_file_line_and_limit_in_little_memory(
     options = FileOptions(documents=documents, max_record=LIMIT, encoding="utf-8")
     tracemalloc.start()
     with pytest.raises(DataError) as caught:
-        list(read_rows(path, options=options))
+        list(read_rows(identify(path, options)))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     where, _, rest = str(caught.value).partition(": ")
@@ -76,16 +76,16 @@ def test_a_record_up_to_the_limit_is_read_and_the_limit_is_an_option(tmp_path: P
     (path := tmp_path / "a.jsonl").write_text(json.dumps({"text": "x" * 1000}) + "\n")
     assert resolve({}, environment={}).recipe.max_record == 256 * 2**20
     assert resolve({}, None, ("max_record=2GiB",), environment={}).recipe.max_record == 2**31
-    assert len(list(read_rows(path, options=FileOptions(max_record=1013)))) == 1
+    assert len(list(read_rows(identify(path, FileOptions(max_record=1013))))) == 1
     with pytest.raises(DataError, match=r"a\.jsonl:1: longer than 1012 bytes"):
-        list(read_rows(path, options=FileOptions(max_record=1012)))
+        list(read_rows(identify(path, FileOptions(max_record=1012))))
 
 
 def test_packed_parquet_is_unpacked_up_to_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "MOST_UNPACKED_BYTES", LIMIT)
     (path := tmp_path / "a.parquet.gz").write_bytes(gzip.compress(b"PAR1" + bytes(MANY), 1))
     with pytest.raises(DataError, match=r"a\.parquet\.gz: longer than .* unpack it first"):
-        list(read_rows(path))
+        list(read_rows(identify(path)))
 
 
 def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
@@ -95,6 +95,6 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
         server.bind("socket.jsonl")
         for path in (tmp_path / "fifo.jsonl", tmp_path / "socket.jsonl", Path("/dev/zero"), Path("/dev/null")):
             with pytest.raises(UsageError, match="is a pipe, a device or a socket"):
-                list(read_rows(path))
+                list(read_rows(identify(path)))
     (tmp_path / "good.jsonl").write_bytes(GOOD)
-    assert len(list(read_rows(tmp_path))) == 1, "in a folder they are passed over"
+    assert len(list(read_rows(identify(tmp_path)))) == 1, "in a folder they are passed over"

@@ -15,7 +15,9 @@ from support.tiny_tokenizer import make_tokenizer
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.resolve import resolve
 from gptj_ft.data import load as cache
+from gptj_ft.data.dataset import Prepared
 from gptj_ft.data.load import prepare_once
+from gptj_ft.data.prepare import TokenizeJob, tokenize_rows
 from gptj_ft.data.readers.source import ROWS_MANIFEST
 
 
@@ -28,17 +30,17 @@ def rows(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
-    """The files that were really prepared."""
+    """Collect the paths that `prepare` has tokenized, in a new home folder."""
     monkeypatch.setenv("GPTJ_FT_HOME", str(tmp_path / "home"))
-    calls: list[Path] = []
-    original = cache.tokenize_rows
+    return []
 
-    def watched(recipe, tokenizer, source, *rest, **asked):
-        calls.append(source.path)
-        return original(recipe, tokenizer, source, *rest, **asked)
 
-    monkeypatch.setattr(cache, "tokenize_rows", watched)
-    return calls
+def prepare(recipe: Recipe, tokenizer, rows: Path, made: list[Path]) -> Prepared:
+    def tokenize(job: TokenizeJob, progress) -> Prepared:
+        made.append(job.source.path)
+        return tokenize_rows(job, progress)
+
+    return prepare_once(TokenizeJob.of(recipe, tokenizer, rows, 50400), tokenize=tokenize)
 
 
 def recipe(**options: object) -> Recipe:
@@ -47,8 +49,8 @@ def recipe(**options: object) -> Recipe:
 
 def test_the_same_rows_are_prepared_once_and_come_out_the_same(rows: Path, made: list[Path]) -> None:
     tokenizer = make_tokenizer()
-    first = prepare_once(recipe(), tokenizer, rows, 50400)
-    again = prepare_once(recipe(lr=1e-3, batch_size=2, seed=9), tokenizer, rows, 50400)
+    first = prepare(recipe(), tokenizer, rows, made)
+    again = prepare(recipe(lr=1e-3, batch_size=2, seed=9), tokenizer, rows, made)
     assert made == [rows]
     assert list(again.rows) == list(first.rows)
     assert again.report == first.report
@@ -57,7 +59,7 @@ def test_the_same_rows_are_prepared_once_and_come_out_the_same(rows: Path, made:
 
 @pytest.mark.parametrize("change", ["data", "tokenizer", "template", "limit", "map", "place"])
 def test_a_change_of_anything_that_matters_prepares_again(change: str, rows: Path, made: list[Path]) -> None:
-    prepare_once(recipe(), make_tokenizer(), rows, 50400)
+    prepare(recipe(), make_tokenizer(), rows, made)
     tokenizer, other = make_tokenizer(), recipe()
     if change == "data":
         rows.write_text(rows.read_text().replace("D 3.", "E 3."))
@@ -71,24 +73,24 @@ def test_a_change_of_anything_that_matters_prepares_again(change: str, rows: Pat
         other = recipe(map="summary=document,document=summary")
     else:
         rows = rows.rename(rows.with_name("others.jsonl"))
-    prepare_once(other, tokenizer, rows, 50400)
+    prepare(other, tokenizer, rows, made)
     assert len(made) == 2
 
 
 def test_nothing_is_kept_where_that_is_not_wanted(rows: Path, made: list[Path]) -> None:
     for _ in range(2):
-        prepare_once(recipe(cache=False), make_tokenizer(), rows, 50400)
+        prepare(recipe(cache=False), make_tokenizer(), rows, made)
     assert len(made) == 2
     assert not cache.cache_entries()
 
 
 def test_what_is_damaged_is_made_again(rows: Path, made: list[Path]) -> None:
-    prepare_once(recipe(), make_tokenizer(), rows, 50400)
+    prepare(recipe(), make_tokenizer(), rows, made)
     (kept,) = cache.cache_entries()
     (kept.folder / ROWS_MANIFEST).write_text("{")
-    prepare_once(recipe(), make_tokenizer(), rows, 50400)
+    prepare(recipe(), make_tokenizer(), rows, made)
     assert len(made) == 2
-    prepare_once(recipe(), make_tokenizer(), rows, 50400)
+    prepare(recipe(), make_tokenizer(), rows, made)
     assert len(made) == 2
 
 
@@ -102,7 +104,7 @@ def test_a_folder_that_cannot_be_written_costs_the_work_again_and_nothing_else(
 
     monkeypatch.setattr(cache, "save_dataset", refuse)
     for _ in range(2):
-        assert len(prepare_once(recipe(), make_tokenizer(), rows, 50400).rows) == 30
+        assert len(prepare(recipe(), make_tokenizer(), rows, made).rows) == 30
     assert len(made) == 2
 
 
@@ -114,6 +116,7 @@ from test_cache import recipe
 from support.tiny_tokenizer import make_tokenizer
 from gptj_ft.data.table import TokenTable
 from gptj_ft.data.load import prepare_once
+from gptj_ft.data.prepare import TokenizeJob
 
 me, other = (Path(f"written-{name}") for name in sys.argv[1:3])
 write = TokenTable.save
@@ -127,7 +130,7 @@ def write_and_wait(rows, path):
         time.sleep(0.01)
 
 TokenTable.save = write_and_wait
-made = prepare_once(recipe(), make_tokenizer(), Path("rows.jsonl"), 50400)
+made = prepare_once(TokenizeJob.of(recipe(), make_tokenizer(), Path("rows.jsonl"), 50400))
 print(len(made.rows), sum(map(sum, made.rows["input_ids"])), made.rows.path)
 """
 
@@ -150,14 +153,14 @@ def test_two_processes_that_prepare_the_same_new_file_both_succeed_and_one_resul
     assert ends[0][0].startswith("30 ")
     assert str(kept.folder) in ends[0][0]
     assert [path.name for path in cache.cache_folder().iterdir()] == [kept.folder.name]
-    prepare_once(recipe(), make_tokenizer(), rows, 50400)
+    prepare(recipe(), make_tokenizer(), rows, made)
     assert not made
 
 
 def test_what_processes_that_were_killed_left_behind_goes_and_what_others_are_writing_stays(
     rows: Path, made: list[Path]
 ) -> None:
-    prepare_once(recipe(), make_tokenizer(), rows, 50400)
+    prepare(recipe(), make_tokenizer(), rows, made)
     (kept,) = cache.cache_entries()
     name = kept.folder.name
     cache.remove_prepared_rows()
@@ -169,7 +172,7 @@ def test_what_processes_that_were_killed_left_behind_goes_and_what_others_are_wr
     }
     for draft in drafts.values():
         draft.mkdir(parents=True)
-    prepare_once(recipe(), make_tokenizer(), rows, 50400)
+    prepare(recipe(), make_tokenizer(), rows, made)
     left = {path.name for path in cache.cache_folder().iterdir()}
     assert left == {name, drafts[f"{here}.1"].name, drafts["elsewhere.1"].name}
 

@@ -16,7 +16,7 @@ from gptj_ft.data.batches import rows_of_step
 from gptj_ft.data.checks.texts import CHECKS, PLAIN, delimiters_of
 from gptj_ft.data.dataset import Prepared
 from gptj_ft.data.lengths import Lengths, histogram
-from gptj_ft.data.prepare import tokenize_rows
+from gptj_ft.data.prepare import TokenizeJob, tokenize_rows
 
 NOTE = "The patient came on foot and was given water, rest and a second visit in the spring of the year after. Part "
 
@@ -24,7 +24,9 @@ NOTE = "The patient came on foot and was given water, rest and a second visit in
 def prepared(tmp_path: Path, rows: list[dict[str, str]], recipe: str = "summarization") -> Prepared:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return tokenize_rows(resolve({"recipe": recipe}, environment={}).recipe, make_tokenizer(), path, 50400)
+    return tokenize_rows(
+        TokenizeJob.of(resolve({"recipe": recipe}, environment={}).recipe, make_tokenizer(), path, 50400)
+    )
 
 
 def note(number: int, text: str = "", summary: str = "") -> dict[str, str]:

@@ -20,7 +20,7 @@ from gptj_ft.data.dataset import Prepared, save_dataset
 from gptj_ft.data.labelled.assembly import longest_first, windows_of
 from gptj_ft.data.labelled.labels import LabelSet
 from gptj_ft.data.load import read_or_prepare
-from gptj_ft.data.prepare import tokenize_rows
+from gptj_ft.data.prepare import TokenizeJob, tokenize_rows
 from gptj_ft.data.split import split
 from gptj_ft.data.tokenization import load_tokenizer, tokenize
 from gptj_ft.errors import DataError, UsageError
@@ -51,7 +51,7 @@ def prepared(
     tokenizer: Any, rows: list[dict[str, Any]], asked: dict[str, Any] | None = None, **options: Any
 ) -> Prepared:
     recipe = Recipe(**{"task": "classification", **PLAIN, **options})
-    done = tokenize_rows(recipe, tokenizer, write(rows), VOCABULARY, **(asked or {}))
+    done = tokenize_rows(TokenizeJob.of(recipe, tokenizer, write(rows), VOCABULARY, **asked or {}))
     assert done.rows.num_targets() == done.report.target_tokens
     assert len(done.rows) == done.report.windows
     check_tokens(done, Path("rows"), VOCABULARY, recipe.max_length)
@@ -354,8 +354,10 @@ def test_rows_to_predict_need_no_label(task: str, bert: Any) -> None:
 @pytest.mark.parametrize("task", ["classification", "multi-label"])
 def test_a_label_that_no_prepared_row_has_is_no_reason_to_refuse_them(task: str, bert: Any) -> None:
     recipe = Recipe(task=task, **PLAIN, labels={"a": "a", "b": "b", "x": "x"})
-    save_dataset(tokenize_rows(recipe, bert, write(labelled("a", "b", "b")), VOCABULARY), Path("folder"))
-    done = read_or_prepare(recipe, bert, VOCABULARY, Path("folder"), labels=("a", "b"))
+    save_dataset(
+        tokenize_rows(TokenizeJob.of(recipe, bert, write(labelled("a", "b", "b")), VOCABULARY)), Path("folder")
+    )
+    done = read_or_prepare(TokenizeJob.of(recipe, bert, Path("folder"), VOCABULARY, labels=("a", "b")))
     assert done.report.label_counts == (1, 2)
     said = [row["targets"] if task == "classification" else row["values"] for row in done.rows]
     assert said == ([[0], [1], [1]] if task == "classification" else [[1, 0], [0, 1], [0, 1]])
@@ -364,15 +366,17 @@ def test_a_label_that_no_prepared_row_has_is_no_reason_to_refuse_them(task: str,
 @pytest.mark.parametrize("task", ["classification", "multi-label"])
 def test_prepared_rows_get_the_order_of_the_training_rows(task: str, bert: Any) -> None:
     recipe = Recipe(task=task, **PLAIN)
-    save_dataset(tokenize_rows(recipe, bert, write(labelled("a", "b", "b")), VOCABULARY), Path("folder"))
-    done = read_or_prepare(recipe, bert, VOCABULARY, Path("folder"), labels=("c", "b", "a"))
+    save_dataset(
+        tokenize_rows(TokenizeJob.of(recipe, bert, write(labelled("a", "b", "b")), VOCABULARY)), Path("folder")
+    )
+    done = read_or_prepare(TokenizeJob.of(recipe, bert, Path("folder"), VOCABULARY, labels=("c", "b", "a")))
     assert (done.report.labels, done.report.label_counts) == (("c", "b", "a"), (0, 2, 1))
     if task == "classification":
         assert [row["targets"] for row in done.rows] == [[2], [1], [1]]
     else:
         assert [row["values"] for row in done.rows] == [[0, 0, 1], [0, 1, 0], [0, 1, 0]]
     with pytest.raises(DataError, match="folder: there are rows with the label 'b', and the labels are: a, c"):
-        read_or_prepare(recipe, bert, VOCABULARY, Path("folder"), labels=("a", "c"))
+        read_or_prepare(TokenizeJob.of(recipe, bert, Path("folder"), VOCABULARY, labels=("a", "c")))
 
 
 def test_the_cache_tells_apart_what_was_asked_for(bert: Any) -> None:
@@ -383,9 +387,9 @@ def test_the_cache_tells_apart_what_was_asked_for(bert: Any) -> None:
         {"known_labels": ("b", "a")},
         {"labels": ("b", "a"), "needs_target": False},
     ):
-        wanted = tokenize_rows(recipe, bert, path, VOCABULARY, **asked)
+        wanted = tokenize_rows(TokenizeJob.of(recipe, bert, path, VOCABULARY, **asked))
         for _ in range(2):
-            found = read_or_prepare(recipe, bert, VOCABULARY, path, **asked)
+            found = read_or_prepare(TokenizeJob.of(recipe, bert, path, VOCABULARY, **asked))
             assert list(found.rows) == list(wanted.rows)
             assert found.report == wanted.report
 
@@ -446,7 +450,7 @@ def test_a_label_set_counts_what_it_is_told() -> None:
 def test_a_vocabulary_larger_than_the_models_is_refused(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_vocabulary(tmp_path / "bert"))
     with pytest.raises(DataError, match=r"rows\.jsonl:1: token id \d+, but the model's ids end at 9"):
-        tokenize_rows(Recipe(task="classification", **PLAIN), tokenizer, write(labelled("a", "b")), 10)
+        tokenize_rows(TokenizeJob.of(Recipe(task="classification", **PLAIN), tokenizer, write(labelled("a", "b")), 10))
     report = prepared(tokenizer, labelled("a", "b")).report
     assert replace(report) == report
 

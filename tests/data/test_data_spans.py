@@ -16,7 +16,7 @@ from gptj_ft.config.options import Recipe
 from gptj_ft.config.resolve import resolve
 from gptj_ft.data.checks.tokens import check_tokens
 from gptj_ft.data.dataset import Prepared
-from gptj_ft.data.prepare import tokenize_rows
+from gptj_ft.data.prepare import TokenizeJob, tokenize_rows
 from gptj_ft.data.split import split
 from gptj_ft.data.tokenization import load_tokenizer
 from gptj_ft.errors import DataError, UsageError
@@ -44,7 +44,7 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def prepared(tokenizer: Any, rows: list[dict[str, Any]], needs_target: bool = True, **options: Any) -> Prepared:
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     recipe = Recipe(**{**TASK, **options})
-    done = tokenize_rows(recipe, tokenizer, Path("rows.jsonl"), 1000, needs_target=needs_target)
+    done = tokenize_rows(TokenizeJob.of(recipe, tokenizer, Path("rows.jsonl"), 1000, needs_target=needs_target))
     check_tokens(done, Path("rows"), 1000, recipe.max_length)
     assert done.rows.num_targets() == done.report.target_tokens == done.report.windows
     return done
@@ -138,7 +138,7 @@ COUNTS = {
 def test_squads_windows_are_as_many_as_transformers_makes(name: str) -> None:
     tokenizer = load_tokenizer(real_data("tokenizers/bert-base-uncased/vocab.txt").parent)
     recipe = resolve({"recipe": "squad-bert"}, environment={}).recipe
-    done = tokenize_rows(recipe, tokenizer, real_data(f"squad/{name}"), 30522)
+    done = tokenize_rows(TokenizeJob.of(recipe, tokenizer, real_data(f"squad/{name}"), 30522))
     report = done.report
     several = {line for line, is_more in zip(done.rows["line"], done.rows["continues"], strict=True) if is_more}
     assert (report.rows_kept, report.windows, report.tokens, len(several)) == COUNTS[name]

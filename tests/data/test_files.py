@@ -22,7 +22,7 @@ LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
 
 
 def values(source: Path, findings: Findings | None = None, **options: str) -> list[dict[str, object]]:
-    return [row.values for row in read_rows(source, findings, FileOptions(**options))]
+    return [row.values for row in read_rows(identify(source, FileOptions(**options)), findings)]
 
 
 def packed_by_zstandard(content: bytes) -> bytes:
@@ -45,7 +45,7 @@ PACKERS = {".gz": gzip.compress, ".xz": lzma.compress, ".zst": packed_by_zstanda
 def test_packed_files_are_read_and_keep_their_line_numbers(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"rows.jsonl{suffix}"
     path.write_bytes(PACKERS[suffix](LINES))
-    rows = list(read_rows(path))
+    rows = list(read_rows(identify(path)))
     assert [row.values for row in rows] == ROWS
     assert rows[-1].where == f"{path}:2500"
 
@@ -180,7 +180,7 @@ def test_parquet_is_read_in_batches_with_the_number_of_each_row(tmp_path: Path) 
 
     path = tmp_path / "rows.parquet"
     parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
-    rows = list(read_rows(path))
+    rows = list(read_rows(identify(path)))
     assert [row.values for row in rows] == ROWS
     assert rows[1500].where == f"{path}:1501"
     (tmp_path / "named.csv").write_bytes(path.read_bytes())
@@ -278,7 +278,7 @@ def test_where_a_text_is_cut_into_pieces_makes_no_difference(
     path = tmp_path / "a.json"
     path.write_text(content)
     monkeypatch.setattr(rows, "CHUNK_BYTES", chunk)
-    found = list(read_rows(path))
+    found = list(read_rows(identify(path)))
     assert [row.values for row in found] == expected
     path.write_bytes(content.encode()[:60] + b"\xff" + content.encode()[60:])
     with pytest.raises(DataError, match=r"a\.json:3: not UTF-8: byte 0xff"):

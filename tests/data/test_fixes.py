@@ -19,6 +19,7 @@ from gptj_ft.config.resolve import resolve
 from gptj_ft.data.checks.repair import FIXES, RepairReport, choose_target, fix_rows, fix_texts
 from gptj_ft.data.checks.texts import CONTROL, TAG
 from gptj_ft.data.readers.records import read_rows
+from gptj_ft.data.readers.source import identify
 from gptj_ft.errors import DataError, UsageError
 
 RECIPE = resolve({"recipe": "summarization"}, environment={}).recipe
@@ -47,7 +48,7 @@ def fix(
 ) -> tuple[RepairReport, list[dict[str, Any]]]:
     """Fix a file; return the report and the rows of the new one."""
     target = target or choose_target(source, None)
-    report = fix_rows(resolve({"recipe": recipe}, environment={}).recipe, source, target)
+    report = fix_rows(resolve({"recipe": recipe}, environment={}).recipe, identify(source), target)
     return report, [json.loads(line) for line in target.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
@@ -322,7 +323,7 @@ def test_rows_of_every_format_come_out_alike(tmp_path: Path) -> None:
         target = tmp_path / f"{name}.new.jsonl"
         _, written = fix(source, target)
         assert written == [{**row, "note": row["note"].replace("Ã©", "é")} for row in rows], name
-        assert [row.values for row in read_rows(target)] == written
+        assert [row.values for row in read_rows(identify(target))] == written
 
 
 def test_squad_and_plain_text_become_rows(tmp_path: Path) -> None:
@@ -356,7 +357,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
         for number in range(100):
             file.write(json.dumps({"note": f"{number} cafÃ© " + "word " * 10_000, "summary": "x"}) + "\n")
     tracemalloc.start()
-    fix_rows(RECIPE, source, tmp_path / "new.jsonl")
+    fix_rows(RECIPE, identify(source), tmp_path / "new.jsonl")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert source.stat().st_size > 5_000_000

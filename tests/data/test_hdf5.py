@@ -13,6 +13,7 @@ from support.token_files import EOS, PAD, SEP, sample, write_hdf5
 from gptj_ft.data.readers import hdf5
 from gptj_ft.data.readers.records import read_rows
 from gptj_ft.data.readers.rows import Findings, Row
+from gptj_ft.data.readers.source import identify
 from gptj_ft.errors import DataError, UsageError
 
 h5py = pytest.importorskip("h5py")
@@ -20,7 +21,7 @@ np = pytest.importorskip("numpy")
 
 
 def read(path: Path, findings: Findings | None = None) -> list[tuple[list[int], list[int]]]:
-    return [(row.values["input_ids"], row.values["trained"]) for row in read_rows(path, findings)]
+    return [(row.values["input_ids"], row.values["trained"]) for row in read_rows(identify(path), findings)]
 
 
 # Samples
@@ -28,7 +29,7 @@ def read(path: Path, findings: Findings | None = None) -> list[tuple[list[int], 
 
 def test_a_packed_window_is_trained_on_whole_with_its_last_label(tmp_path: Path) -> None:
     path = write_hdf5(tmp_path / "a.h5", [sample([7, 8, EOS, 9, 10], {1, 2, 3, 4}, 4)] * 3, stated=3)
-    assert list(read_rows(path)) == [
+    assert list(read_rows(identify(path))) == [
         Row(str(path), number, {"input_ids": [7, 8, EOS, 9, 10], "trained": [1, 5]}) for number in (1, 2, 3)
     ]
 
@@ -90,7 +91,7 @@ def several(documents: list[tuple[list[int], set[int]]], length: int, joined: bo
 def test_samples_behind_each_other_are_documents_of_their_own(joined: bool, tmp_path: Path) -> None:
     documents = [([1, 2, 3, EOS], {2, 3}), ([5, 6, EOS], {1, 2}), ([8, 9, 10, 11, EOS], {4})]
     path = write_hdf5(tmp_path / "a.h5", [several(documents, 14, joined), several(documents[:1], 14, joined)])
-    rows = list(read_rows(path))
+    rows = list(read_rows(identify(path)))
     assert [row.line for row in rows] == [1, 1, 1, 2]
     assert [row.values["input_ids"] for row in rows] == [tokens for tokens, _ in [*documents, documents[0]]]
     assert [row.values["trained"] for row in rows] == [[2, 4], [1, 3], [4, 5], [2, 4]]

@@ -17,6 +17,7 @@ from support.hub_server import CONVERTED, Hub, Revision, reachable
 from gptj_ft.config.presets import load_options
 from gptj_ft.data.hub_dataset import datasets, fetch, layout_of, local_folder, parse_reference
 from gptj_ft.data.readers.records import read_rows
+from gptj_ft.data.readers.source import identify
 from gptj_ft.errors import NetworkError, Unreachable, UsageError
 from gptj_ft.system import hub as hub_module
 from gptj_ft.system import hub_download, paths
@@ -189,7 +190,7 @@ def typed(shell, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
 
 
 def rows_of(pinned: str) -> list[str]:
-    return [row.values["short_summary"] for row in read_rows(local_folder(pinned))]
+    return [row.values["short_summary"] for row in read_rows(identify(local_folder(pinned)))]
 
 
 def test_only_the_files_of_the_split_are_fetched_and_read_as_a_folder(hub: Hub, said: list[str]) -> None:

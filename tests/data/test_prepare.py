@@ -14,7 +14,7 @@ from support.tiny_tokenizer import make_tokenizer
 
 from gptj_ft.config.resolve import resolve
 from gptj_ft.data.dataset import Prepared, Report, check_compatible, load_dataset, save_dataset
-from gptj_ft.data.prepare import tokenize_rows
+from gptj_ft.data.prepare import TokenizeJob, tokenize_rows
 from gptj_ft.data.readers.source import is_prepared
 from gptj_ft.data.split import select_rows, split
 from gptj_ft.errors import DataError, ResourceError, UsageError
@@ -45,7 +45,7 @@ def notes(tmp_path):
 
 @pytest.fixture
 def prepared(tokenizer, notes):
-    return tokenize_rows(recipe(), tokenizer, notes, VOCAB)
+    return tokenize_rows(TokenizeJob.of(recipe(), tokenizer, notes, VOCAB))
 
 
 # Rows
@@ -79,7 +79,7 @@ def test_counts_add_up_over_good_cut_and_skipped_rows(tokenizer, tmp_path):
     ]
     path = json_lines(tmp_path / "a.jsonl", rows)
     seen = []
-    done = tokenize_rows(recipe(max_length=100), tokenizer, path, VOCAB, progress=seen.append)
+    done = tokenize_rows(TokenizeJob.of(recipe(max_length=100), tokenizer, path, VOCAB), progress=seen.append)
     report = done.report
     assert (report.rows_read, report.rows_kept, report.rows_cut, report.windows) == (8, 2, 1, 2)
     assert {reason: (skips.count, skips.first) for reason, skips in report.rows_skipped.items()} == {
@@ -106,14 +106,16 @@ def test_a_report_whose_counts_do_not_add_up_cannot_be_made(prepared):
 def test_chunks_neither_lose_nor_mix_rows(tokenizer, notes, monkeypatch, prepared):
     monkeypatch.setattr("gptj_ft.data.prepare.CHUNK_ROWS", 3)
     seen = []
-    small = tokenize_rows(recipe(), tokenizer, notes, VOCAB, progress=seen.append)
+    small = tokenize_rows(TokenizeJob.of(recipe(), tokenizer, notes, VOCAB), progress=seen.append)
     assert list(small.rows) == list(prepared.rows)
     assert small.report == prepared.report
     assert seen == [3, 6, 9, 12, 15, 18, 20]
 
 
 def test_one_row_is_enough(tokenizer, tmp_path):
-    done = tokenize_rows(recipe(), tokenizer, json_lines(tmp_path / "a.jsonl", [{"note": "x", "summary": "y"}]), VOCAB)
+    done = tokenize_rows(
+        TokenizeJob.of(recipe(), tokenizer, json_lines(tmp_path / "a.jsonl", [{"note": "x", "summary": "y"}]), VOCAB)
+    )
     assert (len(done.rows), done.report.rows_kept) == (1, 1)
     assert split(done, 0.5, seed=0) == (done, None)
 
@@ -121,7 +123,7 @@ def test_one_row_is_enough(tokenizer, tmp_path):
 def test_split_windows_train_every_token_of_every_document_once(tokenizer, tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("\n\n".join(WORDS * n for n in (1, 9, 4)))
-    done = tokenize_rows(recipe("continuous-pretraining", max_length=16), tokenizer, path, VOCAB)
+    done = tokenize_rows(TokenizeJob.of(recipe("continuous-pretraining", max_length=16), tokenizer, path, VOCAB))
     trained = [token for ids in done.rows["input_ids"] for token in ids[1:]]
     texts = [[*tokenizer((WORDS * n).rstrip("\n"))["input_ids"], tokenizer.eos_token_id] for n in (1, 9, 4)]
     assert trained == [token for ids in texts for token in ids[1:]]
@@ -139,7 +141,7 @@ def test_questions_keep_all_answers_and_unanswerable_ones_are_reported(tokenizer
     ]
     path = tmp_path / "squad.json"
     path.write_text(json.dumps({"data": [{"title": "t", "paragraphs": [{"context": WORDS, "qas": questions}]}]}))
-    done = tokenize_rows(recipe("qa"), tokenizer, path, VOCAB)
+    done = tokenize_rows(TokenizeJob.of(recipe("qa"), tokenizer, path, VOCAB))
     assert done.rows["references"][0] == ["the village", "village"]
     assert tokenizer.decode(done.rows["input_ids"][0][done.rows["prompt_length"][0] : -1]) == " the village"
     assert done.report.rows_skipped["no value for column 'answers'"].first == [f"{path}:2"]
@@ -149,15 +151,15 @@ def test_a_column_that_turns_up_late_is_found_but_does_not_win(tokenizer, tmp_pa
     monkeypatch.setattr("gptj_ft.data.prepare.SURVEY_ROWS", 2)
     rows = [{"note": "a", "summary": "x"}] * 3
     late = json_lines(tmp_path / "late.jsonl", [*rows, {"document": "b", "note": "c", "summary": "x"}])
-    assert tokenize_rows(recipe(), tokenizer, late, VOCAB).report.columns["document"] == "note"
+    assert tokenize_rows(TokenizeJob.of(recipe(), tokenizer, late, VOCAB)).report.columns["document"] == "note"
     only_late = json_lines(tmp_path / "only.jsonl", [{"summary": "x"}] * 3 + rows)
-    assert tokenize_rows(recipe(), tokenizer, only_late, VOCAB).report.rows_kept == 3
+    assert tokenize_rows(TokenizeJob.of(recipe(), tokenizer, only_late, VOCAB)).report.rows_kept == 3
 
 
 def test_columns_of_a_pattern_may_turn_up_late(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr("gptj_ft.data.prepare.SURVEY_ROWS", 1)
     path = json_lines(tmp_path / "a.jsonl", [{"note": "a", "s1": "x"}, {"note": "b", "s1": "x", "s2": "y"}])
-    done = tokenize_rows(recipe(map="summary=s*"), tokenizer, path, VOCAB)
+    done = tokenize_rows(TokenizeJob.of(recipe(map="summary=s*"), tokenizer, path, VOCAB))
     assert list(done.rows["references"]) == [["x"], ["x", "y"]]
     check_compatible(done, recipe(map="summary=s*"), tokenizer)
 
@@ -166,7 +168,7 @@ def test_csv_with_quoted_newlines_keeps_its_lines(tokenizer, tmp_path):
     path = tmp_path / "a.csv"
     with path.open("w", newline="") as file:
         csv.writer(file).writerows([["dialogue", "summary"], ["one\ntwo", "x"], ["three", "y"]])
-    assert list(tokenize_rows(recipe(), tokenizer, path, VOCAB).rows["line"]) == [2, 4]
+    assert list(tokenize_rows(TokenizeJob.of(recipe(), tokenizer, path, VOCAB)).rows["line"]) == [2, 4]
 
 
 # What is refused
@@ -177,14 +179,14 @@ def test_unreadable_lines_are_found_before_any_row_is_tokenised(tokenizer, tmp_p
     path.write_text(path.read_text() + "oops\n")
     seen = []
     with pytest.raises(DataError, match=r"a\.jsonl:6: not JSON"):
-        tokenize_rows(recipe(), tokenizer, path, VOCAB, progress=seen.append)
+        tokenize_rows(TokenizeJob.of(recipe(), tokenizer, path, VOCAB), progress=seen.append)
     assert seen == []
 
 
 def test_a_missing_column_names_the_file(tokenizer, tmp_path):
     path = json_lines(tmp_path / "a.jsonl", [{"story": "a", "summary": "b"}])
     with pytest.raises(DataError, match=r"a\.jsonl: no column for 'document'.*\n.*--map document=COLUMN"):
-        tokenize_rows(recipe(), tokenizer, path, VOCAB)
+        tokenize_rows(TokenizeJob.of(recipe(), tokenizer, path, VOCAB))
 
 
 def test_no_row_left_says_why(tokenizer, tmp_path):
@@ -192,23 +194,23 @@ def test_no_row_left_says_why(tokenizer, tmp_path):
     with pytest.raises(
         DataError, match=r"none of the 2 rows.*'document' is empty \(1, first at .*:1\); the completion"
     ):
-        tokenize_rows(recipe(), tokenizer, path, VOCAB)
+        tokenize_rows(TokenizeJob.of(recipe(), tokenizer, path, VOCAB))
 
 
 def test_policy_error_names_file_and_line(tokenizer, tmp_path):
     path = json_lines(tmp_path / "a.jsonl", [{"note": "a", "summary": "b"}, {"note": WORDS * 9, "summary": "b"}])
     with pytest.raises(DataError, match=r"a\.jsonl:2: \d+ tokens with EOS, max_length is 60"):
-        tokenize_rows(recipe(on_long="error", max_length=60), tokenizer, path, VOCAB)
+        tokenize_rows(TokenizeJob.of(recipe(on_long="error", max_length=60), tokenizer, path, VOCAB))
 
 
 def test_a_token_the_model_does_not_have_is_refused(tokenizer, notes):
     with pytest.raises(DataError, match=r"notes\.jsonl:1: token id \d+, but the model's ids end at 279"):
-        tokenize_rows(recipe(), tokenizer, notes, vocab_size=280)
+        tokenize_rows(TokenizeJob.of(recipe(), tokenizer, notes, vocab_size=280))
 
 
 def test_a_tokenizer_without_eos_is_refused_before_reading(notes):
     with pytest.raises(UsageError, match="has no EOS token"):
-        tokenize_rows(recipe(), make_tokenizer(eos=None), notes, VOCAB)
+        tokenize_rows(TokenizeJob.of(recipe(), make_tokenizer(eos=None), notes, VOCAB))
 
 
 # The folder
@@ -254,7 +256,7 @@ def test_a_full_disk_is_a_resource_error_and_leaves_nothing(prepared, tmp_path, 
 def test_the_file_of_rows_that_were_not_saved_goes_with_them_or_with_the_next_after_a_crash(tokenizer, notes):
     (home() / ".rows-999999999-x.arrow").parent.mkdir(parents=True, exist_ok=True)
     (home() / ".rows-999999999-x.arrow").touch()
-    made = tokenize_rows(recipe(), tokenizer, notes, VOCAB)
+    made = tokenize_rows(TokenizeJob.of(recipe(), tokenizer, notes, VOCAB))
     assert [path.name.split("-")[1] for path in home().glob(".rows-*")] == [str(os.getpid())]
     del made
     gc.collect()
@@ -262,7 +264,7 @@ def test_the_file_of_rows_that_were_not_saved_goes_with_them_or_with_the_next_af
 
 
 def test_saving_rows_that_are_a_file_links_it_and_loading_gives_the_same(tokenizer, notes, tmp_path):
-    made = tokenize_rows(recipe(), tokenizer, notes, VOCAB)
+    made = tokenize_rows(TokenizeJob.of(recipe(), tokenizer, notes, VOCAB))
     save_dataset(made, tmp_path / "a")
     save_dataset(load_dataset(tmp_path / "a"), tmp_path / "b")
     (file,) = (tmp_path / "b").glob("*.arrow")
@@ -367,7 +369,7 @@ def rows_of_contract(tokenizer, folder, order):
     folder.mkdir()
     path = folder / "a.jsonl"
     path.write_text("".join(json.dumps(rows[index]) + "\n" for index in order))
-    return tokenize_rows(recipe("qa"), tokenizer, path, VOCAB), [rows[index] for index in order]
+    return tokenize_rows(TokenizeJob.of(recipe("qa"), tokenizer, path, VOCAB)), [rows[index] for index in order]
 
 
 def test_rows_that_share_a_document_stay_on_one_side_and_the_order_of_rows_does_not_matter(tokenizer, tmp_path):
@@ -394,7 +396,7 @@ def test_each_label_is_held_out_in_its_share(counts, expected, tokenizer, tmp_pa
     names = ("positive", "negative", "neutral")
     labels = [name for name, count in zip(names, counts, strict=True) for _ in range(count)]
     path.write_text("".join(json.dumps({"text": f"t {n}", "label": label}) + "\n" for n, label in enumerate(labels)))
-    done = tokenize_rows(recipe("sentiment"), tokenizer, path, VOCAB)
+    done = tokenize_rows(TokenizeJob.of(recipe("sentiment"), tokenizer, path, VOCAB))
     _, held = split(done, 0.1, seed=0)
     found = list(held.rows["label"])
     assert tuple(found.count(name) for name in names) == expected
@@ -404,7 +406,7 @@ def test_each_label_is_held_out_in_its_share(counts, expected, tokenizer, tmp_pa
 def test_windows_of_one_document_stay_on_one_side(tokenizer, tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("\n\n".join(f"{number} {WORDS * 5}" for number in range(6)))
-    done = tokenize_rows(recipe("continuous-pretraining", max_length=16), tokenizer, path, VOCAB)
+    done = tokenize_rows(TokenizeJob.of(recipe("continuous-pretraining", max_length=16), tokenizer, path, VOCAB))
     train, held = split(done, 0.5, seed=0)
     assert set(train.rows["line"]).isdisjoint(held.rows["line"])
     assert len(set(train.rows["line"])) == len(set(held.rows["line"])) == 3
@@ -413,7 +415,7 @@ def test_windows_of_one_document_stay_on_one_side(tokenizer, tmp_path):
 def test_the_windows_of_a_single_document_are_divided(tokenizer, tmp_path):
     path = tmp_path / "a.txt"
     path.write_text(WORDS * 9)
-    done = tokenize_rows(recipe("continuous-pretraining", max_length=16), tokenizer, path, VOCAB)
+    done = tokenize_rows(TokenizeJob.of(recipe("continuous-pretraining", max_length=16), tokenizer, path, VOCAB))
     train, held = split(done, 0.1, seed=0)
     assert len(held.rows) >= 1
     assert len(train.rows) + len(held.rows) == done.report.windows
@@ -452,7 +454,9 @@ def test_real_files_are_prepared_with_the_presets(name, recipe_name, kept):
     folder = Path(os.environ.get("GPTJ_FT_TEST_DATA") or Path(__file__).parents[3] / "shared" / "data")
     if not (folder / name).exists():
         pytest.skip(f"real data not found: {folder / name} (set GPTJ_FT_TEST_DATA)")
-    done = tokenize_rows(recipe(recipe_name), load_tokenizer(folder / "tokenizers" / "gpt2"), folder / name, 50400)
+    done = tokenize_rows(
+        TokenizeJob.of(recipe(recipe_name), load_tokenizer(folder / "tokenizers" / "gpt2"), folder / name, 50400)
+    )
     assert isinstance(done, Prepared)
     assert done.report.rows_kept == kept
 
@@ -462,4 +466,4 @@ def test_a_column_that_is_null_in_every_row_is_said_to_be_empty(tmp_path, tokeni
     parquet.write_table(pyarrow.table(columns), tmp_path / "rows.parquet")
     for options in ({}, {"map": "summary=summary"}):
         with pytest.raises(DataError, match=r"rows\.parquet: column 'summary' is empty in all 100 rows$"):
-            tokenize_rows(recipe(**options), tokenizer, tmp_path / "rows.parquet", 50400)
+            tokenize_rows(TokenizeJob.of(recipe(**options), tokenizer, tmp_path / "rows.parquet", 50400))

@@ -21,7 +21,7 @@ def write(tmp_path):
 
 
 def rows(path):
-    return [(row.line, row.values) for row in read_rows(path)]
+    return [(row.line, row.values) for row in read_rows(identify(path))]
 
 
 def real_data(name):
@@ -38,7 +38,7 @@ def real_data(name):
 def test_json_lines_know_their_lines_and_pass_over_blank_ones(write, name):
     path = write(name, '{"a": 1}\n\n{"a": "two"}\n')
     assert rows(path) == [(1, {"a": 1}), (3, {"a": "two"})]
-    assert [row.where for row in read_rows(path)] == [f"{path}:1", f"{path}:3"]
+    assert [row.where for row in read_rows(identify(path))] == [f"{path}:1", f"{path}:3"]
 
 
 @pytest.mark.parametrize("name", ["one.jsonl", "one.json"])
@@ -55,7 +55,7 @@ def test_json_lines_under_the_name_of_json_are_read_in_one_go(write, monkeypatch
         (2, {"a": 1}), (4, {"a": "é"}), (5, {"a": 3}),
     ]  # fmt: skip
     findings = Findings(most_bad=1)
-    found = read_rows(write("b.json", '{"a": 1}\noops\n{"a": 2}\n'), findings)
+    found = read_rows(identify(write("b.json", '{"a": 1}\noops\n{"a": 2}\n')), findings)
     assert [row.values["a"] for row in found] == [1, 2]
     assert [where.rpartition(":")[2] for where, _ in findings.bad] == ["2"]
     with pytest.raises(DataError, match=r"c\.json:1: not JSON: more text after the end of the object"):
@@ -87,7 +87,7 @@ def test_rows_that_one_object_wraps_are_read_and_that_is_said(write, indent):
     items = [{"document": "a", "tags": [{"n": 1}]}, {"document": "b"}]
     path = write("wrap.json", json.dumps({"version": 2, "items": items, "empty": [], "about": {"n": 1}}, indent=indent))
     findings = Findings()
-    found = list(read_rows(path, findings))
+    found = list(read_rows(identify(path), findings))
     assert [row.values for row in found] == items
     lines = path.read_text().splitlines()
     expected = [1, 2] if indent is None else [n for n, line in enumerate(lines, 1) if line == "  {"]

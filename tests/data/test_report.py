@@ -17,7 +17,7 @@ from gptj_ft.cli.html import write_new
 from gptj_ft.cli.html.data_page import data_facts, data_report
 from gptj_ft.config.resolve import resolve
 from gptj_ft.data.lengths import bins_of
-from gptj_ft.data.prepare import tokenize_rows
+from gptj_ft.data.prepare import TokenizeJob, tokenize_rows
 from gptj_ft.errors import ResourceError
 from gptj_ft.training.finetune import gather
 
@@ -91,7 +91,7 @@ def test_the_split_is_the_one_of_the_run(tmp_path: Path) -> None:
     ).recipe
     inputs = gather(recipe)
     assert inputs.validation is not None
-    whole = tokenize_rows(recipe, make_tokenizer(), tmp_path / "rows.jsonl", 50400)
+    whole = tokenize_rows(TokenizeJob.of(recipe, make_tokenizer(), tmp_path / "rows.jsonl", 50400))
     splits = data_facts(whole, recipe)["splits"]
     assert splits["train"]["documents"] == len(inputs.train.rows)
     assert splits["validation"]["documents"] == len(inputs.validation.rows)
@@ -151,7 +151,7 @@ def test_what_is_in_the_data_is_text_on_the_page() -> None:
     row = {"<script>alert(1)</script>": "x", "note": "</pre><img src=x onerror=alert(2)>", "summary": "<b>&amp;"}
     path.write_text(json.dumps(row) + "\n")
     recipe = resolve({"recipe": "summarization", "map": "summary=<script>alert(1)</script>"}, environment={}).recipe
-    prepared = tokenize_rows(recipe, make_tokenizer(), path, 50400)
+    prepared = tokenize_rows(TokenizeJob.of(recipe, make_tokenizer(), path, 50400))
     parts = [{"text": text, "is_trained_on": number == 1} for number, text in enumerate((row["note"], row["summary"]))]
     examples = [{"place": "odd.jsonl:1", "parts": parts}]
     page = Page(data_report(".html", {**data_facts(prepared, recipe), "examples": examples}))
@@ -165,7 +165,7 @@ def test_the_page_begins_with_a_sentence_has_no_folder_and_marks_max_length(tmp_
     with Path("rows.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps({"note": "Call 555-867-5309 or mail ann@example.org", "summary": "Call."}) + "\n")
     recipe = resolve({"recipe": "summarization", "max_length": 60}, environment={}).recipe
-    facts = data_facts(tokenize_rows(recipe, make_tokenizer(), tmp_path / "rows.jsonl", 50400), recipe)
+    facts = data_facts(tokenize_rows(TokenizeJob.of(recipe, make_tokenizer(), tmp_path / "rows.jsonl", 50400)), recipe)
     text = data_report(".html", facts)
     page = Page(text)
     shortened = facts["rows_cut"]
@@ -182,7 +182,7 @@ def test_the_page_begins_with_a_sentence_has_no_folder_and_marks_max_length(tmp_
 
 def test_a_count_that_is_new_is_on_the_page() -> None:
     recipe = resolve({"recipe": "summarization"}, environment={}).recipe
-    facts = data_facts(tokenize_rows(recipe, make_tokenizer(), Path("rows.jsonl"), 50400), recipe)
+    facts = data_facts(tokenize_rows(TokenizeJob.of(recipe, make_tokenizer(), Path("rows.jsonl"), 50400)), recipe)
     page = Page(data_report(".html", {**facts, "tokens_lost": 1234567}))
     assert "tokens lost 1,234,567" in page.text
 
@@ -215,7 +215,7 @@ def test_a_report_that_exists_is_left_alone(tmp_path: Path, shell: Any, own_home
 
 def test_a_full_disk_leaves_no_part_of_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = resolve({"recipe": "summarization"}, environment={}).recipe
-    facts = data_facts(tokenize_rows(recipe, make_tokenizer(), Path("rows.jsonl"), 50400), recipe)
+    facts = data_facts(tokenize_rows(TokenizeJob.of(recipe, make_tokenizer(), Path("rows.jsonl"), 50400)), recipe)
     before = {path.name for path in tmp_path.iterdir()}
 
     def full(descriptor: int) -> None:
@@ -230,7 +230,7 @@ def test_a_full_disk_leaves_no_part_of_a_report(tmp_path: Path, monkeypatch: pyt
 
 def test_a_file_name_that_is_no_text_can_be_reported() -> None:
     recipe = resolve({"recipe": "summarization"}, environment={}).recipe
-    facts = data_facts(tokenize_rows(recipe, make_tokenizer(), Path("rows.jsonl"), 50400), recipe)
+    facts = data_facts(tokenize_rows(TokenizeJob.of(recipe, make_tokenizer(), Path("rows.jsonl"), 50400)), recipe)
     for name in ("a.json", "a.html"):
         write_new(Path(name), data_report(Path(name).suffix, {**facts, "files": ["caf\udce9.jsonl"]}))
     assert json.loads(Path("a.json").read_text())["files"] == ["caf\udce9.jsonl"]

@@ -22,7 +22,7 @@ from gptj_ft.config.resolve import resolve
 from gptj_ft.data.checks.tokens import check_tokens
 from gptj_ft.data.dataset import Prepared
 from gptj_ft.data.labelled.sentences import MAX_SENTENCES, oracle_sentences, split_sentences
-from gptj_ft.data.prepare import tokenize_rows
+from gptj_ft.data.prepare import TokenizeJob, tokenize_rows
 from gptj_ft.data.readers.source import FileOptions, identify
 from gptj_ft.data.tokenization import load_tokenizer, tokenize
 from gptj_ft.errors import DataError, UsageError
@@ -59,7 +59,7 @@ def prepared(tokenizer: Any, rows: list[dict[str, Any]] | Path, needs_target: bo
     else:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     recipe = Recipe(**{**TASK, **options})
-    done = tokenize_rows(recipe, tokenizer, path, 1000, needs_target=needs_target)
+    done = tokenize_rows(TokenizeJob.of(recipe, tokenizer, path, 1000, needs_target=needs_target))
     check_tokens(done, Path("rows"), 1000, recipe.max_length)
     assert done.rows.num_targets() == done.report.target_tokens
     return done
@@ -72,7 +72,7 @@ def test_presumms_sample_has_the_labels_filters_and_cuts_of_presumm() -> None:
     found = []
     for length in (2048, 512):
         recipe = resolve({"recipe": "bertsum", "max_length": length}, environment={}).recipe
-        done = tokenize_rows(recipe, tokenizer, file, 30522)
+        done = tokenize_rows(TokenizeJob.of(recipe, tokenizer, file, 30522))
         assert not done.report.rows_skipped
         found.append(list(done.rows))
     assert [(len(row["marks"]), len(row["input_ids"])) for row in found[0]] == [

@@ -26,7 +26,7 @@ from gptj_ft.config.options import Recipe
 from gptj_ft.config.resolve import resolve
 from gptj_ft.data.dataset import check_compatible
 from gptj_ft.data.load import prepare_once
-from gptj_ft.data.prepare import find_columns
+from gptj_ft.data.prepare import TokenizeJob, find_columns
 from gptj_ft.data.readers.encodings import encoding_by_head, guess_encoding
 from gptj_ft.data.readers.records import read_rows
 from gptj_ft.data.readers.rows import Findings
@@ -65,7 +65,7 @@ def written(rows: Table, separator: str, ending: str, quoting: int, encoding: st
 
 
 def read(path: Path, findings: Findings | None = None, **options: str) -> Table:
-    return [row.values for row in read_rows(path, findings, FileOptions(**options))]
+    return [row.values for row in read_rows(identify(path, FileOptions(**options)), findings)]
 
 
 def recipe_of(**flags: Any) -> Recipe:
@@ -169,7 +169,7 @@ def test_texts_and_json_are_read_in_every_encoding_too(form: str, encoding: str,
     lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts] if form != "txt" else texts
     whole = "[\n" + ",\n".join(lines) + "]" if form == "json" else "\n".join(lines)
     path.write_bytes(whole.encode(encoding))
-    found = list(read_rows(path, findings, FileOptions(documents="line")))
+    found = list(read_rows(identify(path, FileOptions(documents="line")), findings))
     assert [row.values["text"] for row in found] == texts
     assert [row.line for row in found] == ([2, 3, 4] if form == "json" else [1, 2, 3])
     assert bool(findings.notes) == (encoding != "utf-8")
@@ -269,7 +269,7 @@ def test_a_text_in_another_encoding_is_never_held_as_a_whole(tmp_path: Path, mon
             return self.raw.read(size)
 
     monkeypatch.setattr("gptj_ft.data.readers.rows.as_utf8", lambda raw, *rest: utf8(Watched(raw), *rest))
-    count = sum(1 for _ in read_rows(path, options=FileOptions(documents="line")))
+    count = sum(1 for _ in read_rows(identify(path, FileOptions(documents="line"))))
     assert (count, 0 < longest <= 2**20) == (100_000, True)
 
 
@@ -326,7 +326,9 @@ def test_what_is_to_be_typed_can_be_typed(content: str, says: str, tmp_path: Pat
 def test_how_a_file_is_read_decides_what_is_kept_and_nothing_of_rows_that_were_read_before(tmp_path: Path) -> None:
     path, tokenizer = tmp_path / "a.csv", make_tokenizer()
     path.write_text("document;summary\na long note;short\n")
-    prepared = [prepare_once(recipe_of(delimiter=each), tokenizer, path, 50400) for each in ("auto", ";")]
+    prepared = [
+        prepare_once(TokenizeJob.of(recipe_of(delimiter=each), tokenizer, path, 50400)) for each in ("auto", ";")
+    ]
     assert prepared[0].report.settings["delimiter"] == "auto"
     assert prepared[1].report.settings["delimiter"] == ";"
     for options in ({"delimiter": ";"}, {"encoding": "cp1252"}, {"sheet": "Notes"}):
@@ -383,7 +385,7 @@ def test_a_workbook_has_the_rows_that_the_table_in_text_has(language: str, tmp_p
     rows, findings = rows_of(TEXTS[language]), Findings()
     path = workbook(tmp_path / "a.xlsx", {"Sheet": [list(rows[0]), *(list(row.values()) for row in rows)]})
     assert read(path, findings) == rows
-    assert [row.line for row in read_rows(path)] == list(range(2, 2 + len(rows)))
+    assert [row.line for row in read_rows(identify(path))] == list(range(2, 2 + len(rows)))
     assert not findings.notes
     wrong = tmp_path / "wrong.csv"
     wrong.write_bytes(path.read_bytes())
@@ -406,7 +408,7 @@ def test_cells_are_the_texts_that_they_show(tmp_path: Path) -> None:
 def test_what_lies_around_a_table_in_a_sheet_is_no_part_of_it(tmp_path: Path) -> None:
     rows = [[], [], [None, "document", "summary", None], [None, "one", "1", None, "aside"], [], ["x", "two", 2]]
     path, findings = workbook(tmp_path / "a.xlsx", {"Sheet": rows}), Findings()
-    found = list(read_rows(path, findings))
+    found = list(read_rows(identify(path), findings))
     assert [(row.line, row.values) for row in found] == [
         (4, {"document": "one", "summary": "1"}), (6, {"document": "two", "summary": "2"}),
     ]  # fmt: skip

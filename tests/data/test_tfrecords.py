@@ -39,7 +39,7 @@ def written(path: Path, *records: bytes) -> Path:
 
 
 def ids(source: Path, findings: Findings | None = None) -> list[list[int]]:
-    return [row.values["input_ids"] for row in read_rows(source, findings)]
+    return [row.values["input_ids"] for row in read_rows(identify(source), findings)]
 
 
 # What is read
@@ -55,14 +55,14 @@ def test_a_record_written_by_hand_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", [packed, one_by_one, mixed])
 def test_every_token_but_the_first_of_a_window_is_trained(form, tmp_path: Path) -> None:
     path = written(tmp_path / "a_3.tfrecords", *(record(example({"text": form(tokens)})) for tokens in WINDOWS))
-    assert list(read_rows(path)) == [
+    assert list(read_rows(identify(path))) == [
         Row(str(path), number, {"input_ids": tokens, "trained": [1, len(tokens)]})
         for number, tokens in enumerate(WINDOWS, 1)
     ]
 
 
 def test_a_window_of_one_token_has_no_target(tmp_path: Path) -> None:
-    (row,) = read_rows(written(tmp_path / "a.tfrecords", text_record([5])))
+    (row,) = read_rows(identify(written(tmp_path / "a.tfrecords", text_record([5]))))
     assert row.values == {"input_ids": [5], "trained": []}
 
 
@@ -112,7 +112,7 @@ def test_an_index_names_files_relative_to_its_folder(tmp_path: Path) -> None:
     second = written(tmp_path / "b.tfrecords", text_record([3, 4]))
     index = tmp_path / "train.index"
     index.write_text(f"records/a.tfrecords\r\n\n{second}\n")
-    assert [row.source for row in read_rows(index)] == [str(first), str(second)]
+    assert [row.source for row in read_rows(identify(index))] == [str(first), str(second)]
     before = identify(index).sha256
     written(first, text_record([5, 6]))
     assert identify(index).sha256 != before, "what is cached by the index would be stale"
@@ -283,7 +283,7 @@ def test_no_more_than_a_record_is_in_memory(tmp_path: Path, monkeypatch: pytest.
             yield Watched(opened)
 
     monkeypatch.setattr(tfrecord, "opened_file", watched)
-    rows = iter(read_rows(path))
+    rows = iter(read_rows(identify(path)))
     next(rows)
     assert sum(read) == len(one), "it reads ahead"
     assert sum(1 for _ in rows) == 199

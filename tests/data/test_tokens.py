@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.resolve import resolve
 from gptj_ft.data import tokenization as words_module
-from gptj_ft.data.prepare import tokenize_rows
+from gptj_ft.data.prepare import TokenizeJob, tokenize_rows
 from gptj_ft.data.tokenization import (
     WordCache,
     _token_bytes,
@@ -134,7 +134,7 @@ def test_questions_about_one_passage_are_prepared_as_each_alone(tokenizer, tmp_p
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     recipe = resolve({"recipe": "qa", "max_length": 512}, environment={}).recipe
-    prepared = tokenize_rows(recipe, tokenizer, file, 10**6)
+    prepared = tokenize_rows(TokenizeJob.of(recipe, tokenizer, file, 10**6))
     for row, ids in zip(rows, prepared.rows["input_ids"], strict=True):
         values = {**row, "answer": row["answers"]}
         assert ids == encode(recipe, tokenizer, values).documents[0]

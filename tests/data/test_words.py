@@ -15,7 +15,7 @@ from gptj_ft.config.options import Recipe
 from gptj_ft.data.checks.tokens import check_tokens
 from gptj_ft.data.dataset import Prepared
 from gptj_ft.data.load import read_or_prepare
-from gptj_ft.data.prepare import tokenize_rows
+from gptj_ft.data.prepare import TokenizeJob, tokenize_rows
 from gptj_ft.data.tokenization import tokenize
 from gptj_ft.errors import DataError, UsageError
 
@@ -41,7 +41,7 @@ def prepared(tokenizer: Any, rows: list[dict[str, Any]] | Path, **options: Any) 
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     asked = {name: options.pop(name) for name in ("labels", "needs_target") if name in options and name != "labels"}
     recipe = Recipe(**{**TASK, **options})
-    done = tokenize_rows(recipe, tokenizer, path, 1000, **asked)
+    done = tokenize_rows(TokenizeJob.of(recipe, tokenizer, path, 1000, **asked))
     check_tokens(done, Path("rows"), 1000, recipe.max_length)
     assert done.rows.num_targets() == done.report.target_tokens
     return done
@@ -168,7 +168,7 @@ def test_conll_files_are_sentences_with_the_tag_in_the_last_column(name: str, be
     ]
     assert done.report.labels == ("I-LOC", "I-ORG", "I-PER", "O")
     assert done.report.columns == {"tokens": "tokens", "tags": "tags"}
-    again = read_or_prepare(Recipe(**TASK), bert, 1000, Path(name))
+    again = read_or_prepare(TokenizeJob.of(Recipe(**TASK), bert, Path(name), 1000))
     assert list(again.rows) == list(done.rows)
 
 
@@ -187,5 +187,5 @@ def test_words_alone_are_read_to_predict(bert: Any) -> None:
 def test_a_text_file_of_another_task_is_no_conll_file(bert: Any) -> None:
     Path("rows.txt").write_text("EU NNP O\n", encoding="utf-8")
     recipe = Recipe(task="classification", prompt="{{ text }}", completion="{{ label }}", on_long="skip")
-    done = tokenize_rows(recipe, bert, Path("rows.txt"), 1000, needs_target=False, labels=("a", "b"))
+    done = tokenize_rows(TokenizeJob.of(recipe, bert, Path("rows.txt"), 1000, needs_target=False, labels=("a", "b")))
     assert done.report.columns == {"text": "text"}

@@ -14,7 +14,7 @@ import pytest
 from support.tiny_tokenizer import make_tokenizer
 
 from gptj_ft.config.resolve import resolve
-from gptj_ft.data.prepare import tokenize_rows
+from gptj_ft.data.prepare import TokenizeJob, tokenize_rows
 from gptj_ft.errors import GptjFtError
 
 ROWS = [
@@ -92,7 +92,7 @@ def test_damaged_file_loses_no_row_silently(name: str, tmp_path: Path, monkeypat
         path.write_bytes(damaged(content, draw) if number else content)
         recipe = resolve({"recipe": preset, "max_bad_rows": draw.choice([0, 3])}, environment={}).recipe
         try:
-            report = tokenize_rows(recipe, tokenizer, path, 50400).report
+            report = tokenize_rows(TokenizeJob.of(recipe, tokenizer, path, 50400)).report
         except GptjFtError:
             refused += 1
             continue

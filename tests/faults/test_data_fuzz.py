@@ -31,9 +31,9 @@ from support.tiny_tokenizer import make_tokenizer
 
 from gptj_ft.config.resolve import resolve
 from gptj_ft.data.dataset import Report
-from gptj_ft.data.prepare import tokenize_rows
+from gptj_ft.data.prepare import TokenizeJob, tokenize_rows
 from gptj_ft.data.readers.records import read_rows
-from gptj_ft.data.readers.source import FileOptions, identify_file, opened_file
+from gptj_ft.data.readers.source import FileOptions, identify, identify_file, opened_file
 from gptj_ft.data.readers.tables import SAMPLE_LINES, choose_dialect
 from gptj_ft.errors import DataError, UsageError
 
@@ -278,7 +278,7 @@ def prepared(path: Path, preset: str, options: dict[str, Any]) -> Report | None:
     recipe = resolve({"recipe": preset, "cache": False, **options}, environment={}).recipe
     with patience():
         try:
-            report = tokenize_rows(recipe, TOKENIZER, path, 50400).report
+            report = tokenize_rows(TokenizeJob.of(recipe, TOKENIZER, path, 50400)).report
         except (DataError, UsageError) as error:
             message = str(error)
             assert path.name in message, f"the message does not name the file: {message[:300]}"
@@ -378,12 +378,12 @@ def test_non_unicode_parquet_text_is_rejected(tmp_path: Path) -> None:
     names = pyarrow.array([b"a", b"caf\xe9"]).view(pyarrow.binary()).cast(pyarrow.string(), safe=False)
     parquet.write_table(pyarrow.table({"document": names, "summary": names}), tmp_path / "rows.parquet")
     with pytest.raises(DataError, match=r"rows\.parquet: not a whole Parquet file: 'utf-8' codec can't decode"):
-        list(read_rows(tmp_path / "rows.parquet"))
+        list(read_rows(identify(tmp_path / "rows.parquet")))
 
 
 def test_error_omits_text_in_header_position(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text(f"{'secret ' * 900},{'words ' * 900}\na,b\n", encoding="utf-8")
     recipe = resolve({"recipe": "summarization"}, environment={}).recipe
     with pytest.raises(DataError, match=r"looks like a row, not like names") as refused:
-        tokenize_rows(recipe, TOKENIZER, tmp_path / "rows.csv", 50400)
+        tokenize_rows(TokenizeJob.of(recipe, TOKENIZER, tmp_path / "rows.csv", 50400))
     assert "secret" not in str(refused.value)

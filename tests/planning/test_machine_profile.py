@@ -20,6 +20,7 @@ from support.steps import failing
 from support.thread_group import Hub, Member
 
 from gptj_ft.config.options import Recipe
+from gptj_ft.data.readers.source import identify
 from gptj_ft.errors import ResourceError
 from gptj_ft.planning import layer_times, machine_profile, probe
 from gptj_ft.planning.machine_profile import choose_dtype, compute_rates, disk_rates, reason_for, with_times
@@ -236,7 +237,7 @@ def test_commands_compute_in_the_faster_type(shell, rows_file: Path, fast_bf16: 
     options = "--recipe summarization --data rows.jsonl"
     planned = shell(f"plan {options} --model tiny --json").json
     assert (planned["precision"], planned["reason"]) == ("bf16", "its layers are 5 times as fast in bf16 here")
-    folder, used = tiny_model(Recipe(), rows_file), []
+    folder, used = tiny_model(Recipe(), identify(rows_file)), []
 
     def spy(folder: Path, device: torch.device, dtype: torch.dtype, *_: object) -> None:
         used.append(dtype)

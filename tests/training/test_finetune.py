@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from gptj_ft.cli.terminal.tables import cautions
 from gptj_ft.config.resolve import resolve
 from gptj_ft.config.run_folder import Run
+from gptj_ft.data.readers.source import identify
 from gptj_ft.evaluation.metrics.language_model import LOSS_SCORES
 from gptj_ft.training.finetune import prepare_new_run
 from gptj_ft.training.reporter import Reporter
@@ -51,7 +52,7 @@ def test_the_six_commands_end_to_end(
     from gptj_ft.config.options import Recipe
 
     # A tiny model stands on a server that speaks the Hub's protocol, as EleutherAI/gpt-j-6b.
-    published = tiny_model(Recipe(model=tiny), rows_file)
+    published = tiny_model(Recipe(model=tiny), identify(rows_file))
     published = published.rename(tmp_path / "published")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     with serve(published) as server:
@@ -397,7 +398,7 @@ def spoiled_model(rows_file: Path, **changes: float) -> Path:
     from gptj_ft.checkpoints.base_model import tiny_model
     from gptj_ft.config.options import Recipe
 
-    model = tiny_model(Recipe(), rows_file)
+    model = tiny_model(Recipe(), identify(rows_file))
     for shard in model.glob("*.safetensors"):
         tensors = load_file(shard)
         for name, tensor in tensors.items():

@@ -31,7 +31,7 @@ from gptj_ft.data.encode import check_templates, parts
 from gptj_ft.data.prepare import TOKENS, find_columns
 from gptj_ft.data.readers.records import read_rows
 from gptj_ft.data.readers.rows import Findings, Occurrences, Row
-from gptj_ft.data.readers.source import SUFFIXES, FileOptions, identify
+from gptj_ft.data.readers.source import SUFFIXES, Source
 from gptj_ft.errors import DataError, RowSkipped, UsageError
 from gptj_ft.system.atomic import atomic_files, require_new
 from gptj_ft.system.compression import COMPRESSIONS
@@ -252,34 +252,33 @@ def diff_of(target: Path) -> Path:
     return target.with_suffix(".diff")
 
 
-def fix_rows(recipe: Recipe, source: Path, target: Path, progress: Callable[[int], None] | None = None) -> RepairReport:
-    """Write the rows of a source to a new file, repaired in the columns that the recipe uses.
+def fix_rows(
+    recipe: Recipe, source: Source, target: Path, progress: Callable[[int], None] | None = None
+) -> RepairReport:
+    """Write the rows of a source to a new file, with the recipe's columns repaired.
 
-    Left out are records that cannot be read, rows that cannot be used because a field of theirs is empty, and all but
-    the first of those that are trained on alike. The source is read twice; in memory are a row, and digests of all.
+    Drop unreadable records, rows with an empty field, and duplicates of the same prompt and completion. The source is
+    read twice; memory holds one row and a digest of every row.
 
     Args:
-        recipe: its fields say which columns are mended.
-        source: a file, a folder or a pattern.
         target: the new file; see `choose_target`.
         progress: called with the number of rows done.
 
     Raises:
-        UsageError: no such file, or the new one exists or cannot be written.
-        DataError: a file of which nothing can be read, a missing column, or no row left.
-        ResourceError: the disk is full; nothing is left behind.
+        UsageError: the target exists or cannot be written.
+        DataError: nothing can be read, a column is missing, or no row is left.
+        ResourceError: the disk is full; no partial file remains.
     """
     check_templates(recipe)
-    found = identify(source, FileOptions.of(recipe))
-    columns = find_columns(found, recipe.model_copy(update={"max_bad_rows": sys.maxsize}))
+    columns = find_columns(source, recipe.model_copy(update={"max_bad_rows": sys.maxsize}))
     if TOKENS in columns:
-        raise UsageError(f"{source}: its rows come as tokens, in which there is nothing to mend: leave out --fix")
+        raise UsageError(f"{source.path}: the rows are tokens, which cannot be repaired: leave out --fix")
     report = RepairReport(str(target), str(diff_of(target)))
     with atomic_files(diff_of(target), target) as (diff, out):
-        diff.write(visible(f"--- {source}") + "\n" + visible(f"+++ {target}") + "\n")
+        diff.write(visible(f"--- {source.path}") + "\n" + visible(f"+++ {target}") + "\n")
         fixer = _Repairer(recipe, columns, report, diff)
         findings = Findings(sys.maxsize)
-        for row in read_rows(found, findings):
+        for row in read_rows(source, findings):
             fixer.drop_unreadable(findings)
             if (values := fixer.fix(row)) is not None:
                 out.write(_json_line(values))
@@ -288,7 +287,7 @@ def fix_rows(recipe: Recipe, source: Path, target: Path, progress: Callable[[int
         fixer.drop_unreadable(findings)
         if not report.rows_written:
             reasons = ", ".join(f"{reason} ({found.count})" for reason, found in report.rows_dropped.items())
-            raise DataError(f"{source}: none of the {report.rows_read} rows is left: {reasons}")
+            raise DataError(f"{source.path}: none of the {report.rows_read} rows is left: {reasons}")
     dropped = sum(found.count for found in report.rows_dropped.values())
     assert report.rows_read == report.rows_written + dropped
     return report

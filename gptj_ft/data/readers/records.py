@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from gptj_ft.data.readers.conll import read_conll
 from gptj_ft.data.readers.hdf5 import read_samples
 from gptj_ft.data.readers.json import read_json_lines, read_json_rows
 from gptj_ft.data.readers.rows import Findings, Row, numbered_lines, too_long
-from gptj_ft.data.readers.source import File, FileOptions, Source, identify
+from gptj_ft.data.readers.source import File, Source
 from gptj_ft.data.readers.spreadsheets import read_workbook
 from gptj_ft.data.readers.stories import read_presumm, read_story
 from gptj_ft.data.readers.tables import read_parquet, read_saved_dataset, read_table
@@ -19,22 +18,18 @@ from gptj_ft.errors import DataError, UsageError
 RowReader = Callable[[File, Findings], Iterator[Row]]
 
 
-def read_rows(
-    source: Path | Source, findings: Findings | None = None, options: FileOptions = FileOptions()
-) -> Iterator[Row]:
-    """Yield the rows of a file, of the files in a folder, or of those that match a pattern.
+def read_rows(source: Source, findings: Findings | None = None) -> Iterator[Row]:
+    """Yield the rows of all files of a source.
 
     Args:
-        source: path as the user named it, or the identified files.
-        findings: collects warnings, and unreadable records up to its limit; default: none is allowed.
-        options: options of the readers; of a `Source` its own hold.
+        findings: collects warnings, and unreadable records up to its limit; default: fail at the first one.
 
     Raises:
-        UsageError: there is no such file (with the nearest name), or it cannot be read.
-        DataError: empty, not of the encoding it should be, not what it should be; with file:line.
+        UsageError: a file cannot be read.
+        DataError: a file is empty, in another encoding or malformed; with file:line.
     """
     findings = findings or Findings()
-    for file in identify(source, options).files:
+    for file in source.files:
         for note in file.notes:
             findings.note(note)
         empty = True

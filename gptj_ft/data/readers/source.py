@@ -212,42 +212,38 @@ def is_prepared(folder: Path) -> bool:
     return (folder / ROWS_MANIFEST).is_file()
 
 
-def identify(source: Path | Source, options: FileOptions = FileOptions()) -> Source:
-    """Find the files that a path, a folder or a pattern stands for, and detect their formats.
+def identify(path: Path, options: FileOptions = FileOptions()) -> Source:
+    """Find the files of a path, a folder or a glob pattern, and detect their formats.
 
-    Args:
-        source: the path; a source is returned as it is.
-        options: options of the readers.
+    Call this once, where a command receives the path: everything below takes the `Source`.
 
     Raises:
-        UsageError: no such file (names the nearest), or no rows in the folder.
-        DataError: a file whose format is not read.
+        UsageError: no such file (suggests the nearest name), or no rows in the folder.
+        DataError: a file's format is not supported.
     """
-    if isinstance(source, Source):
-        return source
-    if source.is_dir():
-        if is_prepared(source):
-            return Source(source, (File(source, "prepared"),))
-        if any((source / name).is_file() for name in DATASET_FILES):
-            return Source(source, (File(source, "dataset"),))
-        files = [identify_file(path, options) for path in _files_in(source, options)]
-    elif not source.exists() and glob.has_magic(str(source)):
-        paths = [Path(name) for name in sorted(glob.glob(str(source), recursive=True)) if Path(name).is_file()]
-        if not paths:
-            raise UsageError(f"no file matches {source}")
-        files = [file for path in paths for file in _with_index(path, options)]
+    if path.is_dir():
+        if is_prepared(path):
+            return Source(path, (File(path, "prepared"),))
+        if any((path / name).is_file() for name in DATASET_FILES):
+            return Source(path, (File(path, "dataset"),))
+        files = [identify_file(file, options) for file in _files_in(path, options)]
+    elif not path.exists() and glob.has_magic(str(path)):
+        names = [name for name in sorted(glob.glob(str(path), recursive=True)) if Path(name).is_file()]
+        if not names:
+            raise UsageError(f"no file matches {path}")
+        files = [file for name in names for file in _with_index(Path(name), options)]
     else:
-        _require_file(source)
-        files = _with_index(source, options)
+        _require_file(path)
+        files = _with_index(path, options)
     # Tokens together with texts: the first may well be made from the second.
     tokens = next((file.path for file in files if file.format in TOKEN_FORMATS), None)
     texts = next((file.path for file in files if file.format not in TOKEN_FORMATS), None)
     if tokens and texts:
         raise UsageError(
-            f"{source} is tokens ({tokens.name}) and texts ({texts.name}), perhaps the same ones\n"
-            f"name those to train on, e.g. '{tokens.parent}/*{tokens.suffix}'"
+            f"{path} has both tokens ({tokens.name}) and texts ({texts.name}), perhaps of the same rows\n"
+            f"name the files to train on, e.g. '{tokens.parent}/*{tokens.suffix}'"
         )
-    return Source(source, tuple(files))
+    return Source(path, tuple(files))
 
 
 def identify_file(path: Path, options: FileOptions = FileOptions()) -> File:
