@@ -64,11 +64,11 @@ def test_a_packed_file_under_a_plain_name_is_read_and_that_is_said(tmp_path: Pat
     path, findings = tmp_path / "rows.jsonl", Findings()
     path.write_bytes(gzip.compress(LINES))
     assert values(path, findings) == ROWS
-    assert list(findings.notes) == [f"{path} is packed by gzip, which its name does not say"]
+    assert list(findings.notes) == [f"{path} is compressed with gzip, although its name does not say so"]
     plain = tmp_path / "plain.jsonl.gz"
     plain.write_bytes(LINES)
     assert values(plain, findings) == ROWS
-    assert f"{plain} is not packed by gzip as its name says" in findings.notes
+    assert f"{plain} is not compressed with gzip, although its name says so" in findings.notes
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_a_wrong_suffix_is_recognised_and_said(name: str, content: bytes, read_a
     path.write_bytes(content)
     assert [row["a"] for row in values(path, findings)] == ["1", "2"]
     (note,) = findings.notes
-    assert note == f"{path} is read as {read_as}, which it is, not as the {path.suffix[1:]} of its name"
+    assert note == f"{path} contains {read_as} and is read as such, although its name says {path.suffix[1:]}"
 
 
 @pytest.mark.parametrize("suffix", ["", ".data"])
@@ -119,8 +119,8 @@ def test_a_document_of_an_office_is_told_by_its_name_where_its_content_does_not(
     for name, content, says in [
         ("a.doc", old, "an old Word document"),
         ("a.xlsx", old, "a workbook with a password"),
-        ("a.docx", b"x", "by its name a Word document"),
-        ("a.xls", b"<html>", "by its name an old"),
+        ("a.docx", b"x", "by its name, is a Word document"),
+        ("a.xls", b"<html>", "by its name, is an old"),
     ]:
         (tmp_path / name).write_bytes(content)
         with pytest.raises(DataError, match=f"{name} is {says}.*: save it as"):
@@ -132,7 +132,7 @@ def test_a_mark_and_the_line_endings_of_windows_are_said(tmp_path: Path) -> None
     path.write_bytes(b'\xef\xbb\xbf{"a": "1"}\r\n{"a": "2"}\r\n')
     assert [row["a"] for row in values(path, findings)] == ["1", "2"]
     assert [note.removeprefix(f"{path} ").split(",")[0] for note in findings.notes] == [
-        "has the line endings of Windows",
+        "has Windows line endings",
         "begins with a byte-order mark",
     ]
 

@@ -128,7 +128,7 @@ def test_of_a_corpus_every_token_but_the_first_is_trained_once(
 @pytest.mark.parametrize(
     ("row", "at", "value", "says"),
     [
-        (0, 0, -1, "-1 is no token id"),
+        (0, 0, -1, "-1 is not a token id"),
         (0, 2, 99, "the labels are not the input ids one position on"),
         (2, 1, 99, "the labels are not the input ids one position on"),
         (1, 1, 2, "the mask has other numbers than 0 and 1"),
@@ -182,7 +182,7 @@ def test_a_file_of_other_things_is_refused_with_what_it_has(tmp_path: Path) -> N
 
 
 def test_a_file_without_samples_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"a\.h5: there are no rows in it"):
+    with pytest.raises(DataError, match=r"a\.h5: the file has no rows"):
         read(write_hdf5(tmp_path / "a.h5", np.zeros((0, 3, 4)), chunks=None, compression=None))
 
 
@@ -206,7 +206,7 @@ def test_hdf5_is_known_by_its_content_and_by_its_name_alone_damaged(tmp_path: Pa
     findings = Findings()
     path = write_hdf5(tmp_path / "a.jsonl", [1, 2, 3])
     assert read(path, findings) == [([1, 2, 3], [1, 3])]
-    assert list(findings.notes) == [f"{path} is read as hdf5, which it is, not as the jsonl of its name"]
+    assert list(findings.notes) == [f"{path} contains hdf5 and is read as such, although its name says jsonl"]
     named = tmp_path / "b.h5"
     for content in (b"", b"text", path.read_bytes()[:1000], path.read_bytes()[100:]):
         named.write_bytes(content)

@@ -205,11 +205,11 @@ class _Evil:
 
 def test_a_prepared_file_with_more_than_data_in_it_is_refused_and_not_run(bert: Any) -> None:
     torch.save([{"src": _Evil()}], "evil.bert.pt")
-    with pytest.raises(DataError, match=r"evil\.bert\.pt: not a file that PreSumm has prepared"):
+    with pytest.raises(DataError, match=r"evil\.bert\.pt: not a PreSumm file"):
         prepared(bert, Path("evil.bert.pt"))
     assert not Path("touched").exists()
     torch.save({"weights": torch.ones(2)}, "model.pt")
-    with pytest.raises(DataError, match=r"model\.pt: not a file that PreSumm has prepared, which is a list"):
+    with pytest.raises(DataError, match=r"model\.pt: not a PreSumm file, which is a list"):
         prepared(bert, Path("model.pt"))
 
 

@@ -94,10 +94,8 @@ def test_a_table_has_the_same_rows_however_it_is_written(language: str, tmp_path
                 said = "\n".join(findings.notes)
                 by_name = separator == ("," if suffix == "csv" else "\t")
                 assert (f"{path} is separated by {SEPARATORS[separator]}" in said) == (not by_name)
-                assert ("it is read as Windows-1252 (Western Europe), which is assumed" in said) == (
-                    encoding == "cp1252"
-                )
-                assert ("is in UTF-16" in said) == encoding.startswith("utf-16")
+                assert ("assuming Windows-1252 (Western Europe)" in said) == (encoding == "cp1252")
+                assert ("is encoded in UTF-16" in said) == encoding.startswith("utf-16")
                 count += 1
     assert count >= 140
 
@@ -131,7 +129,7 @@ def test_the_line_of_a_bad_row_is_that_of_the_file_in_every_encoding(tmp_path: P
         with pytest.raises(DataError, match=r"\.csv:5: 3 cells, the header has 2"):
             read(path, delimiter=";")
     path.write_bytes("größer\n".encode("utf-16-le") * 30_000 + b"\0\xd8\n\0")
-    with pytest.raises(DataError, match=r"\.csv:30001: not UTF-16: byte 0x00 has no meaning there"):
+    with pytest.raises(DataError, match=r"\.csv:30001: not UTF-16: invalid byte 0x00"):
         read(path)
 
 
@@ -228,7 +226,7 @@ def test_an_encoding_that_is_named_is_taken_at_its_word(tmp_path: Path) -> None:
     path.write_bytes("document,summary\nä,ö\n".encode("utf-16"))
     assert read(path, encoding="utf-16") == [{"document": "ä", "summary": "ö"}]
     path.write_bytes("document,summary\nZażółć gęślą,jaźń\n".encode("cp1250"))
-    with pytest.raises(DataError, match=r"a\.csv:2: not ascii: byte 0xbf has no meaning there"):
+    with pytest.raises(DataError, match=r"a\.csv:2: not ascii: invalid byte 0xbf"):
         read(path, encoding="ascii")
     for name in ("nonsense", "hex", "a\0b"):
         with pytest.raises(UsageError, match="encoding: a text encoding that Python knows is needed"):
@@ -390,7 +388,7 @@ def test_a_workbook_has_the_rows_that_the_table_in_text_has(language: str, tmp_p
     wrong = tmp_path / "wrong.csv"
     wrong.write_bytes(path.read_bytes())
     assert read(wrong, findings) == rows
-    assert list(findings.notes) == [f"{wrong} is read as xlsx, which it is, not as the csv of its name"]
+    assert list(findings.notes) == [f"{wrong} contains xlsx and is read as such, although its name says csv"]
 
 
 def test_cells_are_the_texts_that_they_show(tmp_path: Path) -> None:
@@ -452,7 +450,7 @@ def test_a_workbook_without_names_of_columns_is_noticed_and_one_without_rows_too
         columns(path)
     assert "hurt" not in str(told.value)
     for rows in ([], [[]], [["document", "summary"]]):
-        with pytest.raises(DataError, match="there are no rows in it"):
+        with pytest.raises(DataError, match="the file has no rows"):
             read(workbook(path, {"Sheet": rows}))
     with pytest.raises(DataError, match=r"a\.xlsx:1: the header names column 'a' twice"):
         read(workbook(path, {"Sheet": [["a", "a"], ["x", "y"]]}))

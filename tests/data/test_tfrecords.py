@@ -100,7 +100,7 @@ def test_records_are_known_by_their_content(tmp_path: Path) -> None:
     assert not findings.notes
     named = written(tmp_path / "a.jsonl", text_record([1, 2]))
     assert ids(named, findings) == [[1, 2]]
-    assert list(findings.notes) == [f"{named} is read as tfrecords, which it is, not as the jsonl of its name"]
+    assert list(findings.notes) == [f"{named} contains tfrecords and is read as such, although its name says jsonl"]
 
 
 # An index
@@ -123,7 +123,7 @@ def test_an_index_names_files_relative_to_its_folder(tmp_path: Path) -> None:
     [
         ("b.tfrecords", r"train\.index:2: no such file: 'b\.tfrecords'; paths are relative"),
         ("gs://bucket/b.tfrecords", r"train\.index:2: no such file: 'gs://bucket/b\.tfrecords'; copy it here first"),
-        ("rows.jsonl", r"train\.index:2: .*rows\.jsonl is jsonl, and an index is of TFRecords"),
+        ("rows.jsonl", r"train\.index:2: .*rows\.jsonl is jsonl; an index may list only TFRecords"),
         ("nul\0", r"train\.index:2: no such file"),
         ("x" * 5000, r"train\.index:2: no such file"),
     ],
@@ -136,7 +136,7 @@ def test_what_an_index_should_not_name_is_named(line: str, says: str, tmp_path: 
     with pytest.raises(DataError, match=says):
         ids(index)
     index.write_text("\n")
-    with pytest.raises(DataError, match="the index names no files"):
+    with pytest.raises(DataError, match="the index lists no files"):
         ids(index)
 
 
@@ -149,7 +149,7 @@ def test_a_folder_of_records_is_read_once_though_an_index_lies_in_it(tmp_path: P
     for source in (tmp_path, tmp_path / "*.[tj]*l*"):
         if source != tmp_path:
             written(tmp_path / "b.tfl", text_record([1]))
-        with pytest.raises(UsageError, match=r"is tokens \(\w\.tf\w+\) and texts \(texts\.jsonl\)"):
+        with pytest.raises(UsageError, match=r"has both tokens \(\w\.tf\w+\) and texts \(texts\.jsonl\)"):
             ids(source)
 
 
@@ -158,9 +158,7 @@ def test_a_folder_of_records_is_read_once_though_an_index_lies_in_it(tmp_path: P
 
 def test_an_empty_file_is_explained(tmp_path: Path) -> None:
     path = written(tmp_path / "a_0.tfrecords")
-    with pytest.raises(
-        DataError, match=r"a_0\.tfrecords: the file is empty, as .* fewer tokens than a window \(2049\)"
-    ):
+    with pytest.raises(DataError, match=r"a_0\.tfrecords: the file is empty; .* fewer tokens than a window \(2049\)"):
         ids(path)
 
 
@@ -177,12 +175,12 @@ def test_an_empty_file_is_explained(tmp_path: Path) -> None:
             "not an Example: not a message of protobuf",
         ),
         (text_record([]), "there are no tokens in the record"),
-        (text_record([3, -1]), "-1 is no token id"),
-        (text_record([2**31, 3]), "2147483648 is no token id"),
-        (text_record([1, 2, 3])[:-1] + b"?", "damaged: the record disagrees with its checksum"),
+        (text_record([3, -1]), "-1 is not a token id"),
+        (text_record([2**31, 3]), "2147483648 is not a token id"),
+        (text_record([1, 2, 3])[:-1] + b"?", "damaged: the record does not match its checksum"),
         (
             text_record([1, 2, 3]).replace(b"text", b"tent"),
-            "damaged: the record disagrees with its checksum",
+            "damaged: the record does not match its checksum",
         ),
     ],
 )
@@ -237,7 +235,7 @@ def test_a_file_cut_short_anywhere_gives_the_records_before_and_says_so(tmp_path
             findings = Findings(most_bad=1)
             assert ids(path, findings) == windows[:complete]
             assert findings.bad == [
-                (f"{path}:{complete + 1}", "the file ends within this record: it was cut short"),
+                (f"{path}:{complete + 1}", "the file ends within this record: it was truncated"),
             ]
 
 

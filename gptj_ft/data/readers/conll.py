@@ -1,4 +1,4 @@
-"""Read files of words and their tags: one word a line, a blank line between sentences."""
+"""Read files of words and tags: one word per line, a blank line between sentences."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from collections.abc import Iterator
 from gptj_ft.data.readers.rows import Findings, Row, numbered_lines, too_long
 from gptj_ft.data.readers.source import File
 
-DOCUMENT = "-DOCSTART-"  # a word that only says that a document begins
-COMMENT = "# "  # as those of WNUT and MultiCoNER have it before a sentence
+DOCUMENT = "-DOCSTART-"  # marks the start of a document
+COMMENT = "# "  # before a sentence, in WNUT and MultiCoNER
 
 
 def read_conll(file: File, findings: Findings) -> Iterator[Row]:
-    """Read sentences as ``tokens`` and ``tags``: the first column of each line and its last, if there are several.
+    """Read sentences as ``tokens`` and ``tags``: the first and the last column of each line.
 
-    Columns are separated by tabs, or else by blanks. Lines that begin a document and comments before a sentence are
-    left out.
+    Columns are separated by tabs, else by blanks. Document starts and comments are skipped.
     """
     words, tags, start, size, columns = list[str](), list[str](), 0, 0, 0
 
@@ -35,7 +34,7 @@ def read_conll(file: File, findings: Findings) -> Iterator[Row]:
         if not words:
             start, columns = number, len(cells)
         if len(cells) != columns:
-            findings.add(file, number, f"{len(cells)} columns, the line of the sentence's first word has {columns}")
+            findings.add(file, number, f"{len(cells)} columns, but the sentence's first line has {columns}")
             continue
         size += len(line)
         if size > file.options.max_record:

@@ -1,4 +1,4 @@
-"""Detect the encoding of a text (UTF-8, UTF-16, Windows-1252) and recode it to UTF-8 as a stream."""
+"""Detect a text's encoding (UTF-8, UTF-16, UTF-32, Windows-1252) and convert it to UTF-8 as a stream."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from typing import BinaryIO, cast
 
 from gptj_ft.errors import DataError
 
-DETECT = "auto"  # an encoding, quotes or a delimiter that the file itself has to tell
+DETECT = "auto"  # value of the options encoding, quotes and delimiter
 UTF8, WINDOWS = "utf-8", "cp1252"
 RECODED_BYTES = 2**16
-# Longest first: that of UTF-32 begins as that of UTF-16.
-_MARKS = {
+_MARKS = {  # longest first: the mark of UTF-32 begins like that of UTF-16
     codecs.BOM_UTF32_LE: "utf-32-le",
     codecs.BOM_UTF32_BE: "utf-32-be",
     codecs.BOM_UTF16_LE: "utf-16-le",
@@ -29,22 +28,21 @@ HOW_TO_SAY = (
     "save it as UTF-8 (in Excel: Save as, CSV UTF-8; elsewhere `iconv -t UTF-8 -f ...`), or name its encoding: "
     f"--set encoding=cp1252 (Western Europe), {OTHERS}"
 )
-# Share of zeros among every second byte, from which on it is UTF-16 without a mark; where all bytes are ASCII's, and
-# may be a text with some zeros in it, more.
+# UTF-16 without a mark: at least this share of every second byte is zero. Pure ASCII bytes need a larger share, since
+# they may be an 8-bit text with some zeros.
 LEAST_ZEROS, LEAST_ZEROS_IN_ASCII = 0.1, 0.4
-MOST_ODD = 0.05  # share of characters beyond ASCII that may stand where Western European languages have none such
-# What Windows-1252 has no character for, and what no text holds.
-UNDEFINED = b"\x81\x8d\x8f\x90\x9d\0"
+MOST_ODD = 0.05  # share of non-ASCII characters that may match `ODD` in a Windows-1252 text
+UNDEFINED = b"\x81\x8d\x8f\x90\x9d\0"  # undefined in Windows-1252, or NUL
 ASCII = bytes(range(128))
-# In Western European languages no capital follows a small letter, no sign but an apostrophe, a dash or a point stands
-# between two letters, and no four letters in a row have accents. In a text of another encoding they do.
+# Sequences that Western European texts lack and wrongly decoded texts have: a capital right after a small letter, a
+# sign (except apostrophe, dash, point) between two letters, four accented letters in a row.
 ODD = re.compile(
     "[a-zß-ÿœšž](?=[À-ÖØ-ÞŠŒŽŸ][a-zß-ÿœšž])|(?<=[^\\W\\d_])[‚ƒ„†‡ˆ‰‹“”•˜™›¡-©«¬®-³¸¹»-¿](?=[^\\W\\d_])|[À-ÖØ-öø-ÿ]{4}"
 )
 
 
 def encoding_by_head(head: bytes) -> str:
-    """Detect UTF-16 and UTF-32 by the first bytes of a text; empty for any other encoding."""
+    """Detect UTF-16 and UTF-32 from the first bytes of a text; "" for any other encoding."""
     for mark, encoding in _MARKS.items():
         if head.startswith(mark):
             return encoding
@@ -57,7 +55,7 @@ def encoding_by_head(head: bytes) -> str:
 
 
 def _is_text(head: bytes, encoding: str) -> bool:
-    """Tell whether bytes decode to assigned characters; the last one may be cut off."""
+    """Tell whether bytes decode to assigned characters; the last one may be truncated."""
     try:
         text = codecs.getincrementaldecoder(encoding)().decode(head)
     except UnicodeDecodeError:
@@ -66,12 +64,13 @@ def _is_text(head: bytes, encoding: str) -> bool:
 
 
 def guess_encoding(pieces: Callable[[], Iterable[bytes]]) -> str:
-    """Guess between UTF-8 and Windows-1252: the latter only if the bytes are no UTF-8 and look like it.
+    """Guess between UTF-8 and Windows-1252.
 
-    A text with more characters of UTF-8 than bytes that are none is a damaged one.
+    Windows-1252 needs more invalid UTF-8 bytes than valid non-ASCII UTF-8 characters: otherwise the text is damaged
+    UTF-8.
 
     Args:
-        pieces: starts to read the bytes.
+        pieces: starts reading the bytes.
     """
     if _is_utf8(pieces()):
         return UTF8
@@ -101,18 +100,13 @@ def _is_utf8(pieces: Iterable[bytes]) -> bool:
 
 
 def as_utf8(raw: BinaryIO, encoding: str, path: Path) -> BinaryIO:
-    """Return a stream that recodes a text to UTF-8.
-
-    Reading raises DataError, with the line, where there is no such character.
-    """
+    """Return a stream that converts a text to UTF-8; invalid bytes raise DataError with the line."""
     if codecs.lookup(encoding).name == UTF8:
         return raw
     return cast(BinaryIO, io.BufferedReader(_Recoded(raw, encoding, path)))
 
 
 class _Recoded(io.RawIOBase):
-    """A stream that recodes a text to UTF-8."""
-
     def __init__(self, raw: BinaryIO, encoding: str, path: Path) -> None:
         super().__init__()
         self._raw, self._encoding, self._path = raw, encoding, path
@@ -141,6 +135,6 @@ class _Recoded(io.RawIOBase):
         if isinstance(error, UnicodeDecodeError):
             before = error.object[: error.start]
             line += before.decode(self._encoding, "ignore").count("\n")
-            what = f"byte 0x{error.object[error.start]:02x} has no meaning there"
+            what = f"invalid byte 0x{error.object[error.start]:02x}"
         name = ENCODING_NAMES.get(self._encoding, self._encoding)
         return DataError(f"{self._path}:{line}: not {name}: {what}\n{HOW_TO_SAY}")

@@ -1,4 +1,4 @@
-"""Read the rows of a source, each with the line it came from."""
+"""Read the rows of a source, each with its line number."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def read_rows(source: Source, findings: Findings | None = None) -> Iterator[Row]
             yield row
         findings.check()
         if empty:
-            raise DataError(f"{file.path}: there are no rows in it")
+            raise DataError(f"{file.path}: the file has no rows")
 
 
 def read_documents(file: File, findings: Findings) -> Iterator[Row]:
-    """Read plain text, split into documents as the options say: lines, the file, or what blank lines separate."""
+    """Read plain text, split into documents by line, by file or by blank lines, as the options say."""
     lines = ((number, line.removesuffix("\n").removesuffix("\r")) for number, line in numbered_lines(file, findings))
     documents: Iterator[tuple[int, list[str]]]
     if file.options.documents == "line":
@@ -55,7 +55,7 @@ def read_documents(file: File, findings: Findings) -> Iterator[Row]:
 
 
 def _documents(file: File, lines: Iterator[tuple[int, str]], are_paragraphs: bool) -> Iterator[tuple[int, list[str]]]:
-    """Yield (number of the first line, lines) of each document: of paragraphs, or of all lines together."""
+    """Yield (first line number, lines) of each document: of each paragraph, or of the whole file."""
     start, document, size = 1, list[str](), 0
     for number, line in lines:
         if are_paragraphs and not line.strip():
@@ -70,8 +70,8 @@ def _documents(file: File, lines: Iterator[tuple[int, str]], are_paragraphs: boo
 
 
 def refuse_prepared(file: File, findings: Findings) -> Iterator[Row]:
-    """Refuse prepared data where texts are needed."""
-    raise UsageError(f"{file.path} is prepared data, whose rows are tokens: name the rows that it was prepared from")
+    """Reject prepared data where texts are needed."""
+    raise UsageError(f"{file.path} is prepared data (tokens); name the original rows instead")
 
 
 _READERS: dict[str, RowReader] = {

@@ -1,4 +1,4 @@
-"""Rows, findings and numbered lines: the parts shared by all readers."""
+"""Rows, findings and numbered lines, shared by all readers."""
 
 from __future__ import annotations
 
@@ -19,18 +19,11 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class Row(NamedTuple):
-    """A row: one record of a file.
+    """A row: one record of a file."""
 
-    Attributes:
-        source: the file, as the user named it.
-        line: first line of the record, from 1. In JSON written on a single line, and in files without lines: the
-            number of the record.
-        values: column -> cell; of a row that comes as tokens, the two columns of `token_row`.
-    """
-
-    source: str
-    line: int
-    values: dict[str, Any]
+    source: str  # the file, as the user named it
+    line: int  # first line of the record, from 1; in one-line JSON and binary formats, the record number
+    values: dict[str, Any]  # column -> cell; rows of tokens have the two columns of `token_row`
 
     @property
     def where(self) -> str:
@@ -39,81 +32,71 @@ class Row(NamedTuple):
 
 @dataclass
 class Occurrences:
-    """The rows of one finding: their number, and the places of the first (``file:line``)."""
+    """Rows with the same finding: their number and the first places (``file:line``)."""
 
     count: int = 0
     first: list[str] = field(default_factory=list)
 
     def add(self, where: str) -> None:
-        """Count one more row."""
         self.count += 1
         if len(self.first) < PLACES_SHOWN:
             self.first.append(where)
 
 
 def format_places(places: Sequence[str], count: int) -> str:
-    """Format the places of rows: each file once, by its name, then its lines.
+    """Format places of rows: each file name once, then its lines.
 
     Args:
-        places: the first of them, as `Row.where` has them.
-        count: number of all rows; three points stand for those that are not named.
+        places: the first places, see `Row.where`.
+        count: number of all rows; "..." stands for the others.
     """
     lines: dict[str, list[str]] = {}
     for place in places:
         source, _, line = place.rpartition(":")
         lines.setdefault(source, []).append(line)
     names = [PurePath(source).name for source in lines]
-    said = [
+    texts = [
         f"{name if names.count(name) == 1 else source}:{' lines ' if len(of) > 1 else ''}{', '.join(of)}"
         for name, (source, of) in zip(names, lines.items(), strict=True)
     ]
-    return "; ".join(said) + (" ..." if count > len(places) else "")
+    return "; ".join(texts) + (" ..." if count > len(places) else "")
 
 
 def token_row(file: File, line: int, input_ids: list[int], trained: list[int]) -> Row:
-    """Make a row of tokens: the contract between its readers and `tokenize_rows`.
+    """Make a row of tokens.
 
     Args:
-        file: file of the row.
-        line: the number of its record.
-        input_ids: at least one token id, 0 to 2**31 - 1; whether the model has them is not known here. Where a document
-            ended with EOS, so do they; no EOS is to be added.
-        trained: targets, that is, the tokens that the loss is taken on: the bounds of half-open intervals of indices,
-            all in one list, ascending. [1, 5, 8, 9] is tokens 1 to 4, and 8. Token 0 never is, as nothing predicts it.
-            Empty if there is no target: nothing is to be learnt from such a row.
+        line: record number.
+        input_ids: at least one token id, 0 to 2**31 - 1, not yet compared with the vocabulary. Documents that end with
+            EOS include it; none is added.
+        trained: bounds of half-open intervals of target indices, in one ascending list: [1, 5, 8, 9] means tokens 1 to
+            4, and 8. Token 0 cannot be a target, since nothing predicts it. Empty: no targets.
     """
     return Row(str(file.path), line, {"input_ids": input_ids, "trained": trained})
 
 
 @dataclass
 class Findings:
-    """Findings of the readers: unreadable records, and notes.
+    """Problems found while reading: unreadable records, and notes."""
 
-    Attributes:
-        most_bad: records that may be unreadable before reading them is given up.
-        bad: (file:line, what is wrong with it), of as many records.
-        notes: sentences.
-        headless: tables whose first line looks like a row, not like names; and what separates their cells.
-    """
-
-    most_bad: int = 0
-    bad: list[tuple[str, str]] = field(default_factory=list)
-    notes: dict[str, None] = field(default_factory=dict)
+    most_bad: int = 0  # unreadable records to tolerate
+    bad: list[tuple[str, str]] = field(default_factory=list)  # (file:line, problem) of each unreadable record
+    notes: dict[str, None] = field(default_factory=dict)  # sentences, each once
     headless: dict[str, str] = field(default_factory=dict)
+    """tables whose first line looks like a row -> their delimiter"""
 
     def add(self, file: File, line: int, problem: str) -> None:
-        """Note a record that cannot be read."""
+        """Record an unreadable record."""
         self.bad.append((f"{file.path}:{line}", problem))
 
     def note(self, text: str) -> None:
-        """Note something odd, once."""
         self.notes[text] = None
 
     def check(self) -> None:
-        """Give up if there are too many bad records.
+        """Fail if there are too many unreadable records.
 
         Raises:
-            DataError: the first of them, and how many more there are.
+            DataError: names the first record and counts the others.
         """
         if len(self.bad) > self.most_bad:
             where, problem = self.bad[0]
@@ -124,16 +107,12 @@ class Findings:
 
 @contextmanager
 def opened_text(file: File, findings: Findings) -> Iterator[BinaryIO]:
-    """Open a text as UTF-8, whatever its encoding; note one that is assumed.
-
-    Raises:
-        UsageError, DataError: as `opened_file`.
-    """
+    """Open a text file as UTF-8, converted if needed; note an assumed encoding."""
     encoding = file.encoding or guess_encoding(lambda: _pieces(file))
     if encoding != file.encoding and encoding == WINDOWS:
         findings.note(
-            f"{file.path} is not UTF-8; it is read as Windows-1252 (Western Europe), which is assumed: if letters look "
-            f"wrong, name its encoding with --set encoding=..., e.g. {OTHERS}"
+            f"{file.path} is not UTF-8; assuming Windows-1252 (Western Europe): if letters look wrong, name its "
+            f"encoding with --set encoding=..., e.g. {OTHERS}"
         )
     with opened_file(file) as opened:
         yield as_utf8(opened, encoding, file.path)
@@ -146,10 +125,10 @@ def _pieces(file: File) -> Iterator[bytes]:
 
 
 def numbered_lines(file: File, findings: Findings) -> Iterator[tuple[int, str]]:
-    """Yield (number, line with its ending); lines end at ``\\n`` only, as in JSON lines.
+    """Yield (number, line with its ending). Lines end at ``\\n`` only, as in JSON lines.
 
     Raises:
-        DataError: empty, or not UTF-8 (names the byte), or a line that is too long.
+        DataError: the file is empty, is not UTF-8 (names the byte), or has a line that is too long.
     """
     number = blank = 0
     most = file.options.max_record
@@ -169,20 +148,20 @@ def numbered_lines(file: File, findings: Findings) -> Iterator[tuple[int, str]]:
 
 
 def too_long(file: File, line: int) -> DataError:
-    """Return the error of a record, or of blanks where one should be, above the recipe's `max_record`."""
+    """Return the error for a record, or a run of blanks, longer than `max_record`."""
     limit = file.options.max_record
     size = f"{limit // 2**20} MiB" if limit >= 2**20 else f"{limit} bytes"
     return DataError(
-        f"{file.path}:{line}: longer than {size}: damaged, or not what it seems; if this is one record indeed, "
-        f"--set max_record={2 * limit}"
+        f"{file.path}:{line}: record longer than {size}; the file may be damaged or in another format. If it is one "
+        f"record indeed, --set max_record={2 * limit}"
     )
 
 
 def text_chunks(file: File, findings: Findings) -> Iterator[str]:
-    """Yield a text in pieces of some `CHUNK_BYTES`, wherever its lines end.
+    """Yield a text in chunks of about `CHUNK_BYTES`, regardless of lines.
 
     Raises:
-        DataError: as `numbered_lines`.
+        DataError: see `numbered_lines`.
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
     with opened_text(file, findings) as opened:
@@ -196,16 +175,16 @@ def text_chunks(file: File, findings: Findings) -> Iterator[str]:
             decoder.decode(b"", final=True)
         except UnicodeDecodeError:
             for _ in numbered_lines(file, findings):
-                pass  # which says in what line
+                pass  # raises an error that names the line
             raise
 
 
 def _without_mark(raw: bytes, file: File, findings: Findings) -> bytes:
-    """Remove a byte-order mark at the beginning of a file; note it, and line endings of Windows."""
+    """Remove a byte-order mark at the start of a file; note it, and Windows line endings."""
     if b"\r\n" in raw:
-        findings.note(f"{file.path} has the line endings of Windows, which are read as plain ones")
+        findings.note(f"{file.path} has Windows line endings, read as plain ones")
     if raw.startswith(BYTE_ORDER_MARK):
-        findings.note(f"{file.path} begins with a byte-order mark, which is left out")
+        findings.note(f"{file.path} begins with a byte-order mark, which is ignored")
     return raw.removeprefix(BYTE_ORDER_MARK)
 
 

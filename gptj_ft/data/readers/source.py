@@ -1,4 +1,4 @@
-"""Find the files that a path stands for, detect their format and compression, and open them decompressed."""
+"""Find the files of a path, detect their format, compression and encoding, and open them decompressed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from gptj_ft.system.compression import COMPRESSIONS, SNIFFED_BYTES, compression_
 from gptj_ft.system.plain_text import shortened
 
 HEADER_BYTES = 12  # of a TFRecord
-# At the end of a zip archive is the list of what is in it, and at the end of that a record with its size.
+# A zip archive ends with its central directory, then a record of the directory's size with a comment of up to 64 KiB.
 END_BYTES, MOST_LIST_BYTES = 2**16 + 22, 2**22
 
 
@@ -45,12 +45,12 @@ def record_length(header: bytes) -> int | None:
 
 
 def _begins_zlib(head: bytes) -> bool:
-    """Tell whether bytes are a header of zlib (RFC 1950), with a window of 32 KiB as everybody writes it."""
+    """Tell whether bytes begin with a zlib header (RFC 1950) of the usual 32 KiB window."""
     return len(head) >= 2 and head[0] == 0x78 and int.from_bytes(head[:2], "big") % 31 == 0
 
 
 def suffixes_of(path: PurePath) -> tuple[str, str]:
-    """Return the compression by a name, or nothing, and the suffix of the content."""
+    """Return the compression that a file name ends in, or "", and the suffix before it."""
     suffix = path.suffix.lower()
     if suffix in COMPRESSIONS:
         return COMPRESSIONS[suffix], PurePath(path.stem).suffix.lower()
@@ -58,7 +58,7 @@ def suffixes_of(path: PurePath) -> tuple[str, str]:
 
 
 def names_in_zip(raw: BinaryIO) -> frozenset[str]:
-    """Return the names in a zip archive; none if it is damaged, or lists more than any document has."""
+    """List the names in a zip archive; empty if it is damaged, or has more entries than any document."""
     raw.seek(0, io.SEEK_END)
     raw.seek(max(0, raw.tell() - END_BYTES))
     end = raw.read()
@@ -72,8 +72,7 @@ def names_in_zip(raw: BinaryIO) -> frozenset[str]:
         return frozenset()
 
 
-# Suffix -> format. Those of one format are read by the same reader.
-SUFFIXES = {
+SUFFIXES = {  # suffix -> format; each format has one reader
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".json": "json",
@@ -93,17 +92,15 @@ SUFFIXES = {
     ".h5": "hdf5",
     ".hdf5": "hdf5",
 }
-# What a suffix stands for where a task has its own files, whatever they begin with.
+# Task -> suffix -> format: suffixes that mean another format for this task, whatever the file begins with.
 TASK_SUFFIXES = {
     "token-labels": dict.fromkeys((".txt", ".train", ".dev", ".test", ".testa", ".testb"), "conll"),
     "sentences": {".pt": "presumm"},
 }
-TOKEN_FORMATS = ("tfrecords", "tfindex", "hdf5")  # whose rows are tokens already
-# What a file may begin with, and what it is then.
+TOKEN_FORMATS = ("tfrecords", "tfindex", "hdf5")  # rows are token ids
 FORMAT_MAGIC = {b"PAR1": "parquet", b"\x89HDF\r\n\x1a\n": "hdf5"}
 ZIP_MAGIC, OLE_MAGIC = b"PK\x03\x04", b"\xd0\xcf\x11\xe0"
-# Suffix -> what such a file is, and how to make rows of it.
-ADVICE = {
+ADVICE = {  # suffix of an unsupported file -> its kind, and how to convert it
     ".docx": "a Word document: save it as plain text (.txt)",
     ".doc": "an old Word document: save it as plain text (.txt)",
     ".odt": "an OpenDocument text: save it as plain text (.txt)",
@@ -121,21 +118,20 @@ ADVICE = {
 }
 _FOREIGN = {b"%PDF": ".pdf", b"{\\rtf": ".rtf"}
 TAR_MAGIC, TAR_MAGIC_AT = b"ustar", 257
-# What the parts of an archive say that it is; the first bytes of one of OpenDocument say it in words.
+# Office documents are zip archives: a member's name tells the kind. OpenDocument has its MIME type in the first bytes.
 PARTS = {"xl/workbook.xml": ".xlsx", "xl/workbook.bin": ".xlsb", "word/document.xml": ".docx",
          "ppt/presentation.xml": ".pptx", "META-INF/container.xml": ".epub"}  # fmt: skip
 OPEN_DOCUMENT = {b"opendocument.spreadsheet": ".ods", b"opendocument.text": ".odt"}
 
 
-DATASET_FILES = ("dataset_dict.json", "dataset_info.json")  # of a folder that `datasets` has saved
-ROWS_MANIFEST = "manifest.json"  # of a folder of prepared data
-# Files beside rows that are none: an index repeats their names, the other says how they were made.
-BESIDE_ROWS = (".index", "data_params.json")
+DATASET_FILES = ("dataset_dict.json", "dataset_info.json")  # written by `datasets.save_to_disk`
+ROWS_MANIFEST = "manifest.json"  # in a folder of prepared data
+NOT_ROWS_IN_FOLDER = (".index", "data_params.json")  # an index repeats the other files' names
 
 
 @dataclass(frozen=True)
 class FileOptions:
-    """How to read files: the recipe's options of the same names."""
+    """Options of the readers; the recipe's options of the same names."""
 
     documents: str = "paragraph"
     quotes: str = DETECT
@@ -153,45 +149,30 @@ class FileOptions:
 
 @dataclass(frozen=True)
 class File:
-    """A file of rows.
+    """A file of rows."""
 
-    Attributes:
-        path: path as the user named it; of a folder that `datasets` has saved, the folder.
-        format: format, which selects the reader.
-        compression: gzip, xz, zstandard or zlib; empty if there is none.
-        notes: warnings about the file, in sentences.
-        encoding: encoding of a text; empty if the first bytes do not tell.
-        options: options of the reader.
-    """
-
-    path: Path
-    format: str
-    compression: str = ""
-    notes: tuple[str, ...] = ()
-    encoding: str = ""
+    path: Path  # path as the user named it; a saved dataset is a folder
+    format: str  # selects the reader
+    compression: str = ""  # gzip, xz, zstandard, zlib, or "" for none
+    notes: tuple[str, ...] = ()  # warnings about the file, as sentences
+    encoding: str = ""  # text encoding; "" if the first bytes do not tell
     options: FileOptions = FileOptions()
 
 
 @dataclass(frozen=True)
 class Source:
-    """The rows that a user names, identified once: path, files with their formats, and digest.
+    """The rows of a path: its files with their formats, and their digest."""
 
-    Attributes:
-        path: path, folder or pattern.
-        files: files in the order of their names.
-    """
-
-    path: Path
-    files: tuple[File, ...]
+    path: Path  # a file, a folder or a glob pattern
+    files: tuple[File, ...]  # sorted by name
 
     @property
     def is_prepared(self) -> bool:
-        """Whether this is a folder of prepared data."""
         return self.files[0].format == "prepared"
 
     @cached_property
     def sha256(self) -> str:
-        """Digest of a file's bytes; of several files, of their names and digests. The files are read once for it."""
+        """Digest of one file's bytes, or of several files' names and digests. Reads every file on first use."""
         if len(self.files) == 1 and self.files[0].path.is_file():
             return _sha256_of(self.files[0].path)
         whole = hashlib.sha256()
@@ -208,7 +189,7 @@ def _sha256_of(path: Path) -> str:
 
 
 def is_prepared(folder: Path) -> bool:
-    """Tell whether a folder holds prepared data."""
+    """Tell whether a folder contains prepared data."""
     return (folder / ROWS_MANIFEST).is_file()
 
 
@@ -235,7 +216,7 @@ def identify(path: Path, options: FileOptions = FileOptions()) -> Source:
     else:
         _require_file(path)
         files = _with_index(path, options)
-    # Tokens together with texts: the first may well be made from the second.
+    # A folder with both token files and text files: the tokens were probably made from the texts.
     tokens = next((file.path for file in files if file.format in TOKEN_FORMATS), None)
     texts = next((file.path for file in files if file.format not in TOKEN_FORMATS), None)
     if tokens and texts:
@@ -247,11 +228,11 @@ def identify(path: Path, options: FileOptions = FileOptions()) -> Source:
 
 
 def identify_file(path: Path, options: FileOptions = FileOptions()) -> File:
-    """Detect format and compression of a file: what its name says, unless its content says otherwise.
+    """Detect a file's format and compression from its name; its content takes precedence.
 
     Raises:
-        UsageError: not readable.
-        DataError: neither name nor content is of a format that is read.
+        UsageError: the file cannot be read.
+        DataError: neither the name nor the content belongs to a supported format.
     """
     with opened_file(File(path, "")) as raw:
         head = raw.read(SNIFFED_BYTES)
@@ -263,34 +244,35 @@ def identify_file(path: Path, options: FileOptions = FileOptions()) -> File:
     notes = []
     named, suffix = suffixes_of(path)
     if compression and compression != named:
-        notes.append(f"{path} is packed by {compression}, which its name does not say")
+        notes.append(f"{path} is compressed with {compression}, although its name does not say so")
     if named and not compression and head:
-        notes.append(f"{path} is not packed by {named} as its name says")
+        notes.append(f"{path} is not compressed with {named}, although its name says so")
     by_task = TASK_SUFFIXES.get(options.task, {}).get(suffix, "")
     by_content = by_task or _format_by_content(head)
     if not by_content and (meant := _foreign(suffix, head, parts)):
         by_content = SUFFIXES.get(meant, "")
         if not by_content:
             raise DataError(f"{path} is {ADVICE[meant]}")
-    by_name, told, encoding = SUFFIXES.get(suffix, ""), encoding_by_head(head), options.encoding
-    encoding = told if encoding == DETECT or (told and encoding in ("utf-16", "utf-32")) else encoding
+    by_name, detected, encoding = SUFFIXES.get(suffix, ""), encoding_by_head(head), options.encoding
+    # "utf-16" does not name a byte order: use the detected one.
+    encoding = detected if encoding == DETECT or (detected and encoding in ("utf-16", "utf-32")) else encoding
     format_ = by_content or _format_of(_recoded(head, encoding), by_name)
     if not format_ and suffix in ADVICE:
-        raise DataError(f"{path} is by its name {ADVICE[suffix]}")
+        raise DataError(f"{path}, by its name, is {ADVICE[suffix]}")
     if not format_:
         raise DataError(
-            f"{path}: unknown suffix '{suffix}'; rows are read from {', '.join(SUFFIXES)}, also packed as "
+            f"{path}: unknown suffix '{suffix}'; supported are {', '.join(SUFFIXES)}, each also compressed as "
             f"{', '.join(COMPRESSIONS)}"
         )
     if by_name and format_ != by_name and not by_task:
-        notes.append(f"{path} is read as {format_}, which it is, not as the {by_name} of its name")
-    if told and told == encoding and not by_content:
-        notes.append(f"{path} is in {ENCODING_NAMES[told]}")
+        notes.append(f"{path} contains {format_} and is read as such, although its name says {by_name}")
+    if detected and detected == encoding and not by_content:
+        notes.append(f"{path} is encoded in {ENCODING_NAMES[detected]}")
     return File(path, format_, compression, tuple(notes), encoding, options)
 
 
 def _with_index(path: Path, options: FileOptions) -> list[File]:
-    """Return a file with its format, or the files that it is an index of."""
+    """Return a file with its format; for an index, the files that it lists."""
     file = identify_file(path, options)
     return _files_of_index(file) if file.format == "tfindex" else [file]
 
@@ -300,29 +282,29 @@ def opened_file(file: File) -> Iterator[BinaryIO]:
     """Open a file for reading, decompressed.
 
     Raises:
-        UsageError: it cannot be read.
-        DataError: what it is packed by is damaged, or it is cut short.
+        UsageError: the file cannot be read.
+        DataError: the compressed content is damaged or truncated.
     """
     try:
         with file.path.open("rb") as raw, decompressed(raw, file.compression) as opened:
             yield opened
     except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
-        raise DataError(f"{file.path}: damaged or cut short: {error}") from error
+        raise DataError(f"{file.path}: damaged or truncated: {error}") from error
     except OSError as error:
-        if error.errno is None:  # pyarrow's way to say the same
-            raise DataError(f"{file.path}: damaged or cut short: {error}") from error
+        if error.errno is None:  # pyarrow reports damaged content so
+            raise DataError(f"{file.path}: damaged or truncated: {error}") from error
         raise UsageError(f"cannot read {file.path}: {error.strerror or error}") from error
 
 
 def _require_file(path: Path) -> None:
-    """Check that a path exists.
+    """Check that a path exists; if not, suggest the nearest name, or a dataset on the Hub.
 
     Raises:
-        UsageError: it does not; names the nearest, or the data set on the Hub that may be meant.
+        UsageError: it does not exist, or is no regular file.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
         raise UsageError(
-            f"{path} is a pipe, a device or a socket, and rows are read more than once: save them to a file first"
+            f"{path} is a pipe, a device or a socket; rows are read more than once: save them to a file first"
         )
     if not path.exists():
         siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
@@ -332,34 +314,34 @@ def _require_file(path: Path) -> None:
             and path.suffix.lower() not in (*SUFFIXES, *COMPRESSIONS)
             and re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(path))
         ):
-            hint = f"; if that is a data set on the Hub, write hub:{path}"
+            hint = f"; for a dataset on the Hugging Face Hub write hub:{path}"
         raise UsageError(f"no such file: {path}{hint}")
 
 
 def _files_in(folder: Path, options: FileOptions) -> list[Path]:
-    """Return the files of rows in a folder and below; without hidden ones and those of unknown suffixes."""
-    found: list[Path] = []
+    """List the files of rows in a folder and its subfolders, except hidden files and unknown suffixes."""
+    files: list[Path] = []
     known = SUFFIXES.keys() | TASK_SUFFIXES.get(options.task, {}).keys()
     for path in sorted(folder.rglob("*")):
         suffix = suffixes_of(path)[1]
-        is_rows = suffix in known and suffix not in BESIDE_ROWS and path.name not in BESIDE_ROWS
+        is_rows = suffix in known and suffix not in NOT_ROWS_IN_FOLDER and path.name not in NOT_ROWS_IN_FOLDER
         # "~$": Excel's lock file of an open workbook
         is_hidden = any(part.startswith((".", "~$")) for part in path.relative_to(folder).parts)
         if is_rows and path.is_file() and not is_hidden:
-            found.append(path)
-    if not found:
+            files.append(path)
+    if not files:
         raise UsageError(
-            f"{folder} is a folder, and not prepared data (no manifest.json in it), nor are there files of rows in it "
-            f"({', '.join(SUFFIXES)})"
+            f"the folder {folder} has no files of rows ({', '.join(SUFFIXES)}), and is not prepared data (it has no "
+            "manifest.json)"
         )
-    return found
+    return files
 
 
 def _files_of_index(index: File) -> list[File]:
-    """Return the TFRecords files that an index names, one a line, relative to its folder.
+    """Return the TFRecords files that an index names, one per line, relative to its folder.
 
     Raises:
-        DataError: one is not there; with file:line.
+        DataError: a file is missing; names the line of the index.
     """
     files = []
     with opened_file(index) as opened:
@@ -368,29 +350,29 @@ def _files_of_index(index: File) -> list[File]:
             if not name:
                 continue
             path = index.path.parent / name
-            if not os.path.isfile(path):  # asks without minding what may not be in a path
+            if not os.path.isfile(path):  # unlike Path.is_file, accepts characters that no path may have
                 hint = "copy it here first" if "://" in name else "paths are relative to the folder of the index"
                 raise DataError(f"{index.path}:{number}: no such file: '{shortened(name, 100)}'; {hint}")
             file = identify_file(path)
             if file.format != "tfrecords":
-                raise DataError(f"{index.path}:{number}: {path} is {file.format}, and an index is of TFRecords")
+                raise DataError(f"{index.path}:{number}: {path} is {file.format}; an index may list only TFRecords")
             files.append(file)
     if not files:
-        raise DataError(f"{index.path}: the index names no files")
+        raise DataError(f"{index.path}: the index lists no files")
     return files
 
 
 def _compression_by_content(path: Path, head: bytes) -> str:
-    """Return the compression of a file by its first bytes."""
+    """Detect a file's compression from its first bytes."""
     if record_length(head):
-        return ""  # the length of a record may look like anything
+        return ""  # a TFRecord begins with its length, which may equal any magic bytes
     if SUFFIXES.get(suffixes_of(path)[1]) == "tfrecords" and _begins_zlib(head):
-        return "zlib"  # as mesh-transformer-jax compresses them, where their name holds "zstd"
+        return "zlib"  # mesh-transformer-jax compresses with zlib, even in files whose names contain "zstd"
     return compression_of(head)
 
 
 def _foreign(suffix: str, head: bytes, parts: Collection[str]) -> str:
-    """Return the suffix of an office document or archive by its content; empty if it is none."""
+    """Detect an unsupported office document or archive by its content; return its suffix, or ""."""
     if head.startswith(ZIP_MAGIC):
         by_parts = [kind for name, kind in PARTS.items() if name in parts]
         by_head = [kind for words, kind in OPEN_DOCUMENT.items() if words in head[:128]]
@@ -403,24 +385,24 @@ def _foreign(suffix: str, head: bytes, parts: Collection[str]) -> str:
 
 
 def _recoded(head: bytes, encoding: str) -> bytes:
-    """Return the first bytes of a text as they would be in UTF-8."""
+    """Convert the first bytes of a text to UTF-8."""
     if not encoding:
         return head
     try:
         return codecs.getincrementaldecoder(encoding)("replace").decode(head).encode(errors="replace")
-    except UnicodeError:  # some take no other way with errors than to raise them
+    except UnicodeError:  # some codecs ignore errors="replace"
         return head
 
 
 def _format_by_content(head: bytes) -> str:
-    """Return the format of bytes where it is certain, or nothing."""
+    """Return the format if the first bytes identify it, else ""."""
     if record_length(head):
         return "tfrecords"
     return next((kind for magic, kind in FORMAT_MAGIC.items() if head.startswith(magic)), "")
 
 
 def _format_of(head: bytes, by_name: str) -> str:
-    """Return the format of a text by its beginning, where that leaves no doubt; else what its name says."""
+    """Return a text's format: JSON by its first character, else by the file name."""
     start = head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
     line = head.partition(b"\n")[0]
     if by_name == "jsonl" and start == b"[" and _begins_a_list_of_objects(line):
@@ -434,5 +416,5 @@ def _begins_a_list_of_objects(line: bytes) -> bool:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
-        return True  # it goes on in the next lines, or the reader will say what is wrong with it
+        return True  # continues on the next line, or is malformed: the JSON reader reports that
     return isinstance(value, list) and all(isinstance(item, dict) for item in value)

@@ -1,4 +1,4 @@
-"""Read CNN/DailyMail's stories, and the files that PreSumm has prepared of them."""
+"""Read CNN/DailyMail stories, and the files that PreSumm makes of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HIGHLIGHT = "@highlight"
 
 
 def read_story(file: File, findings: Findings) -> Iterator[Row]:
-    """Read a story: paragraphs, and the sentences of its summary, each behind a line that says so."""
+    """Read a story: its paragraphs, and its summary sentences, each after an ``@highlight`` line."""
     article, highlights, size, is_next = list[str](), list[str](), 0, False
     for _, line in numbered_lines(file, findings):
         text = line.strip()
@@ -28,10 +28,10 @@ def read_story(file: File, findings: Findings) -> Iterator[Row]:
 
 
 def read_presumm(file: File, findings: Findings) -> Iterator[Row]:
-    """Read a list of documents that are tokens already, as PreSumm saves them; nothing that a file says is run.
+    """Read the tokenized documents that PreSumm saves with ``torch.save``; no pickled code is run.
 
     Raises:
-        DataError: it is no such list, or has more in it than lists, texts and numbers.
+        DataError: the file is not a list of dictionaries of lists, texts and numbers.
     """
     import torch
 
@@ -40,8 +40,8 @@ def read_presumm(file: File, findings: Findings) -> Iterator[Row]:
             found = torch.load(opened, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, AttributeError) as error:
         reason = str(error).split("\n")[0]
-        raise DataError(f"{file.path}: not a file that PreSumm has prepared: {reason}") from error
+        raise DataError(f"{file.path}: not a PreSumm file: {reason}") from error
     if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
-        raise DataError(f"{file.path}: not a file that PreSumm has prepared, which is a list of documents")
+        raise DataError(f"{file.path}: not a PreSumm file, which is a list of documents")
     for number, values in enumerate(found, 1):
         yield Row(str(file.path), number, {str(name): value for name, value in values.items()})

@@ -14,11 +14,11 @@ from gptj_ft.errors import DataError
 from gptj_ft.system.compression import has_checksum
 
 FEATURE = "text"
-FOOTER_BYTES = 4  # the checksum of a payload
-_MOST_BYTES = 2**28  # of a record; one of 2049 tokens has 6 KB
+FOOTER_BYTES = 4  # checksum of the payload
+_MOST_BYTES = 2**28  # of a record; 2049 tokens take 6 KB
 _LARGEST_ID = 2**31 - 1
-# Of https://github.com/tensorflow/tensorflow/blob/master/tensorflow/core/example/feature.proto what tokens need;
-# `feature` is a map there, which has the same bytes.
+# The part of https://github.com/tensorflow/tensorflow/blob/master/tensorflow/core/example/feature.proto that holds
+# token ids. There `feature` is a map, which has the same wire format.
 _EXAMPLE = """
     name: "example.proto" syntax: "proto3"
     message_type { name: "Int64List" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_INT64 } }
@@ -32,12 +32,12 @@ _EXAMPLE = """
 
 
 def read_tfrecords(file: File, findings: Findings) -> Iterator[Row]:
-    """Read records whose int64 feature `text` holds a window of tokens; a row's line is the number of its record.
+    """Read records whose int64 feature `text` is a window of tokens; a row's line is its record number.
 
-    As in that system, every token is trained on but the first, which has nothing before it.
+    As in mesh-transformer-jax, all tokens except the first are targets.
 
     Raises:
-        DataError: empty, not TFRecords, of other features, or damaged so that no further record can be found.
+        DataError: the file is empty, not TFRecords, lacks the feature, or is damaged beyond the current record.
     """
     for number, payload in _payloads(file, findings):
         tokens = _tokens(file, number, payload)
@@ -48,7 +48,7 @@ def read_tfrecords(file: File, findings: Findings) -> Iterator[Row]:
 
 
 def _payloads(file: File, findings: Findings) -> Iterator[tuple[int, bytes]]:
-    """Yield (number from 1, payload) of the records whose checksums match."""
+    """Yield (number from 1, payload) of the records with matching checksums."""
     number = 0
     with opened_file(file) as opened:
         while header := opened.read(HEADER_BYTES):
@@ -60,56 +60,56 @@ def _payloads(file: File, findings: Findings) -> Iterator[tuple[int, bytes]]:
                 yield number, payload
     if not number:
         raise DataError(
-            f"{file.path}: the file is empty, as create_finetune_tfrecords.py leaves it when the texts have "
-            "fewer tokens than a window (2049)\ngive the texts themselves to --data, or make it again from more"
+            f"{file.path}: the file is empty; create_finetune_tfrecords.py writes such a file if the texts have fewer "
+            "tokens than a window (2049)\npass the texts themselves to --data, or make the file from more texts"
         )
 
 
 def _payload(file: File, number: int, header: bytes, opened: BinaryIO) -> bytes | str:
-    """Return the payload of a record, or what is wrong with it."""
+    """Return a record's payload, or a description of the problem."""
     if len(header) < HEADER_BYTES:
-        return "the file ends within this record: it was cut short"
+        return "the file ends within this record: it was truncated"
     length = record_length(header)
     if length is None or length > _MOST_BYTES:
-        why = f"is {length} bytes long" if length else "has a length that its checksum disagrees with"
-        what = "not TFRecords, or damaged" if number == 1 else "damaged: where the next record starts cannot be known"
-        raise DataError(f"{file.path}:{number}: {what} (the record {why})")
+        why = f"is {length} bytes long" if length else "has a length that does not match its checksum"
+        problem = "not TFRecords, or damaged" if number == 1 else "damaged: cannot find the start of the next record"
+        raise DataError(f"{file.path}:{number}: {problem} (the record {why})")
     record = opened.read(length + FOOTER_BYTES)
     if len(record) < length + FOOTER_BYTES:
-        return "the file ends within this record: it was cut short"
+        return "the file ends within this record: it was truncated"
     payload = record[:length]
-    return payload if has_checksum(payload, record[length:]) else "damaged: the record disagrees with its checksum"
+    return payload if has_checksum(payload, record[length:]) else "damaged: the record does not match its checksum"
 
 
 def _tokens(file: File, number: int, payload: bytes) -> list[int] | str:
-    """Return the tokens in a record, or why it has none.
+    """Return a record's tokens, or a description of the problem.
 
     Raises:
-        DataError: a record of other features.
+        DataError: the record has other features.
     """
     from google.protobuf.message import DecodeError
 
     try:
         features = _example_class().FromString(payload).features.feature
     except DecodeError:
-        return "not an Example: not a message of protobuf"
+        return "not a protobuf message of type Example"
     lists = [each.value.int64_list for each in features if each.key == FEATURE and each.value.HasField("int64_list")]
     if not lists:
         names = ", ".join(sorted(each.key for each in features)[:10])
         raise DataError(
-            f"{file.path}:{number}: the record has no feature '{FEATURE}' of tokens, as create_finetune_tfrecords.py "
-            f"writes it; it has {names or 'none'}"
+            f"{file.path}:{number}: the record lacks the feature '{FEATURE}' (int64 tokens) that "
+            f"create_finetune_tfrecords.py writes; it has {names or 'none'}"
         )
     tokens = np.array(lists[-1].value, np.int64)
     if not len(tokens):
-        return "there are no tokens in the record"
+        return "the record has no tokens"
     wrong = tokens[(tokens < 0) | (tokens > _LARGEST_ID)]
-    return f"{wrong[0]} is no token id" if len(wrong) else tokens.tolist()
+    return f"{wrong[0]} is not a token id" if len(wrong) else tokens.tolist()
 
 
 @cache
 def _example_class() -> Any:
-    """Return the message class of `Example`, as far as it holds tokens."""
+    """Build the message class of `Example`, with token features only."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 
     pool = descriptor_pool.DescriptorPool()
