@@ -84,7 +84,7 @@ def test_a_record_up_to_the_limit_is_read_and_the_limit_is_an_option(tmp_path: P
 def test_packed_parquet_is_unpacked_up_to_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "MOST_UNPACKED_BYTES", LIMIT)
     (path := tmp_path / "a.parquet.gz").write_bytes(gzip.compress(b"PAR1" + bytes(MANY), 1))
-    with pytest.raises(DataError, match=r"a\.parquet\.gz: longer than .* unpack it first"):
+    with pytest.raises(DataError, match=r"a\.parquet\.gz: longer than .* decompress the file first"):
         list(read_rows(identify(path)))
 
 

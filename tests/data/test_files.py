@@ -186,7 +186,7 @@ def test_parquet_is_read_in_batches_with_the_number_of_each_row(tmp_path: Path) 
     (tmp_path / "named.csv").write_bytes(path.read_bytes())
     assert values(tmp_path / "named.csv") == ROWS
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(DataError, match=r"rows\.parquet: not a whole Parquet file"):
+    with pytest.raises(DataError, match=r"rows\.parquet: damaged Parquet file"):
         values(path)
 
 
@@ -199,10 +199,10 @@ def test_a_saved_dataset_is_read_and_of_several_splits_train(tmp_path: Path) -> 
     findings = Findings()
     DatasetDict({"test": other, "train": train}).save_to_disk(str(tmp_path / "many"))
     assert values(tmp_path / "many", findings) == ROWS
-    assert list(findings.notes) == [f"{tmp_path / 'many'}: the split train is read; there are also test"]
+    assert list(findings.notes) == [f"{tmp_path / 'many'}: reading the split train; there are also test"]
     assert values(tmp_path / "many" / "test") == ROWS[:3]
     DatasetDict({"test": other}).save_to_disk(str(tmp_path / "none"))
-    with pytest.raises(DataError, match=r"no split called train; name one of .*none/test"):
+    with pytest.raises(DataError, match=r"no split 'train'; name one of .*none/test"):
         values(tmp_path / "none")
 
 

@@ -129,11 +129,11 @@ def test_of_a_corpus_every_token_but_the_first_is_trained_once(
     ("row", "at", "value", "says"),
     [
         (0, 0, -1, "-1 is not a token id"),
-        (0, 2, 99, "the labels are not the input ids one position on"),
-        (2, 1, 99, "the labels are not the input ids one position on"),
-        (1, 1, 2, "the mask has other numbers than 0 and 1"),
-        (4, 3, 7, "positions neither go on nor start again at 0"),
-        (4, 0, 3, "positions neither go on nor start again at 0"),
+        (0, 2, 99, "the labels are not the input ids shifted by one"),
+        (2, 1, 99, "the labels are not the input ids shifted by one"),
+        (1, 1, 2, "the mask has values other than 0 and 1"),
+        (4, 3, 7, "positions neither continue nor restart at 0"),
+        (4, 0, 3, "positions neither continue nor restart at 0"),
     ],
 )
 def test_a_bad_sample_is_reported_and_the_others_are_read(
@@ -191,7 +191,9 @@ def test_a_packed_file_is_refused_with_what_to_do(tmp_path: Path) -> None:
 
     path = tmp_path / "a.h5.gz"
     path.write_bytes(gzip.compress(write_hdf5(tmp_path / "a.h5", [1, 2, 3]).read_bytes()))
-    with pytest.raises(DataError, match=r"a\.h5\.gz: HDF5 cannot be read while it is packed by gzip; unpack it first"):
+    with pytest.raises(
+        DataError, match=r"a\.h5\.gz: compressed HDF5 cannot be read; decompress the file \(gzip\) first"
+    ):
         read(path)
 
 

@@ -92,9 +92,9 @@ def test_rows_that_one_object_wraps_are_read_and_that_is_said(write, indent):
     lines = path.read_text().splitlines()
     expected = [1, 2] if indent is None else [n for n, line in enumerate(lines, 1) if line == "  {"]
     assert [row.line for row in found] == expected
-    assert list(findings.notes) == [f"{path}: the rows are those in 'items'"]
+    assert list(findings.notes) == [f"{path}: the rows are taken from the list 'items'"]
     with pytest.raises(
-        DataError, match=r"wrap\.json: the rows seem to be in one of 'a', 'b': write that list to a file"
+        DataError, match=r"wrap\.json: the rows may be in any of 'a', 'b': write the right list to a file"
     ):
         rows(write("wrap.json", json.dumps({"a": items, "b": items, "c": 1})))
 
@@ -246,7 +246,7 @@ def test_json_made_to_break_parsers_is_a_data_error(write, name, content):
 
 
 def test_squad_without_its_parts_is_refused(write):
-    with pytest.raises(DataError, match=r"not SQuAD's form: data\[0\], after question 0: KeyError\('qas'\)"):
+    with pytest.raises(DataError, match=r"not SQuAD's format: data\[0\], after question 0: KeyError\('qas'\)"):
         rows(write("a.json", '{"data": [{"paragraphs": [{"context": "c"}]}]}'))
 
 
@@ -263,7 +263,7 @@ def test_a_csv_row_with_another_number_of_cells_is_refused(write):
 
 
 def test_a_quote_that_is_never_closed_is_named_where_it_starts(write):
-    with pytest.raises(DataError, match=r"a\.csv:3: not a table: unexpected end of data"):
+    with pytest.raises(DataError, match=r"a\.csv:3: malformed table: unexpected end of data"):
         rows(write("a.csv", 'a,b\n1,2\n3,"x\n5,6\n'))
 
 

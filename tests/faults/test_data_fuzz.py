@@ -377,13 +377,13 @@ def test_damaged_datasets_folder_is_rejected(saved: Path, tmp_path: Path, data: 
 def test_non_unicode_parquet_text_is_rejected(tmp_path: Path) -> None:
     names = pyarrow.array([b"a", b"caf\xe9"]).view(pyarrow.binary()).cast(pyarrow.string(), safe=False)
     parquet.write_table(pyarrow.table({"document": names, "summary": names}), tmp_path / "rows.parquet")
-    with pytest.raises(DataError, match=r"rows\.parquet: not a whole Parquet file: 'utf-8' codec can't decode"):
+    with pytest.raises(DataError, match=r"rows\.parquet: damaged Parquet file: 'utf-8' codec can't decode"):
         list(read_rows(identify(tmp_path / "rows.parquet")))
 
 
 def test_error_omits_text_in_header_position(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text(f"{'secret ' * 900},{'words ' * 900}\na,b\n", encoding="utf-8")
     recipe = resolve({"recipe": "summarization"}, environment={}).recipe
-    with pytest.raises(DataError, match=r"looks like a row, not like names") as refused:
+    with pytest.raises(DataError, match=r"looks like a row, not like column names") as refused:
         tokenize_rows(TokenizeJob.of(recipe, TOKENIZER, tmp_path / "rows.csv", 50400))
     assert "secret" not in str(refused.value)

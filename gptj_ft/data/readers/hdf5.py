@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 DATASET = "data"
 SLICE_BYTES = 2**24
-MOST_CHUNK_BYTES = 2**28  # of a chunk that is read at once so as not to be unpacked again and again
+MOST_CHUNK_BYTES = 2**28  # larger HDF5 chunks are read in parts, each of which decompresses the whole chunk
 _MOST_TOKENS = 2**24  # of a sample
 PIECE_TOKENS = 2**20  # of a corpus, in a row
 _LARGEST_ID = 2**31 - 1
@@ -30,67 +30,66 @@ _Tokens = tuple[list[int], list[int]]  # input ids and trained spans, as in `tok
 
 
 def read_samples(file: File, findings: Findings) -> Iterator[Row]:
-    """Read samples, or a corpus, of the data set `data`; a row's line is the number of its sample.
+    """Read the samples or the corpus in the HDF5 dataset `data`; a row's line is its sample number.
 
-    * (N, 3, S): input ids, mask of what the loss is taken on, labels: the ids one position on. A row ends with the last
-      token that is trained; nothing depends on what follows, padding most of all. Where the mask is all 0, the row
-      is the whole sample, and nothing of it is trained.
-    * (N, 5, S): several samples behind each other, with attention spans and positions. Each is a row, under the same
-      number; a new one starts where the positions start again at 0.
-    * (T): a corpus, all of which is trained on but its first token. A row has `PIECE_TOKENS` of it, and starts with the
-      token the last one ended with, so that this is a target too.
+    * (N, 3, S): input ids, loss mask, labels (the ids shifted by one). A row ends at its last target: what follows,
+      such as padding, has no effect. If the mask is 0 everywhere, the row is the whole sample without targets.
+    * (N, 5, S): several documents per sample, with attention spans and positions. Each document is a row under the same
+      number; a document starts where the positions restart at 0.
+    * (T): a corpus; all tokens except the first are targets. A row has `PIECE_TOKENS` tokens and repeats the last token
+      of the row before, so that its successor is a target too.
 
     Raises:
         UsageError: h5py is not installed.
-        DataError: not whole, or of another form; says which is expected.
+        DataError: the file is truncated, or has another layout; names the expected one.
     """
     if file.compression:
-        raise DataError(f"{file.path}: HDF5 cannot be read while it is packed by {file.compression}; unpack it first")
+        raise DataError(f"{file.path}: compressed HDF5 cannot be read; decompress the file ({file.compression}) first")
     with open_hdf5(file.path) as opened:
         data, stated = _dataset(file, opened), opened.attrs.get("n_examples")
         if data.ndim == 1:
             yield from _corpus(file, findings, data)
             return
         if stated is not None and not np.array_equal(stated, len(data)):
-            findings.note(f"{file.path} says that it has {stated} examples (n_examples), and has {len(data)}")
+            findings.note(f"{file.path} has {len(data)} examples, but its attribute n_examples is {stated}")
         yield from _samples(file, findings, data)
 
 
 @contextmanager
 def open_hdf5(path: Path) -> Iterator[h5py.File]:
-    """Open an HDF5 file for what is read in the ``with`` block.
+    """Open an HDF5 file.
 
     Raises:
         UsageError: h5py is not installed.
-        DataError: the file is damaged, as reading it shows.
+        DataError: the file is damaged; raised also while its content is read.
     """
     try:
         import h5py
     except ImportError as error:
         raise UsageError(f"{path} is an HDF5 file, and h5py is not installed: pip install 'gptj-ft[hdf5]'") from error
     try:
-        with h5py.File(path, "r", locking=False) as file:  # a lock needs what some file systems lack
+        with h5py.File(path, "r", locking=False) as file:  # some file systems support no locks
             yield file
     except DataError:
         raise
-    # h5py turns each class of HDF5's errors into one of Python's; any may come from a damaged file.
+    # h5py maps HDF5's error classes to these; a damaged file may raise any of them.
     except (OSError, RuntimeError, LookupError, ValueError, TypeError, OverflowError, MemoryError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise DataError(f"{path}: truncated or corrupt HDF5 ({reason}); get the file again") from error
 
 
 def _dataset(file: File, opened: h5py.File) -> h5py.Dataset:
-    """Return the data set of samples or tokens."""
+    """Return the HDF5 dataset of samples or tokens."""
     import h5py
 
     expected = f"expected '{DATASET}' of integers, (N, 3, S) or (N, 5, S) samples, or (T) tokens"
     data = opened.get(DATASET)
     if not isinstance(data, h5py.Dataset):
         raise DataError(f"{file.path}: {expected}; found {listed(sorted(opened), 10)}")
-    form: tuple[int, ...] = data.shape or ()
-    is_form = len(form) == 1 or (len(form) == 3 and form[1] in (3, 5) and 0 < form[2] <= _MOST_TOKENS)
-    if data.dtype.kind not in "iu" or not is_form:
-        raise DataError(f"{file.path}: {expected}; found {data.dtype}, ({', '.join(map(str, form))})")
+    shape: tuple[int, ...] = data.shape or ()
+    is_known = len(shape) == 1 or (len(shape) == 3 and shape[1] in (3, 5) and 0 < shape[2] <= _MOST_TOKENS)
+    if data.dtype.kind not in "iu" or not is_known:
+        raise DataError(f"{file.path}: {expected}; found {data.dtype}, ({', '.join(map(str, shape))})")
     return data
 
 
@@ -106,7 +105,7 @@ def _corpus(file: File, findings: Findings, data: h5py.Dataset) -> Iterator[Row]
 
 
 def samples_at_once(data: h5py.Dataset) -> int:
-    """Return the number of samples to read at a time: of bounded size, and if possible no chunk is unpacked twice."""
+    """Return the number of samples to read at once: bounded, and a multiple of the chunk size if possible."""
     sample_bytes = int(math.prod(data.shape[1:]) * data.dtype.itemsize)
     count = max(1, SLICE_BYTES // sample_bytes)
     chunk = int(data.chunks[0]) if data.chunks else 1
@@ -118,48 +117,48 @@ def _samples(file: File, findings: Findings, data: h5py.Dataset) -> Iterator[Row
     for start in range(0, len(data), count):
         for sample in data[start : start + count]:
             number += 1
-            found = _of_one(sample) if len(sample) == 3 else _of_several(sample)
-            if isinstance(found, str):
-                findings.add(file, number, found)
+            rows = _of_one(sample) if len(sample) == 3 else _of_several(sample)
+            if isinstance(rows, str):
+                findings.add(file, number, rows)
             else:
-                for input_ids, trained in found:
+                for input_ids, trained in rows:
                     yield token_row(file, number, input_ids, trained)
 
 
 def _of_several(sample: NDArray[Any]) -> list[_Tokens] | str:
-    """Return the rows in a sample of shape (5, S), or what is wrong with it."""
+    """Return the rows of a sample of shape (5, S), or a description of the problem."""
     positions = sample[POSITIONS].astype(np.int64)
     is_used = (sample[MASK] != 0) | (sample[SPANS] != 0)  # padding has neither
     starts = positions == 0
     follows = np.concatenate([[False], np.diff(positions) == 1])
     if (is_used & ~starts & ~follows).any():
-        return "positions neither go on nor start again at 0"
+        return "positions neither continue nor restart at 0"
     rows: list[_Tokens] = []
     bounds = np.append(np.flatnonzero(starts), len(positions))
     for start, end in pairwise(bounds):
         if is_used[start:end].any():
-            found = _of_one(sample[:, start:end])
-            if isinstance(found, str):
-                return found
-            rows += found
+            row = _of_one(sample[:, start:end])
+            if isinstance(row, str):
+                return row
+            rows += row
     return rows or _of_one(sample)
 
 
 def _of_one(sample: NDArray[Any]) -> list[_Tokens] | str:
-    """Return the row in a sample of shape (3 or more, S) as a list of one, or what is wrong with it."""
+    """Return the row of a sample of shape (3 or more, S), as a list of one, or a description of the problem."""
     ids, mask, labels = sample[IDS], sample[MASK], sample[LABELS]
     if ((mask != 0) & (mask != 1)).any():
-        return "the mask has other numbers than 0 and 1"
-    positions = np.flatnonzero(mask)  # whose next token is trained
+        return "the mask has values other than 0 and 1"
+    positions = np.flatnonzero(mask)  # each predicts the next token
     if len(positions):
         ids = np.append(ids[: positions[-1] + 1], labels[positions[-1]])
         if (ids[positions + 1] != labels[positions]).any():
-            return "the labels are not the input ids one position on"
+            return "the labels are not the input ids shifted by one"
     return _not_ids(ids) or [(ids.tolist(), _spans(positions + 1))]
 
 
 def _spans(indices: NDArray[np.int64]) -> list[int]:
-    """Return ascending indices as half-open intervals, all bounds in one list: 3 4 5 8 -> 3 6 8 9."""
+    """Convert ascending indices to half-open intervals, all bounds in one list: 3 4 5 8 -> 3 6 8 9."""
     gaps = np.flatnonzero(np.diff(indices) != 1)
     firsts, lasts = np.concatenate([indices[:1], indices[gaps + 1]]), np.concatenate([indices[gaps], indices[-1:]])
     bounds: list[int] = np.stack([firsts, lasts + 1], axis=1).ravel().tolist()
@@ -168,4 +167,4 @@ def _spans(indices: NDArray[np.int64]) -> list[int]:
 
 def _not_ids(ids: NDArray[Any]) -> str:
     wrong = ids[(ids < 0) | (ids > _LARGEST_ID)]
-    return f"{wrong[0]} is no token id" if len(wrong) else ""
+    return f"{wrong[0]} is not a token id" if len(wrong) else ""

@@ -1,6 +1,6 @@
-"""Read JSON and JSON lines, holding no more of a file than a record.
+"""Read JSON and JSON lines, holding at most one record of a file in memory.
 
-Every row, and every complaint, has the line on which it begins, which the events of `ijson` do not tell.
+An own incremental decoder, because the events of `ijson` carry no line numbers, which rows and errors need.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from gptj_ft.errors import DataError
 from gptj_ft.system.plain_text import shortened
 
 DECODER = json.JSONDecoder()
-MESSAGE_KEYS = ({"role"}, {"from", "value"})  # what a message of a conversation has, one or the other
-LONG_TEXT = 100  # characters, from which on a text is what a row is about
+MESSAGE_KEYS = ({"role"}, {"from", "value"})  # keys of a conversation's message: OpenAI's or ShareGPT's
+LONG_TEXT = 100  # characters; an object with a longer text is a row, not a wrapper of rows
 LISTS_SHOWN = 10
 NOT_BLANK = re.compile(r"\S")
-CUT_OFF = 16  # characters before the end of what has been read in which an error may only mean that more is needed
+CUT_OFF = 16  # characters; a decoding error this near the end of the buffer may vanish once more text is read
 
 
 def read_json_lines(file: File, findings: Findings) -> Iterator[Row]:
-    """Read JSON lines: one object a line; blank lines are no rows."""
+    """Read JSON lines: one object per line; blank lines are skipped."""
     return _rows_of_lines(file, findings, numbered_lines(file, findings))
 
 
@@ -42,14 +42,14 @@ def _rows_of_lines(file: File, findings: Findings, lines: Iterable[tuple[int, st
 
 
 def _parse_object(line: str) -> dict[str, Any] | str:
-    """Return the object in a line, or what is wrong with it."""
+    """Return the object in a line, or a description of the problem."""
     text = line.rstrip("\r\n")
     try:
-        value, end = DECODER.raw_decode(text)  # without what `json.loads` does for other kinds of text
+        value, end = DECODER.raw_decode(text)  # faster than `json.loads`
         if end == len(text) and isinstance(value, dict):
             return value
     except (ValueError, RecursionError):
-        pass  # what is wrong is said in the words of `json.loads`
+        pass  # `json.loads` below gives the error message
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
@@ -67,9 +67,9 @@ def _kind(value: object) -> str:
 
 
 def read_json_rows(file: File, findings: Findings) -> Iterator[Row]:
-    """Read a list of objects, ``{"data": [...]}`` (flat or SQuAD), one object, or JSON lines after all.
+    """Read a list of objects, ``{"data": [...]}`` (flat or SQuAD), one object, or JSON lines.
 
-    Where one object is all there is, and in it one list of objects, those are the rows.
+    If the file is one object that contains a single list of objects, the rows are that list.
     """
     text = JsonText(file, text_chunks(file, findings))
     first, start = text.peek(), text.line
@@ -115,7 +115,7 @@ def _is_list_of_rows(value: Any) -> bool:
 
 
 def _only_wraps(values: dict[str, Any]) -> bool:
-    """Tell whether an object is no row: it has neither a long text nor a conversation, which is a list, too."""
+    """Tell whether an object only wraps rows: it has no long text, and its lists are no conversations."""
     if any(isinstance(value, str) and len(value) > LONG_TEXT for value in values.values()):
         return False
     lists = [value for value in values.values() if _is_list_of_rows(value)]
@@ -123,24 +123,24 @@ def _only_wraps(values: dict[str, Any]) -> bool:
 
 
 def _unwrapped(file: File, findings: Findings, lists: dict[str, Decoded], is_one_line: bool) -> Iterator[Row]:
-    """Yield the rows of the one list of objects in an object.
+    """Yield the rows of the only list of objects in an object.
 
     Raises:
-        DataError: there are several.
+        DataError: there are several lists.
     """
     if len(lists) > 1:
         names = ", ".join(f"'{shortened(name)}'" for name in list(lists)[:LISTS_SHOWN])
-        raise DataError(f"{file.path}: the rows seem to be in one of {names}: write that list to a file of its own")
-    ((name, found),) = lists.items()
-    findings.note(f"{file.path}: the rows are those in '{shortened(name)}'")
-    text = JsonText(file, iter([found.text]), found.line)
+        raise DataError(f"{file.path}: the rows may be in any of {names}: write the right list to a file of its own")
+    ((name, rows),) = lists.items()
+    findings.note(f"{file.path}: the rows are taken from the list '{shortened(name)}'")
+    text = JsonText(file, iter([rows.text]), rows.line)
     text.is_one_line = is_one_line
     yield from _rows_of(file, findings, text)
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """A JSON value, the text it was, and the line on which that starts."""
+    """A JSON value, its text, and the line on which it starts."""
 
     value: Any
     text: str
@@ -151,9 +151,8 @@ class JsonText:
     """Incremental JSON decoder that knows the line of each value.
 
     Args:
-        file: file of the text.
         chunks: the text.
-        line: line on which it begins.
+        line: line of its first character.
     """
 
     def __init__(self, file: File, chunks: Iterator[str], line: int = 1) -> None:
@@ -164,7 +163,7 @@ class JsonText:
         self.is_one_line = "\n" not in self._buffer.strip()
 
     def peek(self) -> str:
-        """Return the next character that is no blank; empty at the end."""
+        """Return the next non-blank character; "" at the end."""
         blank = 0
         while True:
             if found := NOT_BLANK.search(self._buffer, self._position):
@@ -178,14 +177,13 @@ class JsonText:
                 return ""
 
     def take(self) -> None:
-        """Skip the next character."""
         self._advance(self._position + 1)
 
     def expect(self, character: str, complaint: str) -> None:
-        """Skip a character that must come next.
+        """Skip the next character, which must be the given one.
 
         Raises:
-            DataError: another one does.
+            DataError: it is another one.
         """
         if self.peek() != character:
             raise self._error(complaint, self._position)
@@ -195,7 +193,7 @@ class JsonText:
         """Decode the next value.
 
         Raises:
-            DataError: it is no JSON.
+            DataError: it is not JSON.
         """
         self.peek()
         while True:
@@ -209,7 +207,7 @@ class JsonText:
             except (ValueError, RecursionError) as error:
                 raise DataError(f"{self._file.path}:{self.line}: not JSON: {error}") from error
             if end == len(self._buffer) and self._more():
-                continue  # a number may have more digits
+                continue  # a number may continue in the next chunk
             decoded = Decoded(value, self._buffer[self._position : end], self.line)
             self._advance(end)
             return decoded
@@ -219,7 +217,7 @@ class JsonText:
         self._position = position
 
     def _more(self) -> bool:
-        """Read on, as much again as there is: a long value is decoded a few times only."""
+        """Read at least as much text as is buffered, so that a long value is decoded only a few times."""
         if len(self._buffer) - self._position > self._file.options.max_record:
             raise too_long(self._file, self.line)
         rest, wanted = self._buffer[self._position :], max(1, len(self._buffer) - self._position)
@@ -240,7 +238,7 @@ class JsonText:
 
 
 def _rows_of(file: File, findings: Findings, text: JsonText) -> Iterator[Row]:
-    """Yield the rows of a list, positioned at its ``[``: objects, or articles of SQuAD."""
+    """Yield the rows of a list, starting at its ``[``: objects, or SQuAD articles."""
     text.take()
     number = index = 0
     while text.peek() != "]":
@@ -265,7 +263,7 @@ def _rows_of(file: File, findings: Findings, text: JsonText) -> Iterator[Row]:
 def _questions(file: File, article: Decoded, index: int, number: int, is_one_line: bool) -> Iterator[Row]:
     """Yield the questions of an article of SQuAD v1.1 or v2.0 (https://rajpurkar.github.io/SQuAD-explorer).
 
-    A question that cannot be answered (v2.0) has no answers.
+    Unanswerable questions (v2.0) have no answers.
     """
     position = 0
     try:
@@ -273,7 +271,7 @@ def _questions(file: File, article: Decoded, index: int, number: int, is_one_lin
             for question in paragraph["qas"]:
                 number += 1
                 if not is_one_line:
-                    # The decoder gives no positions; ids come in file order: the next occurrence is the question.
+                    # The decoder gives no positions. Ids are in file order: search for the next one.
                     position = max(position, article.text.find(json.dumps(question.get("id", "")), position))
                 values = {
                     "title": article.value.get("title", ""),
@@ -288,4 +286,6 @@ def _questions(file: File, article: Decoded, index: int, number: int, is_one_lin
                 line = number if is_one_line else article.line + article.text.count("\n", 0, position)
                 yield Row(str(file.path), line, values)
     except (KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{file.path}: not SQuAD's form: data[{index}], after question {number}: {error!r}") from error
+        raise DataError(
+            f"{file.path}: not SQuAD's format: data[{index}], after question {number}: {error!r}"
+        ) from error

@@ -1,4 +1,4 @@
-"""Read Excel workbooks (.xlsx, .xlsm): cells as the texts that they show; nothing is run."""
+"""Read Excel workbooks (.xlsx, .xlsm): cells as displayed texts; no formula or macro is run."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from gptj_ft.data.readers.tables import SAMPLE_LINES, Header, check_header
 from gptj_ft.errors import DataError, GptjFtError, UsageError, did_you_mean
 from gptj_ft.system.plain_text import shortened
 
-MOST_ROWS = 2**20  # of a sheet, says Excel
-HEADER_ROWS = 1000  # in which the header must be
-# A few bytes can be unpacked to any number. Texts and tables of a workbook are read from the first, and what says how
-# they look is held as a whole; so is a row or a text, between two of what begins one.
+MOST_ROWS = 2**20  # Excel's limit
+HEADER_ROWS = 1000  # the header is within these
+# Limits against zip bombs. Sheets and shared strings are streamed, one row or text at a time; styles and the other
+# parts are held in memory.
 MOST_BYTES, MOST_OTHER_BYTES, MOST_PIECE_BYTES = 2**30, 2**26, 2**24
 ROW_TAG = re.compile(rb"<(?:\w+:)?(?:row|si)[\s/>]")
 _READ_BYTES = 2**20
@@ -29,20 +29,20 @@ SHEETS_SHOWN = 10
 
 
 def read_workbook(file: File, findings: Findings) -> Iterator[Row]:
-    """Read a sheet of a workbook: the one that is named, else the first visible one.
+    """Read a sheet of a workbook: the one that the options name, else the first visible one.
 
-    The first row that is not empty has the names of the columns, and the line of a row is its number in the sheet.
-    Numbers are as they are stored (at most 15 digits; neither percent nor currency), dates and times as ISO 8601 has
-    them, formulas as the value that was computed when the workbook was saved, errors (``#N/A``) as nothing. Of merged
-    cells the first has the text. Hidden rows and columns are read, columns without a name are not.
+    The first non-empty row has the column names; a row's line is its number in the sheet. Numbers are as stored (at
+    most 15 digits, without percent or currency), dates and times as ISO 8601, formulas as their saved values, errors
+    (``#N/A``) as empty. The first of merged cells has the text. Hidden rows and columns are read; unnamed columns are
+    not.
 
     Raises:
-        UsageError: openpyxl is not installed; there is no such sheet.
-        DataError: not whole, or larger than `MOST_BYTES` unpacked.
+        UsageError: openpyxl is not installed, or there is no such sheet.
+        DataError: the workbook is damaged, or larger than `MOST_BYTES` decompressed.
     """
     if file.compression:
         raise DataError(
-            f"{file.path}: a workbook cannot be read while it is packed by {file.compression}; unpack it first"
+            f"{file.path}: a compressed workbook cannot be read; decompress the file ({file.compression}) first"
         )
     try:
         import openpyxl
@@ -51,12 +51,12 @@ def read_workbook(file: File, findings: Findings) -> Iterator[Row]:
             f"{file.path} is an Excel workbook, and openpyxl is not installed: pip install 'gptj-ft[xlsx]', or save "
             "the sheet as CSV UTF-8"
         ) from error
-    warnings.filterwarnings("ignore", module="openpyxl")  # of looks that it would not write again
+    warnings.filterwarnings("ignore", module="openpyxl")  # about styles that it cannot write
     with opened_file(file) as opened, _damage_errors(file):
         _check_size(file, opened)
         book = openpyxl.load_workbook(opened, read_only=True, data_only=True, keep_links=False)
         sheet = _choose_sheet(file, book.worksheets, findings)
-        sheet.reset_dimensions()  # what some programs write is wrong
+        sheet.reset_dimensions()  # some programs store wrong ones
         yield from _rows(file, sheet, findings)
 
 
@@ -71,19 +71,19 @@ def _choose_sheet(file: File, sheets: Sequence[Any], findings: Findings) -> Any:
             )
         return sheets[names.index(wanted)]
     if not sheets:
-        raise DataError(f"{file.path}: there is no sheet in it")
+        raise DataError(f"{file.path}: the workbook has no sheets")
     chosen = next((sheet for sheet in sheets if sheet.sheet_state == "visible"), sheets[0])
     if len(sheets) > 1:
         findings.note(
-            f"{file.path}: the sheet '{shortened(chosen.title)}' is read, of {shown}; --set sheet=NAME reads another"
+            f"{file.path}: reading the sheet '{shortened(chosen.title)}' of {shown}; --set sheet=NAME reads another"
         )
     return chosen
 
 
 def _rows(file: File, sheet: Any, findings: Findings) -> Iterator[Row]:
     rows = enumerate(islice(sheet.iter_rows(), HEADER_ROWS), 1)
-    found = ((number, texts) for number, cells in rows if any(texts := [_text_of(cell) for cell in cells]))
-    first, names = next(found, (0, []))
+    filled = ((number, texts) for number, cells in rows if any(texts := [_text_of(cell) for cell in cells]))
+    first, names = next(filled, (0, []))
     while names and not names[-1]:
         names.pop()
     records = _records(file, sheet, first + 1, len(names), findings) if names else iter(())
@@ -94,13 +94,13 @@ def _rows(file: File, sheet: Any, findings: Findings) -> Iterator[Row]:
 
 
 def _records(file: File, sheet: Any, first: int, width: int, findings: Findings) -> Iterator[tuple[int, list[str]]]:
-    """Yield (row of the sheet, texts of its first cells) from some row on; empty rows are none."""
+    """Yield (row of the sheet, texts of its first cells), starting at a row; empty rows are skipped."""
     for number, cells in enumerate(sheet.iter_rows(min_row=first, max_col=width + 1), first):
         if number > MOST_ROWS:
-            raise DataError(f"{file.path}: a sheet of more than {MOST_ROWS:,} rows")
+            raise DataError(f"{file.path}: the sheet has more than {MOST_ROWS:,} rows")
         texts = [_text_of(cell) for cell in cells] + [""] * (width - len(cells))
         if any(texts[width:]):
-            findings.note(f"{file.path}: what stands to the right of the last named column is left out")
+            findings.note(f"{file.path}: cells to the right of the last named column are ignored")
         if any(texts[:width]):
             yield number, texts[:width]
 
@@ -111,7 +111,7 @@ def _text_of(cell: Any) -> str:
     if value is None or cell.data_type == "e":
         return ""
     if isinstance(value, str):
-        # Excel's spelling of a carriage return, which is half of a line break.
+        # _x000D_ is Excel's escaped carriage return.
         return value.replace("_x000D_", "\r").replace("\r\n", "\n") if "\r" in value or "_x000D_" in value else value
     if isinstance(value, bool):
         return "true" if value else "false"
@@ -123,28 +123,28 @@ def _text_of(cell: Any) -> str:
 
 
 def _check_size(file: File, opened: BinaryIO) -> None:
-    """Check the unpacked size of a workbook before reading it.
+    """Check the decompressed size of a workbook before reading it.
 
     Raises:
-        DataError: it is.
+        DataError: it is too large.
     """
     if not names_in_zip(opened):
-        raise DataError(f"{file.path}: not a whole workbook: there are no parts in it, or too many")
+        raise DataError(f"{file.path}: damaged workbook: it has no parts, or too many")
     with zipfile.ZipFile(opened) as archive:
         parts = [part for part in archive.infolist() if part.filename.lower().endswith((".xml", ".rels"))]
         tables = [part for part in parts if re.match(r"xl/(worksheets/|sharedStrings)", part.filename)]
         others = sum(part.file_size for part in parts) - sum(part.file_size for part in tables)
-        too_large = f"{file.path}: too large a workbook: {{}}; save the sheet as CSV UTF-8"
+        too_large = f"{file.path}: workbook too large: {{}}; save the sheet as CSV UTF-8"
         if sum(part.file_size for part in tables) > MOST_BYTES or others > MOST_OTHER_BYTES:
             size = sum(part.file_size for part in parts) / 2**30
-            raise DataError(too_large.format(f"{size:.1f} GiB unpacked, and {MOST_BYTES >> 30} GiB are read at most"))
+            raise DataError(too_large.format(f"{size:.1f} GiB decompressed, limit {MOST_BYTES >> 30} GiB"))
         for part in tables:
             if part.file_size > MOST_PIECE_BYTES and _longest_piece(archive, part) > MOST_PIECE_BYTES:
                 raise DataError(too_large.format(f"a row or text above {MOST_PIECE_BYTES >> 20} MiB"))
 
 
 def _longest_piece(archive: zipfile.ZipFile, part: zipfile.ZipInfo) -> int:
-    """Return the bytes of the longest row or text, give or take one read."""
+    """Return the bytes of the longest row or text, accurate to one read."""
     longest = since = 0
     with archive.open(part) as opened:
         while piece := opened.read(_READ_BYTES):
@@ -159,8 +159,8 @@ def _damage_errors(file: File) -> Iterator[None]:
         yield
     except (GptjFtError, MemoryError):
         raise
-    except Exception as error:  # a library of many parts, which checks little: any kind of error may come out of it
+    except Exception as error:  # openpyxl validates little: damaged files raise any kind of error
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise
-        what = str(error).strip().splitlines()[:1] or [type(error).__name__]
-        raise DataError(f"{file.path}: not a whole workbook: {what[0][:200]}") from error
+        reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
+        raise DataError(f"{file.path}: damaged workbook: {reason[0][:200]}") from error

@@ -11,40 +11,38 @@ from typing import Any, BinaryIO, NamedTuple
 
 from gptj_ft.data.readers.encodings import DETECT
 from gptj_ft.data.readers.rows import Findings, Row, numbered_lines, too_long
-from gptj_ft.data.readers.source import DATASET_FILES, File, opened_file
+from gptj_ft.data.readers.source import File, opened_file
 from gptj_ft.errors import DataError
 from gptj_ft.system.plain_text import shortened
 
 BATCH_ROWS = 1000
-MOST_UNPACKED_BYTES = 2**30  # of Parquet that is packed once more, which is read as a whole
-# csv refuses cells above 131,072 characters, and documents are longer. This is the most a C long holds everywhere.
+MOST_UNPACKED_BYTES = 2**30  # of compressed Parquet files, which are decompressed in memory
+# csv's default limit is 131,072 characters per cell; documents are longer. A C long has at least 32 bits.
 csv.field_size_limit(2**31 - 1)
-# What separates cells by a file's name, what else may, and what a message calls it.
-COLUMN_SEPARATORS = {"csv": ",", "tsv": "\t"}
-SEPARATOR_NAMES = {",": "commas", ";": "';'", "\t": "tabs", "|": "'|'"}
-# What the separator is chosen by: so much of the beginning.
-SAMPLE_LINES, _SAMPLE_CHARACTERS = 100, 2**18
-MOST_UNLIKE = 0.5  # share of the records that may have other numbers of cells than the header
+COLUMN_SEPARATORS = {"csv": ",", "tsv": "\t"}  # by format
+SEPARATOR_NAMES = {",": "commas", ";": "';'", "\t": "tabs", "|": "'|'"}  # possible separators, as messages name them
+SAMPLE_LINES, _SAMPLE_CHARACTERS = 100, 2**18  # start of the file that detects the separator
+MOST_UNLIKE = 0.5  # share of records that may have another number of cells than the header
 SEPARATOR_LINE = re.compile(r"sep=([^\r\n])\r?\n?", re.IGNORECASE)  # Excel's, before the header
-NAME_CHARACTERS, NAME_WORDS = 60, 6  # names of columns are not longer
-SENTENCE = re.compile(r"\n|[。！？]|(?:\S+\s+){3}.*[.!?…]['”’]?$")  # what is in no name
+NAME_CHARACTERS, NAME_WORDS = 60, 6  # longest column name
+SENTENCE = re.compile(r"\n|[。！？]|(?:\S+\s+){3}.*[.!?…]['”’]?$")  # not part of any column name
 
 
 class Dialect(NamedTuple):
-    """The delimiter of a table, and whether quotes enclose cells that hold it."""
+    """The delimiter of a table, and whether quotes enclose cells."""
 
     delimiter: str
     quotes: bool
 
     def reader(self, lines: Iterable[str]) -> Any:
-        """Return a reader of records that counts the lines it has taken."""
+        """Return a csv reader; it counts the lines it has read."""
         if self.quotes:
             return csv.reader(lines, delimiter=self.delimiter, strict=True)
         return csv.reader(lines, delimiter=self.delimiter, quoting=csv.QUOTE_NONE)
 
 
 class Header(NamedTuple):
-    """The names of a table's columns, their line, the first records after it, and what is to stand between names."""
+    """Column names, their line number, the first records after them, and the delimiter between names."""
 
     line: int
     names: list[str]
@@ -55,50 +53,49 @@ class Header(NamedTuple):
 def read_table(file: File, findings: Findings) -> Iterator[Row]:
     """Read a table of cells separated by commas, tabs, semicolons or pipes.
 
-    The first line has the names of the columns, unless the options have them and the line has as many other cells.
-    Quotes enclose cells that hold one of these, quotes or line breaks; in a TSV they are text, as in the published
-    benchmarks, unless those around the names of the header say otherwise.
+    The first line has the column names, unless the option `header` names as many columns. Quotes enclose cells with
+    separators, quotes or line breaks. In a TSV they are plain characters, as in the published benchmarks, unless they
+    enclose the names in the header.
     """
     lines = (line for _, line in numbered_lines(file, findings))
     beginning = _beginning(lines)
     number = 1
-    told = SEPARATOR_LINE.fullmatch(beginning[0]) if beginning else None
-    if told:
+    separator_line = SEPARATOR_LINE.fullmatch(beginning[0]) if beginning else None
+    if separator_line:
         number, beginning = 2, beginning[1:]
-    wanted = file.options.delimiter
-    dialect = choose_dialect(file, beginning, told[1] if told and wanted == DETECT else wanted)
-    if dialect.delimiter != COLUMN_SEPARATORS[file.format] and wanted == DETECT:
-        what = SEPARATOR_NAMES.get(dialect.delimiter, repr(dialect.delimiter))
-        findings.note(f"{file.path} is separated by {what}")
+    option = file.options.delimiter
+    dialect = choose_dialect(file, beginning, separator_line[1] if separator_line and option == DETECT else option)
+    if dialect.delimiter != COLUMN_SEPARATORS[file.format] and option == DETECT:
+        name = SEPARATOR_NAMES.get(dialect.delimiter, repr(dialect.delimiter))
+        findings.note(f"{file.path} is separated by {name}")
     records = _records(file, dialect, number, chain(beginning, lines))
     number, header = next(records, (number, []))
-    told_names = list(file.options.header)
-    if len(told_names) == len(header) and told_names != header:  # else the table does have a line of names
-        records, header = chain([(number, header)], records), told_names
+    names = list(file.options.header)
+    if len(names) == len(header) and names != header:  # otherwise the file has its own header line
+        records, header = chain([(number, header)], records), names
     else:
         check_header(file, Header(number, header, _cells(dialect, beginning)[1:], dialect.delimiter), findings)
     for line, cells in records:
         if len(cells) != len(header):
             findings.add(file, line, f"{len(cells)} cells, the header has {len(header)}")
             continue
-        # Line endings are the file's, not the text's: a file written on Windows would teach the model carriage returns.
+        # Windows line endings belong to the file: left in the text they would teach the model carriage returns.
         yield Row(str(file.path), line, {k: v.replace("\r\n", "\n") for k, v in zip(header, cells, strict=True)})
 
 
 def choose_dialect(file: File, beginning: Sequence[str], delimiter: str = DETECT) -> Dialect:
     """Choose the delimiter of a table.
 
-    The name of the file is right unless another separator splits the header and the records after it more evenly.
+    The delimiter of the format is used, unless another one gives more records as many cells as the header.
 
     Args:
-        file: its format and its options.
         beginning: the first lines.
-        delimiter: known delimiter; default: it is detected.
+        delimiter: known delimiter; default: detect it.
     """
     by_name = COLUMN_SEPARATORS[file.format]
     if delimiter == DETECT:
         shares = {each: _evenness(_dialect(file, beginning, each), beginning) for each in SEPARATOR_NAMES}
-        best = max(shares, key=lambda each: shares[each])  # of several, the first
+        best = max(shares, key=lambda each: shares[each])  # the first, if several are equal
         delimiter = best if shares[best] > max(shares[by_name], 1 - MOST_UNLIKE) else by_name
     return _dialect(file, beginning, delimiter)
 
@@ -112,7 +109,7 @@ def _dialect(file: File, beginning: Sequence[str], delimiter: str) -> Dialect:
 
 
 def _evenness(dialect: Dialect, beginning: Sequence[str]) -> float:
-    """Return the share of the first records that have as many cells as the header; 0 if that has one only."""
+    """Return the share of the first records with as many cells as the header; 0 for a single column."""
     header, *records = _cells(dialect, beginning) or [[]]
     if len(header) < 2:
         return 0.0
@@ -120,7 +117,7 @@ def _evenness(dialect: Dialect, beginning: Sequence[str]) -> float:
 
 
 def _cells(dialect: Dialect, beginning: Sequence[str]) -> list[list[str]]:
-    """Return the first records of a table, up to one that is damaged or cut off."""
+    """Return the first records of a table, up to a damaged or truncated one."""
     records: list[list[str]] = []
     with suppress(csv.Error):
         records.extend(cells for cells in dialect.reader(beginning) if cells)
@@ -128,10 +125,10 @@ def _cells(dialect: Dialect, beginning: Sequence[str]) -> list[list[str]]:
 
 
 def check_header(file: File, header: Header, findings: Findings) -> None:
-    """Check that the names of a table's columns differ, and note a table that seems to have none.
+    """Check that column names are unique, and note a table that seems to lack a header.
 
     Raises:
-        DataError: a name stands there twice.
+        DataError: a name occurs twice.
     """
     if looks_like_a_row(header.names, header.sample):
         findings.headless[str(file.path)] = header.delimiter
@@ -144,8 +141,8 @@ def check_header(file: File, header: Header, findings: Findings) -> None:
 def looks_like_a_row(header: Sequence[str], records: Sequence[Sequence[str]]) -> bool:
     """Tell whether the first line of a table is a row rather than a header.
 
-    Texts are longer than names, or have several lines, or end as sentences do; numbers name nothing, unless they are
-    years or count the columns; and what a column holds again is no name of it.
+    It is a row if a cell is too long for a name, has several lines, ends like a sentence, is a number (except years and
+    consecutive column numbers), or occurs again in its column.
     """
     names = [name.strip() for name in header]
     if any(len(name) > NAME_CHARACTERS or len(name.split()) > NAME_WORDS or SENTENCE.search(name) for name in names):
@@ -159,16 +156,16 @@ def looks_like_a_row(header: Sequence[str], records: Sequence[Sequence[str]]) ->
 
 
 def check_headers(findings: Findings, names: Sequence[str]) -> None:
-    """Check that the tables had headers, after no known column was found.
+    """Check that the tables have headers; called when no known column was found.
 
     Raises:
-        DataError: one begins with a row; says nothing of what is in it.
+        DataError: a table begins with a row. The message does not quote the row.
     """
     for path, delimiter in findings.headless.items():
         raise DataError(
-            f"{path}: the first line looks like a row, not like names of columns: add a header line, e.g. "
-            f"{delimiter.join(names)}, or say --set header={','.join(names)}\n"
-            "(or, if those are the names, say which are meant with --map)"
+            f"{path}: the first line looks like a row, not like column names: add a header line, e.g. "
+            f"{delimiter.join(names)}, or --set header={','.join(names)}\n"
+            "(if it does have the column names, choose among them with --map)"
         )
 
 
@@ -183,15 +180,15 @@ def read_parquet(file: File, findings: Findings) -> Iterator[Row]:
 
     try:
         with opened_file(file) as opened:
-            # Packed once more by gzip or the like it cannot be read from its end, where Parquet begins.
+            # Parquet is read from its end: a gzip or xz stream must be decompressed into memory first.
             source = pyarrow.BufferReader(_unpacked(file, opened)) if file.compression else opened
             yield from _rows_of(file, parquet.ParquetFile(source).iter_batches(BATCH_ROWS))
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError, OverflowError) as error:
-        raise DataError(f"{file.path}: not a whole Parquet file: {_first_line(error)}") from error
+        raise DataError(f"{file.path}: damaged Parquet file: {_first_line(error)}") from error
 
 
 def read_saved_dataset(file: File, findings: Findings) -> Iterator[Row]:
-    """Read a folder saved by `datasets`; of several splits the one called train."""
+    """Read a folder saved by `datasets`; of several splits, the split ``train``."""
     import datasets
     import pyarrow
 
@@ -199,18 +196,16 @@ def read_saved_dataset(file: File, findings: Findings) -> Iterator[Row]:
         datasets.disable_progress_bars()
         loaded = datasets.load_from_disk(str(file.path))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(
-            f"{file.path}: has {' or '.join(DATASET_FILES)}, but cannot be read: {_first_line(error)}"
-        ) from error
+        raise DataError(f"{file.path}: damaged dataset of the library `datasets`: {_first_line(error)}") from error
     if isinstance(loaded, datasets.DatasetDict):
         if "train" not in loaded:
             names = ", ".join(str(file.path / name) for name in loaded)
-            raise DataError(f"{file.path} has no split called train; name one of {names}")
+            raise DataError(f"{file.path} has no split 'train'; name one of {names}")
         others = ", ".join(name for name in loaded if name != "train")
-        findings.note(f"{file.path}: the split train is read" + (f"; there are also {others}" if others else ""))
+        findings.note(f"{file.path}: reading the split train" + (f"; there are also {others}" if others else ""))
         loaded = loaded["train"]
     try:
-        loaded.data.validate(full=True)  # what a damaged file points to may be no memory of this process
+        loaded.data.validate(full=True)  # damaged offsets may point outside this process's memory
         yield from _rows_of(file, loaded.with_format("arrow").iter(BATCH_ROWS))
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError, OverflowError) as error:
         raise DataError(f"{file.path}: damaged: {_first_line(error)}") from error
@@ -225,30 +220,30 @@ def _rows_of(file: File, batches: Iterable[Any]) -> Iterator[Row]:
 def _unpacked(file: File, opened: BinaryIO) -> bytes:
     content = opened.read(MOST_UNPACKED_BYTES + 1)
     if len(content) > MOST_UNPACKED_BYTES:
-        raise DataError(f"{file.path}: longer than {MOST_UNPACKED_BYTES // 2**30} GiB: unpack it first")
+        raise DataError(f"{file.path}: longer than {MOST_UNPACKED_BYTES // 2**30} GiB; decompress the file first")
     return content
 
 
 def _beginning(lines: Iterator[str]) -> list[str]:
     """Take the first lines of a table."""
-    found, characters = list[str](), 0
+    sample, characters = list[str](), 0
     for line in lines:
-        found.append(line)
+        sample.append(line)
         characters += len(line)
-        if len(found) == SAMPLE_LINES or characters > _SAMPLE_CHARACTERS:
+        if len(sample) == SAMPLE_LINES or characters > _SAMPLE_CHARACTERS:
             break
-    return found
+    return sample
 
 
 def _records(file: File, dialect: Dialect, line: int, lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
-    """Yield (physical line on which the record starts, from ``line``, cells); blank lines are no records."""
+    """Yield (first line of the record, cells); blank lines are skipped."""
     size = 0
 
     def bounded() -> Iterator[str]:
         nonlocal size
         for text in lines:
             size += len(text)
-            if size > file.options.max_record:  # a quote that is never closed takes all that follows
+            if size > file.options.max_record:  # an unclosed quote would swallow the rest of the file
                 raise too_long(file, line)
             yield text
 
@@ -258,7 +253,7 @@ def _records(file: File, dialect: Dialect, line: int, lines: Iterable[str]) -> I
         try:
             cells = next(reader, None)
         except csv.Error as error:
-            raise DataError(f"{file.path}:{line}: not a table: {error}") from error
+            raise DataError(f"{file.path}:{line}: malformed table: {error}") from error
         if cells is None:
             return
         if cells:
