@@ -10,27 +10,22 @@ COUNTS = ("rows_read", "rows_kept", "rows_cut", "tokens_cut", "windows", "tokens
 
 
 class RowCounts:
-    """Counts what becomes of rows.
-
-    Attributes:
-        numbers: those of a `Report`, by its names.
-        skipped: skipped rows by reason.
-    """
+    """Count kept and skipped rows, their tokens and targets."""
 
     def __init__(self) -> None:
-        self.numbers = dict.fromkeys(COUNTS, 0)
-        self.skipped: dict[str, Occurrences] = {}
+        self.numbers = dict.fromkeys(COUNTS, 0)  # named as in `Report`
+        self.skipped: dict[str, Occurrences] = {}  # by reason
 
     def skip(self, where: str, reason: str) -> None:
-        """Count a row that is left out."""
+        """Count a skipped row."""
         self.numbers["rows_read"] += 1
         self.skipped.setdefault(reason, Occurrences()).add(where)
 
     def keep(self, documents: Sequence[tuple[int, int]], tokens_cut: int) -> None:
-        """Count a row that is trained on.
+        """Count a kept row.
 
         Args:
-            documents: tokens and targets of each.
+            documents: tokens and targets of each document.
             tokens_cut: tokens lost by truncation.
         """
         numbers = self.numbers

@@ -25,14 +25,12 @@ from gptj_ft.system.files import PRIVATE_FOLDER, require_plain, write_file
 from gptj_ft.system.plain_text import shortened
 
 _ROWS = "rows.arrow"
-# Raised whenever the same rows and recipe would give other tokens or columns, or the folder gets another form.
+# Increase it whenever the same rows and recipe give other tokens or columns, or the folder another layout.
 VERSION = 8
-READABLE = (7, VERSION)  # of rows without labels, 7 is the same
+READABLE = (7, VERSION)  # version 7 differs only for rows with labels
 ROWS_DIGESTS = "rows_xxh3_128"  # in the manifest: file of rows -> digest
-# Those that say how a file is read, and nothing of rows that were read before.
-FILE_SETTINGS = ("delimiter", "encoding", "sheet")
-# The options that decide what is a row and how it becomes tokens.
-SETTINGS = (
+FILE_SETTINGS = ("delimiter", "encoding", "sheet")  # matter only while a file is read
+SETTINGS = (  # options that decide how a file becomes rows, and a row tokens
     "prompt",
     "completion",
     "shorten",
@@ -46,58 +44,36 @@ SETTINGS = (
     "labels",
     "no_answer",
 )
-_LATER = ("labels", "label_counts")  # what reports of older folders lack
-# And those of tasks with labels.
-TASK_SETTINGS = ("task", "pair", "stride")
+_LATER = ("labels", "label_counts")  # missing in reports of version 7
+TASK_SETTINGS = ("task", "pair", "stride")  # further `SETTINGS` of tasks with labels
 
 
 @dataclass(frozen=True)
 class Report:
     """Counts, warnings and digests of prepared rows.
 
-    ``rows_*`` speak of the files; ``windows``, ``tokens``, ``target_tokens`` and ``longest`` of the documents at hand,
-    which are fewer once some are held out.
-
-    Attributes:
-        files: names of the files read.
-        rows_read: ``rows_kept`` plus all that were skipped.
-        rows_kept: rows that are trained on.
-        rows_skipped: rows left out, by reason.
-        warnings: rows that were kept with a warning, by warning.
-        rows_cut: rows of which the `shorten` field lost a part.
-        tokens_cut: tokens lost by truncation.
-        windows: documents in the data set; more than ``rows_kept`` if plain text was split.
-        tokens: tokens of all documents, EOS included.
-        target_tokens: those that are trained on; of tasks with labels, what has one: texts, words, sentences, windows.
-        longest: tokens of the longest document.
-        columns: field -> column.
-        data_sha256: SHA-256 of the files that the rows came from.
-        tokenizer_sha256: see `tokenizer_digest`.
-        notes: warnings about the files.
-        settings: the options in `SETTINGS`.
-        labels: names of the classes in the order of their ids; empty where there are none.
-        label_counts: rows that have each label; of labelled words, the words.
-        version: version of this layout.
+    ``rows_*`` count rows of the files. ``windows``, ``tokens``, ``target_tokens`` and ``longest`` describe the
+    documents of this part, e.g. after a split.
     """
 
-    files: tuple[str, ...]
-    rows_read: int
+    files: tuple[str, ...]  # names of the files
+    rows_read: int  # ``rows_kept`` plus all ``rows_skipped``
     rows_kept: int
-    rows_skipped: Mapping[str, Occurrences]
-    warnings: Mapping[str, Occurrences]
-    rows_cut: int
-    tokens_cut: int
-    windows: int
-    tokens: int
-    target_tokens: int
-    longest: int
-    columns: Mapping[str, str]
-    data_sha256: str
-    tokenizer_sha256: str
-    notes: tuple[str, ...]
-    settings: Mapping[str, Any]
-    labels: tuple[str, ...] = ()
-    label_counts: tuple[int, ...] = ()
+    rows_skipped: Mapping[str, Occurrences]  # by reason
+    warnings: Mapping[str, Occurrences]  # kept rows with a warning, by warning
+    rows_cut: int  # rows whose `shorten` field was truncated
+    tokens_cut: int  # tokens lost by truncation
+    windows: int  # documents; more than ``rows_kept`` if rows were split
+    tokens: int  # of all documents, EOS included
+    target_tokens: int  # targets: tokens; for tasks with labels the labelled texts, words, sentences or windows
+    longest: int  # tokens of the longest document
+    columns: Mapping[str, str]  # field -> column
+    data_sha256: str  # SHA-256 of the files
+    tokenizer_sha256: str  # see `tokenizer_digest`
+    notes: tuple[str, ...]  # warnings about the files
+    settings: Mapping[str, Any]  # the options in `SETTINGS`
+    labels: tuple[str, ...] = ()  # class names in the order of their ids
+    label_counts: tuple[int, ...] = ()  # rows with each label; for labelled words, the words
     version: int = VERSION
 
     def __post_init__(self) -> None:
@@ -105,7 +81,7 @@ class Report:
 
     @property
     def settings_sha256(self) -> str:
-        """Digest of templates and limits."""
+        """Digest of `settings`."""
         return hashlib.sha256(json.dumps(dict(self.settings), sort_keys=True).encode()).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
@@ -114,7 +90,7 @@ class Report:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Report:
-        """Restore from the values of `to_dict`."""
+        """Restore from the result of `to_dict`."""
         known = {name: values[name] for name in cls.__dataclass_fields__ if name in values or name not in _LATER}
         known |= {name: tuple(known.get(name, ())) for name in ("files", "notes", *_LATER)}
         for name in ("rows_skipped", "warnings"):
@@ -124,18 +100,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Tokenized rows with their report.
-
-    Attributes:
-        rows: ``input_ids`` (int32 list), ``prompt_length``, ``references`` (acceptable completions, for scoring),
-            ``source``, ``line``, ``group`` (see `document_hash`), ``label`` (empty where there is none), ``untrained``
-            (see `Encoded`), ``continues`` (whether it begins with the token that the one before ends with; of tasks
-            with labels, whether it is a later window of the same row). Of tasks with labels also ``borders`` (tokens
-            at which the token type flips), ``marks`` (tokens that the head reads; none: all), ``targets`` (class ids
-            of the marks; of spans, start and end token), ``values`` (0 or 1 for each label, or one number), ``texts``
-            (context, words or sentences) and ``offsets`` (of each token, its characters in the context).
-        report: counts and digests.
-    """
+    """Tokenized rows with their report; `table.SCHEMA` documents the columns."""
 
     rows: TokenTable
     report: Report
@@ -148,10 +113,10 @@ def settings_of(recipe: Recipe) -> dict[str, Any]:
 
 
 def save_dataset(prepared: Prepared, folder: Path) -> None:
-    """Write a new folder atomically; of several processes that write the same one, the first wins.
+    """Write a new folder atomically; of several processes that write the same folder, the first wins.
 
     Raises:
-        UsageError: it exists, perhaps only since this began, or cannot be written.
+        UsageError: the folder exists or cannot be written.
         ResourceError: the disk is full.
     """
     with atomic_folder(folder) as draft:
@@ -162,11 +127,11 @@ def save_dataset(prepared: Prepared, folder: Path) -> None:
 
 
 def load_dataset(folder: Path) -> Prepared:
-    """Open prepared data, memory-mapped, after comparing the digest of its rows.
+    """Open prepared data, memory-mapped, after verifying the digest of its rows.
 
     Raises:
-        UsageError: the folder holds none.
-        DataError: made by another version, or damaged, or a link in it leads elsewhere.
+        UsageError: the folder contains none.
+        DataError: it has another version, is damaged, or contains a link to elsewhere.
     """
     if not is_prepared(folder):
         raise UsageError(f"{folder} is not prepared data: it has no {ROWS_MANIFEST}")
@@ -178,24 +143,24 @@ def load_dataset(folder: Path) -> Prepared:
             raise DataError(f"{folder}: prepared by version {manifest.get('version')}, this is {VERSION}; {again}")
         report = Report.from_dict(unsealed(manifest, folder / ROWS_MANIFEST))
         ((name, digest),) = manifest[ROWS_DIGESTS].items()
-        # Before it is opened: Arrow believes what a file says of itself.
+        # Verify before opening: Arrow trusts the offsets in a file.
         if Path(name).name != name or not (folder / name).is_file() or digest_of_file(folder / name) != digest:
-            raise DataError(f"{folder}: damaged prepared data: the rows are not those that were written; {again}")
+            raise DataError(f"{folder}: damaged prepared data: the rows do not match their checksum; {again}")
         rows = TokenTable.open(folder / name).validate()
     except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(f"{folder}: damaged prepared data ({type(error).__name__}: {error}); {again}") from error
     if len(rows) != report.windows:
-        raise DataError(f"{folder}: {len(rows)} documents, {ROWS_MANIFEST} says {report.windows}; {again}")
+        raise DataError(f"{folder}: {len(rows)} documents, but {ROWS_MANIFEST} has {report.windows}; {again}")
     return Prepared(rows, report)
 
 
 def check_compatible(prepared: Prepared, recipe: Recipe, tokenizer: RowTokenizer) -> None:
-    """Check that preparing again would give the same tokens.
+    """Check that preparing the rows again would give the same tokens.
 
     Raises:
-        DataError: it would not; names what differs.
+        DataError: names the differences.
     """
     report = prepared.report
     differences = [
@@ -209,16 +174,16 @@ def check_compatible(prepared: Prepared, recipe: Recipe, tokenizer: RowTokenizer
         if not is_column_for(column, names):
             differences.append(f"'{field}' was taken from column '{shortened(column)}', now from {', '.join(names)}")
     if tokenizer_digest(tokenizer) != report.tokenizer_sha256:
-        differences.insert(0, "the tokenizer is another one")
+        differences.insert(0, "the tokenizer differs")
     if differences:
         raise DataError(
-            f"the data was prepared for something else: {'; '.join(differences)}\n"
+            f"the data was prepared with other settings: {'; '.join(differences)}\n"
             f"prepare it again from {', '.join(report.files)}, or use the recipe it was prepared with"
         )
 
 
 def document_hash(recipe: Recipe, values: Mapping[str, Any]) -> int:
-    """Hash the document of a row: its `shorten` field, else the whole input of the model."""
+    """Hash a row's document: its `shorten` field, or all input fields."""
     inputs = fields_of(recipe.prompt or recipe.completion)
     names = (recipe.shorten,) if recipe.shorten in inputs else inputs
     return content_hash("\0".join(str(values[name]).strip() for name in names).encode())

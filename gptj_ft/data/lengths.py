@@ -1,4 +1,4 @@
-"""Count the tokens of rows: histogram, share of the window, and the cost that padding would have had."""
+"""Measure the lengths of rows: histogram, share of the window, cost of padding."""
 
 from __future__ import annotations
 
@@ -19,23 +19,16 @@ STEPS_LOOKED_AT = 2000
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of each row.
+    """Tokens of each row."""
 
-    Attributes:
-        prompts: not trained on; of conversations, the first question.
-        answers: all else, EOS included.
-        steps: inputs of what a step takes so many of: rows, or windows of several.
-        window: most of these.
-    """
-
-    prompts: _Numbers
-    answers: _Numbers
-    steps: _Numbers
-    window: int
+    prompts: _Numbers  # not targets; for conversations, the first question
+    answers: _Numbers  # all other tokens, EOS included
+    steps: _Numbers  # inputs of each unit of a step: a row, or a packed window
+    window: int  # most inputs of a unit
 
     @classmethod
     def of(cls, prepared: Prepared, packing: Packing = "off") -> Lengths:
-        """Count the tokens of prepared rows."""
+        """Measure prepared rows."""
         window = int(prepared.report.settings["max_length"])
         prompts, rows = prepared.rows.numbers("prompt_length"), prepared.rows.lengths()
         steps = (
@@ -45,11 +38,11 @@ class Lengths:
 
     @property
     def share_of_window(self) -> float:
-        """Share of the window that a row fills on average."""
+        """Mean share of the window that a unit fills."""
         return float(self.steps.mean()) / self.window
 
     def padding(self, batch_size: int, seed: int) -> float:
-        """Compute the cost of padding: tokens of a step padded to its longest row, as a multiple of its own."""
+        """Return the cost of padding each step to its longest unit: padded tokens divided by real ones."""
         padded = real = 0
         for step in range(min(steps_per_epoch(len(self.steps), batch_size), STEPS_LOOKED_AT)):
             batch = self.steps[rows_of_step(step, len(self.steps), batch_size, seed)]
@@ -77,7 +70,7 @@ def bins_of(lengths: Sequence[int] | _Numbers) -> list[Bin]:
 
 
 def histogram(lengths: Sequence[int] | _Numbers) -> list[str]:
-    """Return lines of a histogram, one for each of a few bins of equal width."""
+    """Format a histogram, one line per bin."""
     bins = bins_of(lengths)
     most = max(each.rows for each in bins)
     lines = []

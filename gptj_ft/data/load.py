@@ -1,4 +1,4 @@
-"""Load the rows of a run: prepared data as it is; files are prepared on the spot, and kept in a cache."""
+"""Load the rows of a run: prepared data directly, files through a cache of tokenized rows."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def prepare_once(
 
 def cache_entries() -> list[CacheEntry]:
     """List the cache entries, the largest first."""
-    found = []
+    entries = []
     for folder in cache_folder().glob("*"):
         if is_prepared(folder):
             try:
@@ -80,8 +80,8 @@ def cache_entries() -> list[CacheEntry]:
                 files, rows = tuple(map(str, manifest["files"])), int(manifest["rows_kept"])
             except (ValueError, KeyError, TypeError):
                 files, rows = (), 0
-            found.append(CacheEntry(folder, disk_bytes(files_in(folder)), files, rows))
-    return sorted(found, key=lambda each: -each.bytes)
+            entries.append(CacheEntry(folder, disk_bytes(files_in(folder)), files, rows))
+    return sorted(entries, key=lambda entry: -entry.bytes)
 
 
 def remove_prepared_rows() -> int:
@@ -117,15 +117,15 @@ def _key(job: TokenizeJob) -> str:
 
 
 def data_path(data: str | None) -> Path:
-    """Return the path of the rows; of those on the Hub, their local folder.
+    """Return the path of the rows; for a dataset on the Hub, its local folder.
 
     Raises:
-        UsageError: none were named, or they have not been fetched.
+        UsageError: no rows are named, or the dataset is not downloaded.
     """
     if data is None:
         raise UsageError(
-            "no rows are named: add --data FILE (jsonl, json, csv, tsv, xlsx, parquet, txt, tfrecords, h5, a folder, "
-            "or prepared) or --data hub:owner/name"
+            "no data: add --data FILE (jsonl, json, csv, tsv, xlsx, parquet, txt, tfrecords, h5, a folder, or prepared "
+            "data) or --data hub:owner/name"
         )
     return local_folder(data) if is_reference(data) else Path(data).expanduser()
 

@@ -1,4 +1,4 @@
-"""Prepare files of rows: tokenize them, with a report on every row: kept, cut, or skipped and why."""
+"""Tokenize rows of files and report on every row: kept, truncated, or skipped and why."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ from gptj_ft.data.tokenization import RowTokenizer, Tokens, tokenize_by, tokeniz
 from gptj_ft.errors import DataError, RowSkipped
 from gptj_ft.system.plain_text import shortened
 
-UNKNOWN_IDS = "token ids that the model has and its tokenizer lacks, as other systems use for separators"
-TOKENS, TRAINED = "input_ids", "trained"  # columns of rows that come as tokens
-# Rows held as texts and tokens at once; texts that the word table does not serve are spread over the cores.
+UNKNOWN_IDS = "token ids that the model has and its tokenizer lacks, e.g. separators of other systems"
+TOKENS, TRAINED = "input_ids", "trained"  # columns of tokenized rows
+# Rows in memory at once, as texts and tokens. Texts that miss the word cache are tokenized by all cores.
 CHUNK_ROWS = 500
 CHUNK_CHARACTERS = 2_000_000
-# Columns are chosen by the first rows: a name that turns up once in a million rows must not win.
+# The first rows choose the columns: a key that occurs once in a million rows must not win.
 SURVEY_ROWS = 1000
 
 
@@ -54,22 +54,16 @@ class Texts(NamedTuple):
     """A row rendered by the templates."""
 
     row: Row
-    found: FieldTexts
-    parts: list[TextPart]  # empty if it came as tokens
+    fields: FieldTexts
+    parts: list[TextPart]  # empty if the row came as tokens
 
 
 class RowEncoder:
-    """Turns rows into tokenized documents; counts and checks them.
+    """Turn rows into tokenized documents; count and check them.
 
     Args:
-        recipe: templates and length policy.
-        tokenizer: tokenizer of the model.
-        reader: reader of the fields; ``None`` for rows that come as tokens.
-        vocab_size: rows of the model's embedding; no token id may reach it.
-        checks: collector of warnings.
-
-    Attributes:
-        counts: counts of rows, tokens and targets.
+        reader: reader of the fields; ``None`` for rows of tokens.
+        vocab_size: rows of the model's embedding; every token id must be smaller.
     """
 
     def __init__(
@@ -77,10 +71,10 @@ class RowEncoder:
     ) -> None:
         self._recipe, self._tokenizer, self._reader, self._vocab_size = recipe, tokenizer, reader, vocab_size
         self._known_ids = max(tokenizer.get_vocab().values(), default=vocab_size) + 1
-        # The tokenizer's output needs no check if all of its tokens are the model's.
+        # A tokenizer with no more ids than the model cannot exceed the embedding.
         self._needs_check = reader is None or self._known_ids > vocab_size
         self._tokenize = tokenize_by(tokenizer) if reader else lambda texts: []
-        self._eos = eos_of(tokenizer) if reader else 0  # fails before all is read
+        self._eos = eos_of(tokenizer) if reader else 0  # a missing EOS fails before any row is read
         self._checks = checks
         self.counts, self.labels = RowCounts(), LabelSet()
 
@@ -97,43 +91,42 @@ class RowEncoder:
         return pyarrow.RecordBatch.from_arrays(arrays, schema=SCHEMA)
 
     def finish(self, writer: TableWriter) -> TokenTable:
-        """Return the rows that were written."""
         return writer.table()
 
     def _render(self, row: Row) -> Texts | None:
-        """Render a row by the templates; ``None`` if it is left out."""
+        """Render a row with the templates; ``None`` if it is skipped."""
         if self._reader is None:
             return Texts(row, FieldTexts({}, []), [])
         try:
-            found = self._reader.read(row.values)
-            texts = parts(self._recipe, found.values)
+            fields = self._reader.read(row.values)
+            texts = parts(self._recipe, fields.values)
         except RowSkipped as reason:
             self.counts.skip(row.where, str(reason))
             return None
         prompt = texts[0][0] if len(texts) == 2 else "".join(text for text, _ in texts[:-1])
-        self._checks.look(row, found, prompt, texts[-1][0])
-        return Texts(row, found, texts)
+        self._checks.check_row(row, fields, prompt, texts[-1][0])
+        return Texts(row, fields, texts)
 
     def _documents(self, texts: Texts, tokens: list[Tokens]) -> list[tuple[Any, ...]]:
-        """Return the documents of a row, in the columns of `SCHEMA`; none if it is left out."""
-        row, found, recipe = texts.row, texts.found, self._recipe
+        """Return a row's documents in the columns of `SCHEMA`; none if the row is skipped."""
+        row, fields, recipe = texts.row, texts.fields, self._recipe
         try:
             if texts.parts:
-                of = (recipe, self._tokenizer, self._eos, found.values)
-                encoded = assemble(*of, texts.parts, tokens, found.answer_at)
-                group = document_hash(recipe, found.values)
+                settings = (recipe, self._tokenizer, self._eos, fields.values)
+                encoded = assemble(*settings, texts.parts, tokens, fields.answer_at)
+                group = document_hash(recipe, fields.values)
             else:
-                given = _tokens_of(row)
-                encoded = from_tokens(recipe, given, row.values.get(TRAINED))
-                group = content_hash(array("q", given).tobytes())
+                ids = _tokens_of(row)
+                encoded = from_tokens(recipe, ids, row.values.get(TRAINED))
+                group = content_hash(array("q", ids).tobytes())
         except RowSkipped as reason:
             self.counts.skip(row.where, str(reason))
             return []
         except DataError as error:
             raise DataError(f"{row.where}: {error}") from error
         self._count(row, encoded)
-        first, label = encoded.documents[0], found.values.get(LABEL, "")
-        rest = (encoded.prompt_length, encoded.masked_spans, found.references, row.source, row.line, group, label)
+        first, label = encoded.documents[0], fields.values.get(LABEL, "")
+        rest = (encoded.prompt_length, encoded.masked_spans, fields.references, row.source, row.line, group, label)
         return [(document, *rest, document is not first) for document in encoded.documents]
 
     def _count(self, row: Row, encoded: Encoded) -> None:
@@ -151,14 +144,14 @@ class RowEncoder:
 
 
 def _tokens_of(row: Row) -> list[int]:
-    """Return the tokens of a row that comes as tokens.
+    """Return the tokens of a row that came as tokens.
 
     Raises:
-        RowSkipped: they are none.
+        RowSkipped: they are no token ids.
     """
     tokens = row.values.get(TOKENS)
     if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
-        raise RowSkipped("input_ids is no list of token ids")
+        raise RowSkipped("input_ids is not a list of token ids")
     if not tokens:
         raise RowSkipped("no tokens")
     return tokens
@@ -232,7 +225,7 @@ def tokenize_rows(job: TokenizeJob, progress: Callable[[int], None] | None = Non
             files=tuple(str(file.path) for file in source.files),
             notes=tuple(findings.notes),
             rows_skipped=counts.skipped,
-            warnings=checks.found,
+            warnings=checks.warnings,
             columns=columns,
             data_sha256=digest,
             tokenizer_sha256=tokenizer_digest(tokenizer),
@@ -246,7 +239,7 @@ def tokenize_rows(job: TokenizeJob, progress: Callable[[int], None] | None = Non
 
 @contextmanager
 def _paused_garbage_collector() -> Iterator[None]:
-    """Pause the garbage collector: it would search millions of lists for cycles, and none is in one."""
+    """Pause the garbage collector: it would scan millions of lists, and none is part of a cycle."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -257,35 +250,31 @@ def _paused_garbage_collector() -> Iterator[None]:
 
 
 def find_columns(source: Source, recipe: Recipe, needs_target: bool = True) -> dict[str, str]:
-    """Choose columns by the first rows, and by all only if those lack one.
-
-    Args:
-        source: the files.
-        recipe: its templates name the fields.
-        needs_target: whether there have to be columns for those of the answer.
+    """Choose the columns by the first rows; by all rows if those lack a column.
 
     Raises:
-        UnknownColumn: as `choose_columns`.
-        DataError: unreadable rows among those that were looked at.
+        UnknownColumn: see `choose_columns`.
+        DataError: too many unreadable rows.
     """
     fields = None if needs_target else input_fields(recipe)
-    found: dict[str, None] = {}
-    seen: dict[str, None] = {}  # with those that are null in every row
+    filled: dict[str, None] = {}  # columns with a value in some row
+    seen: dict[str, None] = {}  # all columns
     findings, number = Findings(recipe.max_bad_rows), 0
     rows = read_rows(source, findings)
-    has_pattern = any(glob.has_magic(column) for column in recipe.map.values())  # which a later row may add to
+    # A later row may have further columns that match a pattern.
+    has_pattern = any(glob.has_magic(column) for column in recipe.map.values())
     for count in (None,) if has_pattern else (SURVEY_ROWS, None):
         for row in islice(rows, count):
             number += 1
             seen.update(dict.fromkeys(row.values))
-            found.update((column, None) for column, value in row.values.items() if value is not None)
-        if TOKENS in found and recipe.task == "language-model" and TOKENS not in recipe.fields and not recipe.map:
-            return {column: column for column in (TOKENS, TRAINED) if column in found}
+            filled.update((column, None) for column, value in row.values.items() if value is not None)
+        if TOKENS in filled and recipe.task == "language-model" and TOKENS not in recipe.fields and not recipe.map:
+            return {column: column for column in (TOKENS, TRAINED) if column in filled}
         try:
-            return choose_columns(found, recipe, fields)
+            return choose_columns(filled, recipe, fields)
         except DataError as problem:
             error = problem
-    if empty := _empty_column(found, seen, recipe, fields):
+    if empty := _empty_column(filled, seen, recipe, fields):
         rows_seen = f"all {number:,} rows" if number > 1 else "its only row"
         raise DataError(f"{source.path}: column '{shortened(empty)}' is empty in {rows_seen}") from error
     if not isinstance(error, UnknownColumn):
@@ -294,10 +283,10 @@ def find_columns(source: Source, recipe: Recipe, needs_target: bool = True) -> d
     raise UnknownColumn(f"{source.path}: {error}", error.field, error.choices) from error
 
 
-def _empty_column(found: Collection[str], seen: Collection[str], recipe: Recipe, fields: Sequence[str] | None) -> str:
-    """Return the column that would be chosen if it had a value in any row; empty if there is none."""
+def _empty_column(filled: Collection[str], seen: Collection[str], recipe: Recipe, fields: Sequence[str] | None) -> str:
+    """Return the column that would be chosen if it had a value in any row; "" if there is none."""
     with suppress(DataError):
-        return next((column for column in choose_columns(seen, recipe, fields).values() if column not in found), "")
+        return next((column for column in choose_columns(seen, recipe, fields).values() if column not in filled), "")
     return ""
 
 

@@ -15,12 +15,7 @@ _Numbers = NDArray[np.integer]
 
 
 def select_rows(prepared: Prepared, indices: Iterable[int]) -> Prepared:
-    """Select documents; update the report's counts of documents and tokens.
-
-    Args:
-        prepared: the data.
-        indices: positions in its ``rows``.
-    """
+    """Select documents by position; update the report's counts of documents and tokens."""
     rows = prepared.rows.select(indices)
     lengths = rows.lengths()
     report = replace(
@@ -34,28 +29,26 @@ def select_rows(prepared: Prepared, indices: Iterable[int]) -> Prepared:
 
 
 def split(prepared: Prepared, holdout: float, seed: int) -> tuple[Prepared, Prepared | None]:
-    """Hold out a share of the rows; deterministic by seed, whatever the order of the rows.
+    """Hold out a share of the rows. The seed decides, not the order of the rows.
 
-    Rows that share a document stay together, and so do the windows of one, unless there is but one document. Where
-    rows have labels, each label is held out in its share; of a task with labels, none loses its only row to the held
-    ones, as it could not be learnt. Each side gets at least one document.
+    Rows that share a document stay together, as do the windows of a document, unless there is only one document. With
+    labels, each label is held out in proportion; for tasks with labels, the training rows keep at least one row of
+    each. Each side gets at least one document.
 
     Args:
-        prepared: the data.
-        holdout: share of the documents, 0 to 1; 0 holds out nothing.
-        seed: the recipe's.
+        holdout: share of the documents, 0 to 1.
 
     Returns:
-        (train, held); held is ``None`` when nothing is held out or there are fewer than two documents.
+        (train, held out); held out is ``None`` if ``holdout`` is 0 or there are fewer than two documents.
     """
     groups = prepared.rows.numbers("group")
     members, inverse = np.unique(groups, return_inverse=True)
-    if len(members) == 1:  # windows of one document, or one row
+    if len(members) == 1:  # one document: split its windows
         members = inverse = np.arange(len(groups))
         labels = np.zeros(len(groups), np.int32)
     else:
         labels = np.empty(len(members), np.int32)
-        labels[inverse] = _places_of(prepared.rows["label"])  # of rows that share a document, the last one's
+        labels[inverse] = _ranks_of(prepared.rows["label"])  # the last row of a document decides
     if holdout == 0 or len(members) < 2:
         return prepared, None
     count = min(max(round(holdout * len(members)), 1), len(members) - 1)
@@ -64,28 +57,27 @@ def split(prepared: Prepared, holdout: float, seed: int) -> tuple[Prepared, Prep
 
 
 def _choose(groups: _Numbers, labels: _Numbers, count: int, seed: int, keeps_one: bool) -> NDArray[np.bool_]:
-    """Choose groups stratified by label; deterministic by seed and group.
+    """Choose groups, stratified by label.
 
     Args:
         groups: hashes.
-        labels: number of each group's label.
+        labels: label number of each group.
         count: groups to choose.
-        seed: the recipe's.
-        keeps_one: whether of each label one is left, if there are other labels with more.
+        keeps_one: leave at least one group of each label, unless no label has more than one.
     """
     sizes = np.bincount(labels)
     most = sizes - 1 if keeps_one and (sizes - 1).sum() else sizes
     count = min(count, int(most.sum()))
     shares = count * sizes / len(groups)
     taken = np.minimum(shares.astype(np.int64), most)
-    # What rounding down has left goes to the labels that lost most by it.
+    # Largest remainders: labels that lost most by rounding down get the rest.
     while left := count - int(taken.sum()):
         order = np.lexsort((np.arange(len(sizes)), taken - shares))
         taken[order[taken[order] < most[order]][:left]] += 1
     order = np.lexsort((groups, _mixed(groups, seed), labels))
-    place = np.arange(len(groups)) - np.repeat(np.cumsum(sizes) - sizes, sizes)  # of each among those of its label
+    rank = np.arange(len(groups)) - np.repeat(np.cumsum(sizes) - sizes, sizes)  # within the label
     chosen = np.zeros(len(groups), np.bool_)
-    chosen[order[place < np.repeat(taken, sizes)]] = True
+    chosen[order[rank < np.repeat(taken, sizes)]] = True
     return chosen
 
 
@@ -98,9 +90,9 @@ def _mixed(groups: _Numbers, seed: int) -> NDArray[np.uint64]:
     return z ^ (z >> np.uint64(31))
 
 
-def _places_of(texts: Sequence[str]) -> NDArray[np.int32]:
-    """Return for each text of a column its rank among the distinct texts."""
+def _ranks_of(texts: Sequence[str]) -> NDArray[np.int32]:
+    """Return each text's rank among the distinct texts."""
     seen: dict[str, int] = {}
     numbers = np.fromiter((seen.setdefault(text, len(seen)) for text in texts), np.int32, len(texts))
-    place = {text: number for number, text in enumerate(sorted(seen))}
-    return np.array([place[text] for text in seen], np.int32)[numbers]
+    rank = {text: number for number, text in enumerate(sorted(seen))}
+    return np.array([rank[text] for text in seen], np.int32)[numbers]

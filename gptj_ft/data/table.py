@@ -1,7 +1,7 @@
-"""Store tokenized rows in one memory-mapped Arrow file, which `datasets.Dataset.from_file` opens, too.
+"""Store tokenized rows in a memory-mapped Arrow file, which `datasets.Dataset.from_file` can open too.
 
-Neither `datasets` nor Arrow's own conversion from Python is used: the first takes a second to import, the second is
-several times as slow and imports pandas.
+This module avoids `datasets` (a second to import) and Arrow's conversion from Python (several times slower, imports
+pandas).
 """
 
 from __future__ import annotations
@@ -27,33 +27,35 @@ from gptj_ft.system.paths import home, make_home
 SCHEMA = pyarrow.schema(
     {
         "input_ids": pyarrow.list_(pyarrow.int32()),
-        "prompt_length": pyarrow.int32(),
-        "untrained": pyarrow.list_(pyarrow.int32()),
-        "references": pyarrow.list_(pyarrow.string()),
+        "prompt_length": pyarrow.int32(),  # untrained tokens at the start
+        "untrained": pyarrow.list_(pyarrow.int32()),  # further untrained spans, see `encode.Encoded`
+        "references": pyarrow.list_(pyarrow.string()),  # acceptable completions, for scoring
         "source": pyarrow.string(),
         "line": pyarrow.int64(),
-        "group": pyarrow.int64(),
-        "label": pyarrow.string(),
+        "group": pyarrow.int64(),  # see `dataset.document_hash`
+        "label": pyarrow.string(),  # empty if the rows have no labels
+        # Whether the first token repeats the last token of the row before; for tasks with labels, whether this is a
+        # further window of the same row.
         "continues": pyarrow.bool_(),
-        # What a head that labels reads and learns; of language modelling, empty lists.
-        "borders": pyarrow.list_(pyarrow.int32()),
-        "marks": pyarrow.list_(pyarrow.int32()),
-        "targets": pyarrow.list_(pyarrow.int32()),
-        "values": pyarrow.list_(pyarrow.float64()),
-        "texts": pyarrow.list_(pyarrow.string()),
-        "offsets": pyarrow.list_(pyarrow.int32()),
+        # The other columns belong to tasks with labels; for language models they are empty lists.
+        "borders": pyarrow.list_(pyarrow.int32()),  # tokens at which the token type flips
+        "marks": pyarrow.list_(pyarrow.int32()),  # tokens that the head reads; empty: all
+        "targets": pyarrow.list_(pyarrow.int32()),  # class ids of the marks; for spans, first and last token
+        "values": pyarrow.list_(pyarrow.float64()),  # 0 or 1 for each label, or one number
+        "texts": pyarrow.list_(pyarrow.string()),  # context, words or sentences
+        "offsets": pyarrow.list_(pyarrow.int32()),  # first and end character of each token in the context
     }
 )
 LABELLED = SCHEMA.names[SCHEMA.get_field_index("borders") :]
-_UNLABELLED = pyarrow.schema([SCHEMA.field(name) for name in SCHEMA.names if name not in LABELLED])  # before they came
+_UNLABELLED = pyarrow.schema([SCHEMA.field(name) for name in SCHEMA.names if name not in LABELLED])  # version 7
 READ_ROWS = 10_000  # rows converted at a time
-BATCH_BYTES = 16 * 2**20  # opening a file reads the header of every record batch, and maps the pages around it
+BATCH_BYTES = 16 * 2**20  # opening a file reads the header of every record batch: keep batches few
 COPY_ROWS = 1000
-UNSAVED = ".rows-"  # prefix of files that have not been saved
+UNSAVED = ".rows-"  # prefix of scratch files
 
 
 def to_arrow(kind: pyarrow.DataType, values: Sequence[Any] | NDArray[Any]) -> pyarrow.Array:
-    """Convert values, none of them ``None``, to an Arrow array: numbers, booleans, texts, or lists of them."""
+    """Convert numbers, booleans, texts, or lists of them, to an Arrow array; ``None`` is not allowed."""
     children = []
     if pyarrow.types.is_list(kind):
         is_packed = len(values) and isinstance(values[0], array)
@@ -70,7 +72,7 @@ def to_arrow(kind: pyarrow.DataType, values: Sequence[Any] | NDArray[Any]) -> py
 
 
 def empty_lists(kind: pyarrow.DataType, count: int) -> pyarrow.Array:
-    """Return an Arrow array of so many empty lists."""
+    """Return an Arrow array of empty lists."""
     offsets = pyarrow.py_buffer(np.zeros(count + 1, np.int32))
     return pyarrow.Array.from_buffers(kind, count, [None, offsets], 0, children=[to_arrow(kind.value_type, [])])
 
@@ -80,7 +82,7 @@ def _offsets(values: Iterable[Sized]) -> pyarrow.Buffer:
 
 
 def to_python(array: pyarrow.Array) -> list[Any]:
-    """Convert an Arrow array to Python values: the inverse of `to_arrow`."""
+    """Convert an Arrow array to Python values; the inverse of `to_arrow`."""
     kind = array.type
     if pyarrow.types.is_list(kind):
         bounds, inner = bounds_of(array), to_python(array.flatten())
@@ -97,17 +99,17 @@ def numbers_of(array: pyarrow.Array) -> NDArray[Any]:
 
 
 def bounds_of(array: pyarrow.Array) -> NDArray[np.int32]:
-    """Return the offsets of an Arrow array of lists: [n + 1]."""
+    """Return the offsets of an Arrow array of lists, [n + 1]."""
     return numbers_of(array.offsets)
 
 
 class TokenTable:
-    """Tokenized rows; only those that are read are in memory.
+    """Tokenized rows. Rows are read from the file on access.
 
     Args:
         batches: record batches of all rows.
         path: the file of these batches; ``None`` if they are in memory.
-        indices: positions of this table's rows; ``None`` for all.
+        indices: positions of this table's rows; ``None``: all.
     """
 
     def __init__(
@@ -121,17 +123,17 @@ class TokenTable:
 
     @classmethod
     def open(cls, path: Path) -> TokenTable:
-        """Map a file of rows into memory; in one from before there were labels, all rows have none.
+        """Memory-map a file of rows; rows of version 7 get empty label columns.
 
         Raises:
-            OSError, ValueError: not there, or damaged.
+            OSError, ValueError: the file is missing or damaged.
         """
         try:
             with pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))) as stream:
                 if not stream.schema.equals(SCHEMA) and not stream.schema.equals(_UNLABELLED):
                     raise ValueError(f"{path} has other columns than prepared data")
                 return cls([_with_labels(batch) for batch in stream if batch.num_rows], path)
-        except pyarrow.ArrowException as error:  # some of which are no ValueErrors
+        except pyarrow.ArrowException as error:  # not every subclass is a ValueError
             raise ValueError(str(error)) from error
 
     def validate(self) -> TokenTable:
@@ -148,7 +150,7 @@ class TokenTable:
         return self
 
     def save(self, path: Path) -> None:
-        """Write the rows to a new file; rows that are a whole file already are linked, as neither is ever changed."""
+        """Write the rows to a new file. A whole table is hard-linked: row files never change."""
         if self.path and self._indices is None:
             link_or_copy(self.path, path)
             return
@@ -168,14 +170,14 @@ class TokenTable:
                 yield dict(zip(SCHEMA.names, row, strict=True))
 
     def select(self, indices: Iterable[int]) -> TokenTable:
-        """Return a view of some rows, by position."""
+        """Return a view of rows by position."""
         chosen = indices if isinstance(indices, np.ndarray) else np.fromiter(indices, np.int64)
         if len(chosen) and not 0 <= chosen.min() <= chosen.max() < len(self):
             raise IndexError(f"rows {chosen.min()} to {chosen.max()} of {len(self)}")
         return TokenTable(self._batches, self.path, chosen if self._indices is None else self._indices[chosen])
 
     def batches(self, *names: str, size: int = READ_ROWS) -> Iterator[pyarrow.RecordBatch]:
-        """Yield the rows in record batches.
+        """Yield the rows as record batches.
 
         Args:
             names: columns; none: all.
@@ -187,17 +189,17 @@ class TokenTable:
                 for start in range(0, batch.num_rows, size):
                     yield batch.slice(start, size)
             return
-        of = np.searchsorted(self._starts, self._indices, side="right") - 1  # the batch of each row
-        for first, end in pairwise([0, *(np.flatnonzero(np.diff(of)) + 1).tolist(), len(of)]):
-            for at in range(first, end, size):
-                places = self._indices[at : min(at + size, end)] - self._starts[of[at]]
-                if (np.diff(places) == 1).all():  # consecutive rows are not copied
-                    yield batches[of[at]].slice(int(places[0]), len(places))
+        batch_of = np.searchsorted(self._starts, self._indices, side="right") - 1
+        for first, end in pairwise([0, *(np.flatnonzero(np.diff(batch_of)) + 1).tolist(), len(batch_of)]):
+            for start in range(first, end, size):
+                rows = self._indices[start : min(start + size, end)] - self._starts[batch_of[start]]
+                if (np.diff(rows) == 1).all():  # slicing consecutive rows copies nothing
+                    yield batches[batch_of[start]].slice(int(rows[0]), len(rows))
                 else:
-                    yield batches[of[at]].take(to_arrow(pyarrow.int64(), places))
+                    yield batches[batch_of[start]].take(to_arrow(pyarrow.int64(), rows))
 
     def lengths(self) -> NDArray[np.int32]:
-        """Return the number of tokens of each row; the tokens themselves are not read."""
+        """Return the number of tokens of each row, without reading the tokens."""
         counts = [np.diff(bounds_of(batch.column(0))) for batch in self.batches("input_ids")]
         return np.concatenate([np.empty(0, np.int32), *counts])
 
@@ -207,10 +209,10 @@ class TokenTable:
         return np.concatenate([np.empty(0, dtype), *(numbers_of(each.column(0)) for each in self.batches(name))])
 
     def num_targets(self) -> int:
-        """Count what is trained on: tokens, marks, or windows in which a span is looked for."""
+        """Count the targets: tokens, marks, or windows with a span."""
         total = int(self.lengths().sum()) - int(np.maximum(self.numbers("prompt_length"), 1).sum())
         for batch in self.batches("untrained"):
-            borders = numbers_of(batch.column(0).flatten())  # pairs of each row, so pairs of all of them
+            borders = numbers_of(batch.column(0).flatten())  # (start, end) pairs of all rows
             total -= int(borders[1::2].sum()) - int(borders[::2].sum())
         for batch in self.batches("marks", "targets"):
             marks, targets = (np.diff(bounds_of(column)) for column in batch.columns)
@@ -225,13 +227,13 @@ class TokenTable:
 
 
 def _with_labels(batch: pyarrow.RecordBatch) -> pyarrow.RecordBatch:
-    """Return a batch with empty lists in the columns that it lacks."""
+    """Add the missing label columns to a batch, as empty lists."""
     lacking = [empty_lists(field.type, batch.num_rows) for field in SCHEMA if field.name not in batch.schema.names]
     return pyarrow.RecordBatch.from_arrays([*batch.columns, *lacking], schema=SCHEMA) if lacking else batch
 
 
 class Column(Sequence[Any]):
-    """A column of a table; each value is read from the file when asked for."""
+    """A column of a table; values are read from the file on access."""
 
     def __init__(self, table: TokenTable, name: str) -> None:
         self._table, self._name = table, name
@@ -250,10 +252,10 @@ class Column(Sequence[Any]):
 
 
 class TableWriter(AbstractContextManager["TableWriter"]):
-    """Writes rows to a new Arrow stream, in record batches of some megabytes.
+    """Write rows to a new Arrow stream, in record batches of some megabytes.
 
     Args:
-        path: the file; ``None``: one in the home folder that is removed with the table made of it.
+        path: the file; ``None``: a scratch file in the home folder, deleted with its table.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -296,7 +298,7 @@ class TableWriter(AbstractContextManager["TableWriter"]):
 
 
 def _scratch_path() -> Path:
-    """Return a new name in the home folder (`/tmp` may be memory), after removing the files of dead processes."""
+    """Return a new scratch path in the home folder, since `/tmp` may be memory; delete files of dead processes."""
     import psutil
 
     folder = make_home()

@@ -109,7 +109,7 @@ def test_rows_that_come_as_tokens_are_trained_on_as_they_are(shell) -> None:
     )
     told = shell(f"prepare-data --data tokens.jsonl --recipe summarization --model {model}")
     assert told.code == 0, told.err
-    assert "skipped 1: input_ids is no list of token ids (tokens.jsonl:2)" in told.said
+    assert "skipped 1: input_ids is not a list of token ids (tokens.jsonl:2)" in told.said
     prepared = load_dataset(Path("tokens.jsonl.prepared"))
     assert list(prepared.rows["input_ids"]) == [[5, 6, 7, 8], [9, 10]]
     assert list(prepared.rows["prompt_length"]) == [2, 0]

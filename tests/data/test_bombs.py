@@ -67,7 +67,7 @@ def test_what_is_too_long_is_refused_with_file_line_and_limit_in_little_memory(
     number = int(where.rpartition(":")[2])
     assert where.startswith(f"{path}:")
     assert number == line or not line
-    assert rest.startswith("longer than 65536 bytes: ")
+    assert rest.startswith("record longer than 65536 bytes; ")
     assert rest.endswith("--set max_record=131072")
     assert peak < MANY
 
@@ -77,7 +77,7 @@ def test_a_record_up_to_the_limit_is_read_and_the_limit_is_an_option(tmp_path: P
     assert resolve({}, environment={}).recipe.max_record == 256 * 2**20
     assert resolve({}, None, ("max_record=2GiB",), environment={}).recipe.max_record == 2**31
     assert len(list(read_rows(identify(path, FileOptions(max_record=1013))))) == 1
-    with pytest.raises(DataError, match=r"a\.jsonl:1: longer than 1012 bytes"):
+    with pytest.raises(DataError, match=r"a\.jsonl:1: record longer than 1012 bytes"):
         list(read_rows(identify(path, FileOptions(max_record=1012))))
 
 

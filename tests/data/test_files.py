@@ -119,7 +119,7 @@ def test_a_document_of_an_office_is_told_by_its_name_where_its_content_does_not(
     for name, content, says in [
         ("a.doc", old, "an old Word document"),
         ("a.xlsx", old, "a workbook with a password"),
-        ("a.docx", b"x", "by its name, is a Word document"),
+        ("a.docx", b"x", ", by its name, is a Word document"),
         ("a.xls", b"<html>", "by its name, is an old"),
     ]:
         (tmp_path / name).write_bytes(content)
@@ -153,7 +153,7 @@ def test_a_folder_and_a_pattern_are_all_their_files_in_order(tmp_path: Path) -> 
 
 def test_a_folder_without_rows_is_refused(tmp_path: Path) -> None:
     (tmp_path / "readme.md").write_text("x")
-    with pytest.raises(UsageError, match="nor are there files of rows in it"):
+    with pytest.raises(UsageError, match="has no files of rows"):
         values(tmp_path)
 
 

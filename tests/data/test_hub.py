@@ -391,7 +391,7 @@ def test_errors_of_the_hub_have_their_exit_codes(hub: Hub, typed, shell, monkeyp
 
 def test_a_name_that_is_no_file_but_may_be_a_data_set_is_answered_with_how_to_write_that(shell, tmp_path: Path) -> None:
     line = "prepare-data --recipe summarization --model tiny --data"
-    assert f"if that is a data set on the Hub, write hub:{NAME}" in shell(f"{line} {NAME}").err
+    assert f"for a dataset on the Hugging Face Hub write hub:{NAME}" in shell(f"{line} {NAME}").err
     for data in ("some/notes.jsonl", "notes", "/some/notes", "a/b/c"):
         assert "hub:" not in shell(f"{line} {data}").err
     Path("some").mkdir()

@@ -325,13 +325,13 @@ def test_the_recipe_it_was_prepared_with_is_compatible(prepared, tokenizer):
     ],
 )
 def test_another_template_or_limit_is_named(prepared, tokenizer, options, message):
-    with pytest.raises(DataError, match="the data was prepared for something else") as caught:
+    with pytest.raises(DataError, match="the data was prepared with other settings") as caught:
         check_compatible(prepared, recipe(**options), tokenizer)
     assert message in str(caught.value)
 
 
 def test_another_tokenizer_is_named(prepared):
-    with pytest.raises(DataError, match="the tokenizer is another one"):
+    with pytest.raises(DataError, match="the tokenizer differs"):
         check_compatible(prepared, recipe(), make_tokenizer(vocab_size=300))
 
 

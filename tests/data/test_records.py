@@ -191,7 +191,7 @@ def test_a_missing_file_names_its_nearest_sibling(write, tmp_path):
 
 
 def test_a_folder_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="is a folder, and not prepared data"):
+    with pytest.raises(UsageError, match=r"has no files of rows .* and is not prepared data"):
         rows(tmp_path)
 
 
@@ -210,7 +210,7 @@ def test_a_file_without_rows_is_refused(write, name, content):
 
 
 def test_an_unknown_suffix_names_the_known_ones(write):
-    with pytest.raises(DataError, match=r"unknown suffix '\.wav'; rows are read from \.jsonl, .*\.txt"):
+    with pytest.raises(DataError, match=r"unknown suffix '\.wav'; supported are \.jsonl, .*\.txt"):
         rows(write("a.wav", "x"))
 
 

@@ -24,11 +24,11 @@ def test_what_repeats_is_what_a_look_at_all_rows_finds(bucket: int, held: int, m
         if asked in seen:
             expected[seen[asked] == answered].append(f"{source}:{line}")
         seen.setdefault(asked, answered)
-    result = found.found(5)
+    result = found.count(5)
     assert result == {same: (len(places), places[:5]) for same, places in expected.items()}
     assert len(expected[True]) > 20
     found.close()
 
 
 def test_no_rows_repeat_nothing() -> None:
-    assert Duplicates().found(5) == {True: (0, []), False: (0, [])}
+    assert Duplicates().count(5) == {True: (0, []), False: (0, [])}

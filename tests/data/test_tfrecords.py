@@ -165,16 +165,16 @@ def test_an_empty_file_is_explained(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("bad", "says"),
     [
-        (record(b"\x0a\xff"), "not an Example: not a message of protobuf"),
-        (record(b"\xff" * 11), "not an Example: not a message of protobuf"),
-        (record(b"\x0b"), "not an Example: not a message of protobuf"),
-        (record(b"\x0a\x05"), "not an Example: not a message of protobuf"),
-        (record(example({"text": field(3, field(1, b"\x01\x80"))})), "not an Example: not a message of protobuf"),
+        (record(b"\x0a\xff"), "not a protobuf message of type Example"),
+        (record(b"\xff" * 11), "not a protobuf message of type Example"),
+        (record(b"\x0b"), "not a protobuf message of type Example"),
+        (record(b"\x0a\x05"), "not a protobuf message of type Example"),
+        (record(example({"text": field(3, field(1, b"\x01\x80"))})), "not a protobuf message of type Example"),
         (
             record(example({"text": field(3, field(1, b"\x80" * 10 + b"\x01"))})),
-            "not an Example: not a message of protobuf",
+            "not a protobuf message of type Example",
         ),
-        (text_record([]), "there are no tokens in the record"),
+        (text_record([]), "the record has no tokens"),
         (text_record([3, -1]), "-1 is not a token id"),
         (text_record([2**31, 3]), "2147483648 is not a token id"),
         (text_record([1, 2, 3])[:-1] + b"?", "damaged: the record does not match its checksum"),
@@ -213,9 +213,7 @@ def test_records_of_another_kind_are_refused_with_what_they_have(
     features: dict[str, bytes], has: str, tmp_path: Path
 ) -> None:
     path = written(tmp_path / "a.tfrecords", record(example(features)))
-    with pytest.raises(
-        DataError, match=rf"a\.tfrecords:1: the record has no feature 'text' of tokens.*; it has {has}$"
-    ):
+    with pytest.raises(DataError, match=rf"a\.tfrecords:1: the record lacks the feature 'text'.*; it has {has}$"):
         ids(path, Findings(most_bad=9))
 
 

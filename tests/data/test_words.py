@@ -174,7 +174,7 @@ def test_conll_files_are_sentences_with_the_tag_in_the_last_column(name: str, be
 
 def test_a_line_with_other_columns_is_named(bert: Any) -> None:
     Path("data.conll").write_text("EU NNP O\nrejects O\n\nB X B\n", encoding="utf-8")
-    with pytest.raises(DataError, match=r"data\.conll:2: 2 columns, the line of the sentence's first word has 3"):
+    with pytest.raises(DataError, match=r"data\.conll:2: 2 columns, but the sentence's first line has 3"):
         prepared(bert, Path("data.conll"))
 
 

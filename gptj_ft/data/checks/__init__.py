@@ -1,1 +1,1 @@
-"""Find problems in rows: in texts, which can be repaired, and in what are tokens already."""
+"""Find problems in rows: in texts, which can be repaired, and in token ids."""

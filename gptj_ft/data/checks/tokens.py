@@ -1,4 +1,4 @@
-"""Check rows that are tokens already against a model: whoever made them, they are only numbers in a file."""
+"""Check tokenized rows, whoever made them, against a model."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ def check_tokens(prepared: Prepared, where: Path, vocab_size: int, max_length: i
     """Check token ids, lengths, masks and labels of prepared rows against a model.
 
     Args:
-        prepared: the rows.
-        where: their folder.
-        vocab_size: token ids that the model has.
-        max_length: inputs of a row; its last target may be one token beyond.
+        where: folder of the rows.
+        vocab_size: token ids of the model.
+        max_length: most inputs of a row; its last target may be one token beyond.
 
     Raises:
-        DataError: the first bad row, what is wrong with it, and how many more there are.
+        DataError: names the first bad row and its problem, and counts the others.
     """
     bad, targetless, first, start = 0, 0, "", 0
     for batch in prepared.rows.batches(*CHECKED):
@@ -39,27 +38,21 @@ def check_tokens(prepared: Prepared, where: Path, vocab_size: int, max_length: i
             row = min(problems)
             first = f"{where}:{start + row + 1}: {problems[row]}"
         bad += len(problems)
-        targetless += sum(what == _NO_TARGET for what in problems.values())
+        targetless += sum(problem == _NO_TARGET for problem in problems.values())
         start += batch.num_rows
     if start and targetless == start:
         raise DataError(f"{where}: no row has a token to train on")
     if bad:
         more = f"; {bad - 1:,} more bad row{'s' if bad > 2 else ''}" if bad > 1 else ""
-        raise DataError(f"{first}{more}\nthese rows were not made for this model, or are damaged: prepare them again")
+        raise DataError(f"{first}{more}\nthe rows were made for another model, or are damaged: prepare them again")
 
 
 class _Lists(NamedTuple):
-    """A column of lists of numbers.
+    """A column of lists of numbers."""
 
-    Attributes:
-        flat: the numbers of all rows.
-        of: the row that each is of.
-        counts: numbers of each row.
-    """
-
-    flat: _Numbers
-    of: _Numbers
-    counts: _Numbers
+    flat: _Numbers  # the numbers of all rows
+    row_of: _Numbers  # row of each number
+    counts: _Numbers  # numbers per row
 
     @classmethod
     def read(cls, column: pyarrow.Array) -> _Lists:
@@ -69,22 +62,23 @@ class _Lists(NamedTuple):
                    counts)  # fmt: skip
 
     def rows_where(self, is_wrong: _Flags) -> _Flags:
-        """Return the rows of which a number is wrong."""
+        """Flag the rows with a wrong number."""
         rows = np.zeros(len(self.counts), np.bool_)
-        rows[self.of[is_wrong]] = True
+        rows[self.row_of[is_wrong]] = True
         return rows
 
     def rows_where_pairs(self, are_wrong: Callable[[_Numbers, _Numbers], _Flags]) -> _Flags:
-        """Return the rows of which a number and the next one are wrong together."""
+        """Flag the rows in which a number and its successor are wrong together."""
         rows = np.zeros(len(self.counts), np.bool_)
-        rows[self.of[1:][(self.of[1:] == self.of[:-1]) & are_wrong(self.flat[:-1], self.flat[1:])]] = True
+        in_same_row = self.row_of[1:] == self.row_of[:-1]
+        rows[self.row_of[1:][in_same_row & are_wrong(self.flat[:-1], self.flat[1:])]] = True
         return rows
 
 
 def _problems(
     batch: pyarrow.RecordBatch, vocab_size: int, max_length: int, num_labels: int
 ) -> Iterator[tuple[int, str]]:
-    """Yield (row, problem); of several problems of a row the most basic comes last."""
+    """Yield (row, problem); a row's most basic problem comes last."""
     prompts = numbers_of(batch.column("prompt_length"))
     masked_spans, targets = _Lists.read(batch.column("untrained")), _Lists.read(batch.column("targets"))
     tokens = batch.column("input_ids")
@@ -92,17 +86,18 @@ def _problems(
     ids, lengths = numbers_of(tokens.flatten()), np.diff(starts)
     first_target = np.maximum(prompts, 1)
 
-    of, borders = masked_spans.of, masked_spans.flat
+    row_of, borders = masked_spans.row_of, masked_spans.flat
     span_starts = bounds_of(batch.column("untrained"))
     is_wrong = masked_spans.counts % 2 == 1
     is_wrong |= masked_spans.rows_where_pairs(lambda one, next_: next_ < one)
-    is_wrong |= masked_spans.rows_where((borders < first_target[of]) | (borders > lengths[of]))
-    signs = np.where(np.arange(len(borders)) - (span_starts[:-1] - span_starts[0])[of] & 1, 1, -1)
-    left_out = np.bincount(of, borders * signs, len(masked_spans.counts))
+    is_wrong |= masked_spans.rows_where((borders < first_target[row_of]) | (borders > lengths[row_of]))
+    # Masked tokens per row: the sum of ends minus the sum of starts.
+    signs = np.where(np.arange(len(borders)) - (span_starts[:-1] - span_starts[0])[row_of] & 1, 1, -1)
+    masked = np.bincount(row_of, borders * signs, len(masked_spans.counts))
     yield from _problems_of_labels(batch, lengths, targets, num_labels)
-    yield from _each((lengths - first_target - left_out < 1) & (targets.counts == 0), _NO_TARGET)
-    yield from _each(is_wrong, "its untrained tokens are no (start, end) pairs in order, after the prompt")
-    yield from _each(prompts < 0, "a prompt of fewer than no tokens")
+    yield from _each((lengths - first_target - masked < 1) & (targets.counts == 0), _NO_TARGET)
+    yield from _each(is_wrong, "untrained spans must be ascending (start, end) pairs after the prompt")
+    yield from _each(prompts < 0, "negative prompt length")
     yield from _each(lengths > max_length + 1, f"longer than max_length ({max_length})")
     yield from _each(lengths < 1, "no tokens")
     wrong = np.flatnonzero((ids < 0) | (ids >= vocab_size))
@@ -114,26 +109,26 @@ def _problems(
 def _problems_of_labels(
     batch: pyarrow.RecordBatch, lengths: _Numbers, targets: _Lists, num_labels: int
 ) -> Iterator[tuple[int, str]]:
-    """Yield the problems of what a head that labels reads and learns."""
+    """Yield the problems in the label columns."""
     marks, borders = _Lists.read(batch.column("marks")), _Lists.read(batch.column("borders"))
     values, offsets = _Lists.read(batch.column("values")), _Lists.read(batch.column("offsets"))
     is_span = (marks.counts == 0) & (targets.counts == 2)
-    yield from _each(~is_span & (marks.counts != targets.counts), "not one label for each token that has one")
-    in_span = is_span[targets.of]
-    ends = np.where(in_span, lengths[targets.of], max(num_labels, 2))
+    yield from _each(~is_span & (marks.counts != targets.counts), "numbers of labels and labelled tokens differ")
+    in_span = is_span[targets.row_of]
+    ends = np.where(in_span, lengths[targets.row_of], max(num_labels, 2))
     is_wrong = targets.rows_where((targets.flat < 0) | (targets.flat >= ends))
     is_wrong |= is_span & targets.rows_where_pairs(lambda one, next_: next_ < one)
-    yield from _each(is_wrong & ~is_span, f"a label that is none of the {max(num_labels, 2)}")
-    yield from _each(is_wrong & is_span, "an answer that is not in its window")
-    for what, lists in (("labelled tokens", marks), ("borders of token types", borders)):
-        is_wrong = lists.rows_where((lists.flat < 0) | (lists.flat >= lengths[lists.of]))
+    yield from _each(is_wrong & ~is_span, f"a label id is not one of the {max(num_labels, 2)} labels")
+    yield from _each(is_wrong & is_span, "the answer span is outside its window")
+    for name, lists in (("labelled tokens", marks), ("borders of token types", borders)):
+        is_wrong = lists.rows_where((lists.flat < 0) | (lists.flat >= lengths[lists.row_of]))
         is_wrong |= lists.rows_where_pairs(lambda one, next_: next_ <= one)
-        yield from _each(is_wrong, f"its {what} do not rise inside the row")
-    yield from _each(values.rows_where(~np.isfinite(values.flat)), "a value that is no number")
-    yield from _each((offsets.counts > 0) & (offsets.counts != 2 * lengths), "not two offsets for each token")
-    yield from _each(offsets.rows_where(offsets.flat < -1), "offsets below -1")
+        yield from _each(is_wrong, f"{name} must ascend within the row")
+    yield from _each(values.rows_where(~np.isfinite(values.flat)), "a value is not a finite number")
+    yield from _each((offsets.counts > 0) & (offsets.counts != 2 * lengths), "not two offsets per token")
+    yield from _each(offsets.rows_where(offsets.flat < -1), "an offset is below -1")
 
 
-def _each(is_bad: _Flags, what: str) -> Iterator[tuple[int, str]]:
+def _each(is_bad: _Flags, problem: str) -> Iterator[tuple[int, str]]:
     for row in np.flatnonzero(is_bad).tolist():
-        yield row, what
+        yield row, problem

@@ -139,7 +139,7 @@ class LabelledEncoder:
             DataError: their labels cannot be learnt.
         """
         table = self._task.finish(writer.table(), self.counts)
-        self._setting.checks.found |= self._task.warnings()
+        self._setting.checks.warnings |= self._task.warnings()
         return table
 
     def _documents(self, row: Row, read: Any, tokens: list[Any]) -> list[tuple[Any, ...]]:

@@ -146,8 +146,8 @@ class SentenceReader(TaskReader):
             raise RowSkipped(f"fewer than {FEWEST_SENTENCES} sentences of more than {SHORT_WORDS} words")
         kept = kept or list(range(min(len(words), MAX_SENTENCES)))
         sentences = [" ".join(words[number][:LONG_WORDS]) for number in kept]
-        look = FieldTexts({self._document: "\n".join(every), self._summary: "\n".join(summary)}, summary)
-        self.setting.checks.look(row, look, "\n".join(every), "\n".join(summary))
+        checked = FieldTexts({self._document: "\n".join(every), self._summary: "\n".join(summary)}, summary)
+        self.setting.checks.check_row(row, checked, "\n".join(every), "\n".join(summary))
         labels = [int(number in chosen) for number in kept]
         are_words = self._is_wordpiece and _are_words(row.values.get(columns[self._document]))
         read = _Read(sentences, labels, summary, are_words)

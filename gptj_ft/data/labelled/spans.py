@@ -90,8 +90,8 @@ class SpanReader(TaskReader):
         answer, references = None, list[str]()
         if self.setting.needs_target:
             answer, references = self._answer(row, passage)
-        look = FieldTexts({**found.values, self._answers: references[0] if references else ""}, references)
-        self.setting.checks.look(row, look, f"{question}\0{passage}", "".join(references[:1]))
+        checked = FieldTexts({**found.values, self._answers: references[0] if references else ""}, references)
+        self.setting.checks.check_row(row, checked, f"{question}\0{passage}", "".join(references[:1]))
         return [question, passage], _Read(passage, answer, references)
 
     def tokenizer(self) -> Any:

@@ -83,7 +83,7 @@ class TextReader(TaskReader):
                 raise RowSkipped(f"the field '{name}' is empty")
         texts = [render(template, found.values) for template in (recipe.prompt, recipe.pair) if template]
         answer = self._answer(row, found.values) if self.setting.needs_target else RowLabels()
-        self.setting.checks.look(row, found, "\0".join(texts), ", ".join(answer.names))
+        self.setting.checks.check_row(row, found, "\0".join(texts), ", ".join(answer.names))
         return texts, _Read(found, answer)
 
     def row_of(self, row: Row, read: _Read, tokens: list[Any]) -> LabelledRow:

@@ -83,7 +83,7 @@ class WordReader(TaskReader):
                     known[label] = self.setting.labels.name_of(label)
             names = [known[label] for label in labels]
         text = " ".join(words)
-        self.setting.checks.look(row, FieldTexts({self._words: text}, []), text, " ".join(names))
+        self.setting.checks.check_row(row, FieldTexts({self._words: text}, []), text, " ".join(names))
         return [self._before + word for word in words], _Read(words, names)
 
     def row_of(self, row: Row, read: _Read, tokens: list[Any]) -> LabelledRow:
