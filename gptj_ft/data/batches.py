@@ -1,4 +1,7 @@
-"""Select the rows of a step and pack them; a step is addressed by its number alone, nothing is replayed."""
+"""Select the rows of a step and pack them into micro-batches.
+
+The step number, the seed and the epoch determine the rows: no generator state is stored, nothing is replayed.
+"""
 
 from __future__ import annotations
 
@@ -17,63 +20,43 @@ if TYPE_CHECKING:
     from gptj_ft.models.batch import Marks, PackedBatch
 
 Packing = Literal["off", "apart", "joined"]
-Slice = tuple[int, int, int]  # a document, and which of its tokens: the first, and the one after the last
+Slice = tuple[int, int, int]  # document, first token, end
 
 
 class Document(NamedTuple):
-    """A document: attention stays inside it.
-
-    Attributes:
-        ids: its tokens.
-        prompt_length: tokens at its start that are not trained on.
-        masked_spans: further masked spans, (start, end) pairs in one flat list.
-        window: most inputs, see `num_inputs`.
-        marks: targets other than the next tokens; default: the next tokens.
-    """
+    """A document; attention does not leave it."""
 
     ids: Sequence[int]
-    prompt_length: int = 0
-    masked_spans: Sequence[int] = ()
-    window: int | None = None
-    marks: Marks | None = None
+    prompt_length: int = 0  # untrained tokens at the start
+    masked_spans: Sequence[int] = ()  # further untrained spans, (start, end) pairs in one flat list
+    window: int | None = None  # most inputs, see `num_inputs`
+    marks: Marks | None = None  # targets of tasks with labels; None: the next tokens
 
     @property
     def num_inputs(self) -> int:
-        """Tokens that the model reads."""
+        """Number of tokens that the model reads."""
         return num_inputs(len(self.ids), self.window)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The training set: documents, or windows filled with them.
+    """The training set: documents, or windows packed with them."""
 
-    Attributes:
-        documents: token ids of each; of a table, read from its memory-mapped file when asked for.
-        prompt_lengths: tokens at each document's start that are not trained on.
-        masked_spans: further masked spans of each document, (start, end) pairs in one flat list; empty: there are none.
-        windows: pieces of documents that make each row; ``None``: a row is one document.
-        known_lengths: tokens of each document, if they have been counted.
-        is_joined: whether a window is one document, so that attention goes across its pieces.
-        most_inputs: most inputs of a document, see `num_inputs`; ``None``: no limit.
-        marks: targets of each document other than its next tokens; ``None``: the next tokens.
-    """
-
-    documents: Sequence[Sequence[int]]
-    prompt_lengths: Sequence[int]
-    masked_spans: Sequence[Sequence[int]] = ()
-    windows: Sequence[Sequence[Slice]] | None = None
-    known_lengths: Sequence[int] | None = None
-    is_joined: bool = False
-    most_inputs: int | None = None
-    marks: Sequence[Marks] | None = None
+    documents: Sequence[Sequence[int]]  # token ids of each; a table reads them from its file on access
+    prompt_lengths: Sequence[int]  # untrained tokens at the start of each document
+    masked_spans: Sequence[Sequence[int]] = ()  # further untrained spans of each document; empty: none
+    windows: Sequence[Sequence[Slice]] | None = None  # slices that make up each row; None: a row is one document
+    known_lengths: Sequence[int] | None = None  # tokens of each document, if counted
+    is_joined: bool = False  # whether a window is one document, with attention across its slices
+    most_inputs: int | None = None  # most inputs of a document, see `num_inputs`
+    marks: Sequence[Marks] | None = None  # targets of tasks with labels; None: the next tokens
 
     @classmethod
     def of(cls, rows: TokenTable | None, packing: Packing = "off", length: int | None = None) -> Rows:
-        """Return the rows of a table; none of ``None``.
+        """Return the rows of a table; none for ``None``.
 
         Args:
-            rows: prepared ones.
-            packing: ``apart`` or ``joined`` fills windows with documents that are trained on as a whole.
+            packing: ``apart`` or ``joined`` packs windows, provided that all tokens of all documents are targets.
             length: tokens of a window; most inputs of a document.
         """
         if rows is None:
@@ -103,7 +86,7 @@ class Rows:
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Tokens of each row that are computed: its inputs."""
+        """Number of inputs of each row."""
         if self.windows is not None:
             most = self.most_inputs
             return [sum(num_inputs(end - start, most) for _, start, end in window) for window in self.windows]
@@ -111,17 +94,17 @@ class Rows:
 
     @cached_property
     def _tokens(self) -> Sequence[int]:
-        """Tokens of each document."""
+        """Number of tokens of each document."""
         return [len(ids) for ids in self.documents] if self.known_lengths is None else self.known_lengths
 
     @property
     def num_targets(self) -> int:
-        """Tokens that are trained on, of all rows."""
+        """Number of targets of all rows."""
         return sum(self.targets)
 
     @cached_property
     def targets(self) -> list[int]:
-        """Tokens of each row that are trained on."""
+        """Number of targets of each row."""
         if self.windows is not None:
             tokens = [sum(end - start for _, start, end in window) for window in self.windows]
             firsts = [1 if self.is_joined else len(window) for window in self.windows]
@@ -132,7 +115,7 @@ class Rows:
         return list(map(num_targets, self._tokens, self.prompt_lengths, masked_spans))
 
     def row(self, index: int) -> list[Document]:
-        """Return the documents of a row: one, if rows are not packed into windows."""
+        """Return the documents of a row: one, unless rows are packed windows."""
         if self.windows is None:
             masked_spans = self.masked_spans[index] if self.masked_spans else ()
             marks = self.marks[index] if self.marks is not None else None
@@ -150,35 +133,34 @@ class Rows:
     def batches(
         self, rows: Iterable[int], budget_tokens: int, seed: Callable[[int], int] | None = None
     ) -> list[PackedBatch]:
-        """Return some rows as micro-batches; see `micro_batches`.
+        """Pack rows into micro-batches; see `micro_batches`.
 
         Args:
-            rows: numbers of the rows.
-            budget_tokens: tokens computed at once.
-            seed: number of a document among those of the rows -> its seed for dropout; ``None``: nothing is dropped.
+            rows: row numbers.
+            budget_tokens: most tokens of a micro-batch.
+            seed: maps a document's number within ``rows`` to its dropout seed; ``None``: no dropout.
         """
         documents = [document for row in rows for document in self.row(row)]
         ids, prompts, masked_spans, _, marks = zip(*documents, strict=True) if documents else ((), (), (), (), ())
         seeds = None if seed is None else [seed(number) for number in range(len(documents))]
-        given = None if self.marks is None else marks
-        return micro_batches(ids, prompts, budget_tokens, masked_spans, self.most_inputs, given, seeds)
+        own_marks = None if self.marks is None else marks
+        return micro_batches(ids, prompts, budget_tokens, masked_spans, self.most_inputs, own_marks, seeds)
 
 
 def steps_per_epoch(num_rows: int, batch_size: int) -> int:
-    """Count the optimizer steps of an epoch; the last may take fewer rows than the others."""
+    """Count the optimizer steps of an epoch; the last step may have fewer rows."""
     return -(-num_rows // batch_size)
 
 
 def rows_of_step(step: int, num_rows: int, batch_size: int, seed: int) -> list[int]:
-    """Select the rows of one optimizer step.
+    """Select the rows of an optimizer step.
 
-    Each epoch takes every row once, in an order that depends on (seed, epoch) alone; no step straddles two epochs.
+    Each epoch takes every row once, in an order that depends only on (seed, epoch); no step crosses an epoch's end.
 
     Args:
-        step: number of the step, from 0.
-        num_rows: rows of the data set, at least 1.
-        batch_size: rows per step, at least 1.
-        seed: the recipe's.
+        step: step number, from 0.
+        num_rows: rows of the data set.
+        batch_size: rows per step.
     """
     assert step >= 0
     assert num_rows > 0
@@ -190,8 +172,8 @@ def rows_of_step(step: int, num_rows: int, batch_size: int, seed: int) -> list[i
 
 @lru_cache(maxsize=2)
 def _order_of_epoch(num_rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    # numpy may change Generator.permutation between releases, and a run resumed after an upgrade must see the same
-    # rows; it guarantees the raw stream of a bit generator (NEP 19).
+    # A run resumed after a numpy upgrade must see the same rows. numpy guarantees the raw stream of a bit generator
+    # (NEP 19), but not Generator.permutation.
     keys = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(num_rows)
     return np.argsort(keys, kind="stable")
 
@@ -205,24 +187,23 @@ def micro_batches(
     marks: Sequence[Marks] | None = None,
     seeds: Sequence[int] | None = None,
 ) -> list[PackedBatch]:
-    """Pack documents into micro-batches of at most ``budget_tokens`` tokens by first fit decreasing; no padding.
+    """Pack documents into micro-batches of at most ``budget_tokens`` tokens, without padding.
 
-    The longest go first, each into the first micro-batch with room (first fit decreasing, within 11/9 of the fewest:
-    Johnson, "Near-optimal bin packing algorithms", 1973). A document above the budget has one to itself. Documents of
-    a micro-batch, and micro-batches by their first one, are in the order given.
+    First fit decreasing: the longest documents go first, each into the first micro-batch with room (at most 11/9 of the
+    optimum: Johnson, "Near-optimal bin packing algorithms", 1973). A document above the budget gets a micro-batch of
+    its own. Documents within a micro-batch, and micro-batches by their first document, keep the input order.
 
     Args:
-        documents: token ids of each, of one optimizer step.
-        prompt_lengths: tokens at each document's start that are not trained on.
-        budget_tokens: tokens computed at once.
-        masked_spans: further masked spans of each, (start, end) pairs in one flat list; default: none.
+        documents: token ids of each document of an optimizer step.
+        prompt_lengths: untrained tokens at the start of each.
+        masked_spans: further untrained spans of each, (start, end) pairs in one flat list.
         window: most inputs of a document, see `num_inputs`.
-        marks: targets of each other than its next tokens; default: the next tokens.
-        seeds: seed of each document's dropout; ``None``: nothing is dropped.
+        marks: targets of each, for tasks with labels.
+        seeds: dropout seed of each; ``None``: no dropout.
     """
     from gptj_ft.models.batch import pack, pack_marked
 
-    gaps = masked_spans or [()] * len(documents)
+    masked_spans = masked_spans or [()] * len(documents)
     inputs = [len(ids) if marks is not None else num_inputs(len(ids), window) for ids in documents]
     batches = []
     for group in first_fit(inputs, budget_tokens):
@@ -230,7 +211,8 @@ def micro_batches(
         if marks is not None:
             batch = pack_marked(chosen, [marks[i] for i in group])
         else:
-            whole = pack(chosen, [prompt_lengths[i] for i in group], masked_spans=[gaps[i] for i in group])
+            spans = [masked_spans[i] for i in group]
+            whole = pack(chosen, [prompt_lengths[i] for i in group], masked_spans=spans)
             batch = whole.up_to([inputs[i] for i in group])
         batches.append(batch if seeds is None else replace(batch, seeds=tuple(seeds[i] for i in group)))
     return batches
@@ -252,21 +234,22 @@ def first_fit(lengths: Sequence[int], budget_tokens: int) -> list[list[int]]:
 
 
 def windows_apart(lengths: Sequence[int], length: int) -> list[list[Slice]]:
-    """Fill windows with documents, end to end; the last may be short.
+    """Pack documents into windows, end to end; the last window may be short.
 
-    What does not fit goes on in the next window, from the token that the piece ended with, so that every token but a
-    document's first is a target once.
+    A document that does not fit continues in the next window, starting with the last token of its previous slice, so
+    that every token except a document's first is a target once.
 
     Args:
-        lengths: tokens of each document; one of a single token has no target, and no place.
-        length: tokens of a window, at least 2. A document of one more fills a window that is empty: see `num_inputs`.
+        lengths: tokens of each document. Documents of a single token have no target and are left out.
+        length: tokens of a window, at least 2. A document of ``length`` + 1 tokens fits an empty window, see
+            `num_inputs`.
     """
     windows: list[list[Slice]] = [[]]
     room = length
     for document, tokens in enumerate(lengths):
         start = 0
         while tokens - start > 1:
-            if room < 2:  # one token alone has no target
+            if room < 2:  # a slice of one token has no target
                 windows.append([])
                 room = length
             fits = room == length and num_inputs(tokens - start, length) == length
@@ -278,11 +261,11 @@ def windows_apart(lengths: Sequence[int], length: int) -> list[list[Slice]]:
 
 
 def windows_joined(lengths: Sequence[int], continues: Sequence[bool], length: int) -> list[list[Slice]]:
-    """Fill windows with one stream of tokens, each from the token that the last one ended with: the last is short.
+    """Pack all documents as one stream of tokens; each window repeats the last token of the window before.
 
     Args:
         lengths: tokens of each document.
-        continues: whether a document begins with the token that the one before ends with, which is taken once.
+        continues: whether a document repeats the last token of the document before; the repetition is dropped.
         length: tokens of a window, at least 2.
     """
     windows: list[list[Slice]] = []

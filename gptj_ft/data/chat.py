@@ -1,8 +1,8 @@
 """Read conversations, mask their questions, and export a recipe's prompt as a chat template.
 
-    prompt of the messages before an answer | answer | what the template puts before the next one | answer | ...
+    prompt of the messages before an answer | answer | the template's text before the next answer | answer | ...
 
-Every answer of the assistant is trained on, in one row; the rest is read.
+Every answer of the assistant is a target, all in one row; the rest is input.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from gptj_ft.data.template import JINJA, fields_of, render, stripped, stripped_f
 from gptj_ft.errors import RowSkipped, UsageError
 from gptj_ft.system.plain_text import shortened
 
-MESSAGES, REPLY = "messages", "reply"  # the field of a prompt, and what its completion is made of
+MESSAGES, REPLY = "messages", "reply"  # fields of a chat's prompt and completion
 ASSISTANT, SYSTEM = "assistant", "system"
-# ShareGPT's names and others' -> those of the template.
-ROLES = {
+ROLES = {  # names of ShareGPT and others -> names in templates
     "system": SYSTEM, "developer": SYSTEM,
     "user": "user", "human": "user", "prompter": "user", "customer": "user",
     "assistant": ASSISTANT, "gpt": ASSISTANT, "bot": ASSISTANT, "chatbot": ASSISTANT, "model": ASSISTANT,
@@ -29,7 +28,7 @@ ROLES = {
 
 
 class Conversation(tuple[Mapping[str, str], ...]):
-    """Messages, each with ``role`` (system, user, assistant) and ``content``; as text, their contents."""
+    """Messages, each with ``role`` (system, user, assistant) and ``content``; ``str`` joins their contents."""
 
     __slots__ = ()
 
@@ -46,7 +45,7 @@ def read_conversation(cell: Any) -> Conversation:
     """Return the messages of a cell: ``[{"role", "content"}]``, ShareGPT's ``[{"from", "value"}]``, or either as JSON.
 
     Raises:
-        RowSkipped: it is none, or has a message that is no text.
+        RowSkipped: the cell has another form, or a message is not text.
     """
     if isinstance(cell, str):
         try:
@@ -56,18 +55,18 @@ def read_conversation(cell: Any) -> Conversation:
     if isinstance(cell, dict) and isinstance(cell.get(MESSAGES), list):
         cell = cell[MESSAGES]
     if not isinstance(cell, list):
-        raise RowSkipped("the messages are no list")
+        raise RowSkipped("the messages are not a list")
     return Conversation(_message(each) for each in cell)
 
 
 def _message(value: Any) -> dict[str, str]:
     if not isinstance(value, dict):
-        raise RowSkipped("a message is no object with role and content")
+        raise RowSkipped("a message is not an object with role and content")
     role = value.get("role", value.get("from"))
     content = value.get("content", value.get("value", value.get("text")))
     if not isinstance(role, str) or role.strip().casefold() not in ROLES:
         raise RowSkipped(f"a message has the role '{shortened(str(role))}', not system, user or assistant")
-    if isinstance(content, list):  # parts of several kinds
+    if isinstance(content, list):  # OpenAI's multi-part content
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
             raise RowSkipped("a message is not text alone")
         content = "\n".join(part["text"] for part in content)
@@ -85,7 +84,7 @@ def up_to_the_last_answer(conversation: Conversation) -> Conversation:
     """Drop the messages after the last answer.
 
     Raises:
-        RowSkipped: there is none, or nothing before it.
+        RowSkipped: there is no answer, or nothing before it.
     """
     answers = [index for index, message in enumerate(conversation) if message["role"] == ASSISTANT]
     if not answers:
@@ -96,10 +95,10 @@ def up_to_the_last_answer(conversation: Conversation) -> Conversation:
 
 
 def render_parts(recipe: Recipe, conversation: Conversation) -> list[tuple[str, bool]]:
-    """Render a conversation that ends with an answer: texts, each with whether it is trained on.
+    """Render a conversation that ends with an answer: texts, and whether each is a target.
 
     Raises:
-        UsageError: what the template makes of the first messages changes when others follow.
+        UsageError: further messages change the template's text for earlier ones.
     """
     done, parts = "", list[tuple[str, bool]]()
     for index, message in enumerate(conversation):
@@ -108,8 +107,8 @@ def render_parts(recipe: Recipe, conversation: Conversation) -> list[tuple[str, 
         before = render(recipe.prompt, {MESSAGES: conversation[:index]})
         if not before.startswith(done):
             raise UsageError(
-                "prompt: after an answer it must go on from what it was before, with the answer as the completion "
-                f"writes it; it does not before message {index + 1}"
+                "prompt: the template must only append text for further messages, and write answers as the completion "
+                f"does; it changes earlier text before message {index + 1}"
             )
         answer = render(recipe.completion, {REPLY: message["content"], MESSAGES: conversation[:index]})
         parts += [(before[len(done) :], False), (answer, True)]
@@ -118,9 +117,9 @@ def render_parts(recipe: Recipe, conversation: Conversation) -> list[tuple[str, 
 
 
 def shorter(conversation: Conversation) -> Iterable[Conversation]:
-    """Yield the conversation without its oldest messages, one less each time; the system message stays.
+    """Yield the conversation without its oldest messages, one less each time.
 
-    Each begins with a message of the user, and has all from there on.
+    The system message stays; the other messages begin with one of the user.
     """
     system = [message for message in conversation if message["role"] == SYSTEM]
     others = [message for message in conversation if message["role"] != SYSTEM]
@@ -129,9 +128,9 @@ def shorter(conversation: Conversation) -> Iterable[Conversation]:
             yield Conversation([*system, *others[start:]])
 
 
-# As transformers makes it, https://github.com/huggingface/transformers/blob/main/src/transformers/utils/chat_template_utils.py
-_THEIRS = bounded_environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-# What `data.chat` makes of messages: no white space around them, and one name for who sets the scene.
+# As in https://github.com/huggingface/transformers/blob/main/src/transformers/utils/chat_template_utils.py
+_TRANSFORMERS = bounded_environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+# Normalizes messages as `read_conversation` does: strips contents and renames the developer role.
 _MESSAGES = (
     "{%- set gptj_ft = namespace(messages=[]) -%}{%- for message in messages -%}"
     "{%- set role = 'system' if message.role == 'developer' else message.role -%}"
@@ -148,14 +147,14 @@ _SAMPLES = (
 
 
 def chat_template(recipe: Recipe) -> str | None:
-    """Return a chat template of `transformers` that renders messages as the recipe's prompt does, to the character.
+    """Return a chat template for `transformers` that renders messages exactly as the recipe's prompt does.
 
-    ``None``: the prompt has several fields or none, or comes out otherwise in the environment of `transformers`.
+    ``None`` if the prompt does not have exactly one field, or renders differently in the environment of `transformers`.
     """
     fields = fields_of(recipe.prompt)
     if len(fields) != 1:
         return None
-    # The empty text at the end keeps a last line break, which that environment would take away.
+    # Jinja drops a template's last line break; the empty expression after it prevents that.
     trim = " | trim" if fields[0] in stripped_fields(recipe.prompt, recipe.completion) else ""
     begin = _MESSAGES if is_chat(recipe) else _LAST % (fields[0], trim)
     template = begin + _portable(recipe.prompt) + "{{ '' }}"
@@ -163,7 +162,9 @@ def chat_template(recipe: Recipe) -> str | None:
 
 
 def _portable(source: str) -> str:
-    """Return a template that keeps its white space where blocks are trimmed by default; without its comments."""
+    """Remove a template's comments, and mark its blocks so that an environment with trim_blocks keeps their white
+    space.
+    """
     text = ""
     for _, kind, value in JINJA.lex(source):
         if kind == "block_begin":
@@ -184,14 +185,14 @@ def _is_same(recipe: Recipe, template: str) -> bool:
             else stripped(recipe, {fields_of(recipe.prompt)[0]: Conversation(sample)[-1]["content"]})
         )
         try:
-            ours = render(recipe.prompt, values)
-        except UsageError:  # a template may refuse who sets the scene
+            expected = render(recipe.prompt, values)
+        except UsageError:  # e.g. a template that rejects system messages
             continue
         try:
-            theirs = compile_template(_THEIRS, template).render({MESSAGES: sample, "add_generation_prompt": True})
+            text = compile_template(_TRANSFORMERS, template).render({MESSAGES: sample, "add_generation_prompt": True})
         except UsageError:
             return False
-        if ours != theirs:
+        if text != expected:
             return False
         compared += 1
     return compared > 0

@@ -3,7 +3,7 @@
     prompt tokens | completion tokens | EOS          loss on completion and EOS
 
 A row above the limit loses part of its `shorten` field and nothing else: instruction, delimiters, the other fields
-and the answer stay whole. A conversation loses its oldest messages.
+and the answer stay complete. A conversation loses its oldest messages.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from gptj_ft.data.tokenization import NoTokenizer, RowTokenizer, no_tokenizer, t
 from gptj_ft.data.truncation import shorten
 from gptj_ft.errors import DataError, RowSkipped, UsageError, did_you_mean
 
-# The recipe to begin with, by task.
-PRESETS = {
+PRESETS = {  # task -> recipe that an error suggests
     "classification": "classification",
     "multi-label": "multi-label",
     "regression": "regression",
@@ -33,28 +32,22 @@ PRESETS = {
     "sentences": "bertsum",
 }
 
-TextPart = tuple[str, bool]  # a text of a row, and whether it is trained on
+TextPart = tuple[str, bool]  # a text of a row, and whether it is a target
 
 
 class Encoded(NamedTuple):
-    """A row as tokens.
+    """A row as tokens."""
 
-    Attributes:
-        documents: token ids, EOS at the end; more than one when plain text is split into windows.
-        prompt_length: tokens at the start that are not trained on.
-        masked_spans: further masked spans, (start, end) pairs in one flat list; of conversations, their questions.
-        tokens_cut: tokens lost by truncation.
-    """
-
-    documents: tuple[Sequence[int], ...]
-    prompt_length: int
+    documents: tuple[Sequence[int], ...]  # token ids ending with EOS; several if plain text is split into windows
+    prompt_length: int  # untrained tokens at the start
     masked_spans: tuple[int, ...] = ()
-    tokens_cut: int = 0
+    """further untrained spans, (start, end) pairs in one flat list; the questions of a conversation"""
+    tokens_cut: int = 0  # tokens lost by truncation
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids of a prompt; ``cut`` tells whether its document was truncated."""
+    """Token ids of a prompt; ``cut`` tells whether it was truncated."""
 
     ids: list[int]
     cut: bool
@@ -64,50 +57,45 @@ def check_templates(recipe: Recipe) -> None:
     """Check templates and length policy against each other.
 
     Raises:
-        UsageError: `shorten` names no field of the prompt, the completion has no field, or `split` is asked for with
-            a prompt.
+        UsageError: they contradict each other.
     """
     if recipe.task != "language-model":
         _check_task_templates(recipe)
         return
     cuttable = fields_of(recipe.prompt or recipe.completion)
     if recipe.pair:
-        raise UsageError("pair: a second text is for a task that labels two, e.g. task=classification")
+        raise UsageError("pair: only tasks that label pairs of texts have a second text, e.g. task=classification")
     if not fields_of(recipe.completion):
-        raise UsageError(f"completion: there is no field in {recipe.completion!r}, so nothing to train on")
+        raise UsageError(f"completion: {recipe.completion!r} has no field, so there is nothing to train on")
     if is_chat(recipe) and REPLY not in fields_of(recipe.completion):
-        raise UsageError(f"completion: of a conversation it must have {{{{ {REPLY} }}}}, the assistant's message")
+        raise UsageError(f"completion: for conversations it must contain {{{{ {REPLY} }}}}, the assistant's message")
     if recipe.shorten and recipe.shorten not in cuttable:
         hint = did_you_mean(recipe.shorten, cuttable)
-        raise UsageError(f"shorten: '{recipe.shorten}' is no field of the prompt{hint}; it has: {', '.join(cuttable)}")
+        raise UsageError(f"shorten: the prompt has no field '{recipe.shorten}'{hint}; it has: {', '.join(cuttable)}")
     if recipe.on_long == "split" and recipe.prompt:
         raise UsageError("on_long: 'split' is for plain text (an empty prompt); use shorten, skip or error")
 
 
 def _check_task_templates(recipe: Recipe) -> None:
-    """Check the templates of a task with labels.
-
-    Raises:
-        UsageError: a template is missing, or one that has no use; or a length policy that the task has not.
-    """
+    """Check the templates of a task with labels."""
     task, inputs = recipe.task, (*fields_of(recipe.prompt), *fields_of(recipe.pair))
     if not fields_of(recipe.prompt):
         raise UsageError(
             f"prompt: task={task} needs a text to read, e.g. prompt: '{{{{ text }}}}' and completion: '{{{{ label }}}}'"
-            f"\nor begin with the recipe {PRESETS[task]}"
+            f"\nor start from the recipe {PRESETS[task]}"
         )
     if not fields_of(recipe.completion):
-        raise UsageError(f"completion: there is no field in {recipe.completion!r}, so nothing to predict")
+        raise UsageError(f"completion: {recipe.completion!r} has no field, so there is nothing to predict")
     if recipe.pair and task in ("token-labels", "sentences"):
-        raise UsageError(f"pair: task={task} is about one text")
+        raise UsageError(f"pair: task={task} reads one text")
     if not recipe.pair and task == "spans":
-        raise UsageError("pair: task=spans looks for the answer in it, e.g. prompt: '{{ question }}', pair: "
-                         "'{{ context }}'")  # fmt: skip
+        raise UsageError("pair: task=spans needs the text that contains the answer, e.g. prompt: '{{ question }}', "
+                         "pair: '{{ context }}'")  # fmt: skip
     if is_chat(recipe):
         raise UsageError(f"prompt: conversations are for task=language-model, not {task}")
     if recipe.shorten and recipe.shorten not in inputs:
         hint = did_you_mean(recipe.shorten, inputs)
-        raise UsageError(f"shorten: '{recipe.shorten}' is no field of prompt or pair{hint}; these have: "
+        raise UsageError(f"shorten: prompt and pair have no field '{recipe.shorten}'{hint}; they have: "
                          f"{', '.join(inputs)}")  # fmt: skip
     if recipe.cut == "answer":
         raise UsageError(f"cut: 'answer' is for task=language-model, not {task}; use end, start or middle")
@@ -116,10 +104,9 @@ def _check_task_templates(recipe: Recipe) -> None:
 
 
 def parts(recipe: Recipe, values: Mapping[str, Any]) -> list[TextPart]:
-    """Render the texts of a row: prompt and completion; of a conversation, one pair for each answer.
+    """Render a row's texts: prompt and completion; for a conversation, one such pair per answer.
 
     Args:
-        recipe: its templates.
         values: field -> text, or `Conversation`.
 
     Raises:
@@ -138,13 +125,13 @@ def eos_of(tokenizer: RowTokenizer) -> int:
     """Return the token id that ends every document.
 
     Raises:
-        UsageError: the tokenizer has none, or there is no tokenizer.
+        UsageError: there is no EOS token, or no tokenizer.
     """
     if isinstance(tokenizer, NoTokenizer):
         raise no_tokenizer(Path(tokenizer.name_or_path))
     if tokenizer.eos_token_id is None:
         raise UsageError(
-            f"the tokenizer {tokenizer.name_or_path} has no EOS token, and a model tuned without one never stops\n"
+            f"the tokenizer {tokenizer.name_or_path} has no EOS token, and a model trained without one never stops\n"
             'name one in its tokenizer_config.json, e.g. "eos_token": "<|endoftext|>"'
         )
     return int(tokenizer.eos_token_id)
@@ -159,20 +146,19 @@ def assemble(
     ids: Sequence[Sequence[int]],
     answer_at: int | None = None,
 ) -> Encoded:
-    """Join a row's tokens, prompt, completion and EOS; apply the length policy: at most `max_length` tokens.
+    """Join the tokens of prompt and completion and add EOS; apply the length policy if there are more than
+    `max_length`.
 
     Args:
-        recipe: templates and length policy.
-        tokenizer: fast tokenizer.
         eos: token id that ends every document.
         values: field -> text.
         texts: the row's texts, see `parts`.
-        ids: tokens of each.
+        ids: tokens of each text.
         answer_at: first character of the answer in the `shorten` field; ``None``: unknown.
 
     Raises:
-        RowSkipped: too long and not to be shortened.
-        DataError: too long, and the policy is `error`.
+        RowSkipped: the row is too long and cannot be shortened.
+        DataError: the row is too long, and the policy is `error`.
     """
     limit = recipe.max_length
     num_tokens = sum(map(len, ids)) + 1
@@ -196,32 +182,29 @@ def assemble(
 
 
 def from_tokens(recipe: Recipe, ids: list[int], trained: Any) -> Encoded:
-    """Encode a row that came as tokens; one that is too long is split if all of it is trained on.
+    """Encode a tokenized row; split it if it is too long and trained as a whole.
 
-    `max_length` bounds its inputs: the last target may be the token after them, as in windows that other systems have
-    made of so many inputs and so many targets.
+    `max_length` bounds the inputs: the last target may be one token beyond, as in windows of other systems with n
+    inputs and n targets.
 
     Args:
-        recipe: its length policy.
-        ids: the tokens.
-        trained: (start, end) pairs of the tokens that are targets, or their numbers in one flat list; ``None``: all
-            but the first.
+        trained: (start, end) pairs of the targets, nested or in one flat list; ``None``: all tokens but the first.
 
     Raises:
-        RowSkipped: no token is trained on, or too long.
-        DataError: too long, and the policy is `error`; or pairs that are none.
+        RowSkipped: there is no target, or the row is too long.
+        DataError: the row is too long, and the policy is `error`; or ``trained`` is malformed.
     """
     spans = [1, len(ids)] if trained is None else _flat(trained)
     borders = [0, *spans]
     if len(spans) % 2 or any(one > other for one, other in pairwise(borders)) or borders[-1] > len(ids):
         raise DataError(
-            f"'trained' is no list of (start, end) pairs that rise inside the row's {len(ids):,} tokens, such as "
+            f"'trained' must be a list of ascending (start, end) pairs within the row's {len(ids):,} tokens, such as "
             "[[2, 5], [7, 9]]"
         )
     pairs = [(max(start, 1), end) for start, end in zip(spans[::2], spans[1::2], strict=True) if end > max(start, 1)]
     if not pairs:
         raise RowSkipped("no token that is trained on")
-    last = pairs[-1][1]  # what follows the last target is of no use
+    last = pairs[-1][1]  # tokens after the last target have no effect
     ids = ids[:last]
     if num_inputs(len(ids), recipe.max_length) > recipe.max_length:
         if recipe.on_long == "split" and len(pairs) == 1 and pairs[0][0] == 1:
@@ -233,7 +216,7 @@ def from_tokens(recipe: Recipe, ids: list[int], trained: Any) -> Encoded:
 
 
 def _flat(trained: Any) -> list[int]:
-    """Flatten pairs of numbers, or numbers; anything else becomes a list that no row has.
+    """Flatten a list of pairs or of numbers; return an invalid list for anything else.
 
     >>> _flat([[2, 5], [7, 9]]), _flat([2, 5, 7, 9]), _flat("2-5")
     ([2, 5, 7, 9], [2, 5, 7, 9], [-1])
@@ -245,19 +228,18 @@ def _flat(trained: Any) -> list[int]:
 
 
 def encode_prompt(recipe: Recipe, tokenizer: RowTokenizer, values: Mapping[str, Any], room: int) -> Prompt:
-    """Encode the prompt of a row, truncated as in training.
+    """Encode a row's prompt, truncated as in training.
 
-    Without a prompt template (plain text) the text itself is continued, and of a long one its end is kept.
+    Without a prompt template (plain text), the text itself is the prompt, and truncation keeps its end.
 
     Args:
-        recipe: the one the model was tuned with.
-        tokenizer: the model's.
+        recipe: the model's recipe.
         values: field -> text; the completion's fields are not needed.
-        room: most tokens the prompt may take.
+        room: most tokens of the prompt.
 
     Raises:
-        DataError: a field is blank, or the prompt is too long and not to be shortened.
-        UsageError: no room at all.
+        DataError: a field is blank, or the prompt is too long and cannot be shortened.
+        UsageError: there is no room at all.
     """
     if room < 1:
         raise UsageError("no room is left for the prompt; lower generation.max_new_tokens")
@@ -282,7 +264,7 @@ def encode_prompt(recipe: Recipe, tokenizer: RowTokenizer, values: Mapping[str, 
 
 
 def _joined(texts: Sequence[TextPart], ids: Sequence[Sequence[int]], eos: int, tokens_cut: int = 0) -> Encoded:
-    whole = array("i")  # of tokens that are in one already it takes them as they are
+    whole = array("i")  # extends fast by another array
     for each in ids:
         whole.extend(each)
     whole.append(eos)
@@ -312,5 +294,5 @@ def _refuse_if_not_to_be_shortened(recipe: Recipe, num_tokens: int) -> None:
 
 
 def _windows(ids: Sequence[int], length: int) -> tuple[Sequence[int], ...]:
-    """Split plain text into windows that overlap by one token, so that every token but the first is a target once."""
+    """Split plain text into windows that overlap by one token: every token but the first is a target once."""
     return tuple(ids[start : start + length] for start in range(0, len(ids) - 1, length - 1))

@@ -1,4 +1,4 @@
-"""Load tokenizers, tokenize texts in batches through a word-to-token cache, and locate tokens in a text."""
+"""Load tokenizers, tokenize texts in batches with a cache of words, and locate tokens in a text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import pre_tokenizers
 
-from gptj_ft.data.wordpiece import CLASSES, VOCABULARY, load_wordpiece, normalizer_as_said, splits_at_blanks
+from gptj_ft.data.wordpiece import CLASSES, VOCABULARY, load_wordpiece, normalizer_of, splits_at_blanks
 from gptj_ft.errors import UsageError
 from gptj_ft.system.digests import check_file
 from gptj_ft.system.files import read_text, require_plain
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-# Classes that add nothing to what tokenizer.json says.
+# Tokenizer classes whose behaviour tokenizer.json describes completely.
 GENERIC = ("GPT2Tokenizer", "GPT2TokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend")
-# What decides which ids a text becomes; truncation, padding and post-processing are not used here.
+# Parts of tokenizer.json that decide a text's token ids; truncation, padding and post-processing are not used.
 _PARTS = ("normalizer", "pre_tokenizer", "model", "added_tokens")
 
 
 class NoTokenizer:
-    """Stands for the tokenizer of a model folder that has none: rows that are tokens already need none."""
+    """Placeholder for a missing tokenizer: rows of tokens need none."""
 
     split_special_tokens, eos_token_id = True, None
 
@@ -40,19 +40,15 @@ class NoTokenizer:
 
     @property
     def backend_tokenizer(self) -> Any:
-        """Refuse to tokenise.
-
-        Raises:
-            UsageError: always.
-        """
+        """Raise the error that explains the missing tokenizer."""
         raise no_tokenizer(self._folder)
 
     def get_vocab(self) -> dict[str, int]:
-        """Return no token."""
+        """Return an empty vocabulary."""
         return {}
 
     def decode(self, ids: Sequence[int], /) -> str:
-        """Return the ids themselves."""
+        """Return the ids as text."""
         return "".join(f"[{number}]" for number in ids)
 
 
@@ -60,34 +56,30 @@ RowTokenizer: TypeAlias = "PreTrainedTokenizerFast | NoTokenizer"
 
 
 def no_tokenizer(folder: Path) -> UsageError:
-    """Return the error of a model folder that has no tokenizer where one is needed."""
+    """Return the error for a model folder without a tokenizer."""
     return UsageError(
         f"{folder} has no tokenizer: neither tokenizer.json nor vocab.json with merges.txt nor vocab.txt\n"
-        "copy these files from the original model (for GPT-J: `gptj-ft download` has them); only rows that are tokens "
-        "already need none"
+        "copy these files from the original model (for GPT-J, `gptj-ft download` fetches them); only tokenized rows "
+        "need no tokenizer"
     )
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Tell whether a model folder has the files of a tokenizer."""
+    """Tell whether a model folder has tokenizer files."""
     sets = (("tokenizer.json",), ("vocab.json", "merges.txt"), (VOCABULARY,))
     return any(all((folder / name).exists() for name in names) for names in sets)
 
 
 def load_row_tokenizer(folder: Path) -> RowTokenizer:
-    """Load the tokenizer of a folder; for a folder without one, a `NoTokenizer`, which refuses where one is needed.
-
-    Raises:
-        UsageError, DataError: as `load_tokenizer`.
-    """
+    """Load a folder's tokenizer; without tokenizer files, return a `NoTokenizer`."""
     return NoTokenizer(folder) if folder.is_dir() and not has_tokenizer(folder) else load_tokenizer(folder)
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """Load a folder's fast tokenizer; never from the network.
+    """Load a folder's fast tokenizer; never use the network.
 
     Raises:
-        UsageError: no tokenizer files in it, or none that can be read; says what is missing.
+        UsageError: there are no tokenizer files, or they cannot be read.
         DataError: the folder has a link to elsewhere.
     """
     if not folder.is_dir():
@@ -107,36 +99,36 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
         raise UsageError(f"cannot read the tokenizer in {folder}: {reason}") from error
     if not tokenizer.is_fast:
         raise UsageError(f"{folder}: {type(tokenizer).__name__} is not a fast tokenizer; it needs a tokenizer.json")
-    # "<|endoftext|>" in somebody's text is text: a document must not end because its author wrote of one.
+    # "<|endoftext|>" in a user's text must stay text, not end the document.
     tokenizer.split_special_tokens = True
     return tokenizer
 
 
 def _read(folder: Path, present: set[str]) -> PreTrainedTokenizerFast:
-    """Read a folder's tokenizer by the class that it needs."""
+    """Read a folder's tokenizer with the class that its configuration names."""
     config = _config_of(folder)
     name = config.get("tokenizer_class")
     is_bert = name in CLASSES
     if "tokenizer.json" not in present and VOCABULARY in present and (is_bert or name is None):
         return load_wordpiece(folder, config)
     if present >= {"tokenizer.json", "tokenizer_config.json"} and (is_bert or name in GENERIC):
-        # All of it is in tokenizer.json, and this class comes without torch, which takes seconds to load.
+        # This class reads tokenizer.json without importing torch, which takes seconds.
         from transformers import PreTrainedTokenizerFast
 
         tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
         if is_bert:
             backend = tokenizer.backend_tokenizer
-            backend.normalizer = normalizer_as_said(backend.normalizer, config)
+            backend.normalizer = normalizer_of(backend.normalizer, config)
         return tokenizer
     from transformers import AutoTokenizer, GPT2TokenizerFast
 
-    # Without one of these AutoTokenizer cannot know the class; bare vocabulary and merges are GPT-2's, as GPT-J's are.
+    # AutoTokenizer needs one of these files to choose a class. Bare vocabulary and merges are GPT-2's or GPT-J's.
     is_known = present & {"tokenizer_config.json", "config.json", "tokenizer.json"}
     return (AutoTokenizer if is_known else GPT2TokenizerFast).from_pretrained(str(folder), local_files_only=True)
 
 
 def _config_of(folder: Path) -> dict[str, Any]:
-    """Read tokenizer_config.json; empty if it is not there or no JSON."""
+    """Read tokenizer_config.json; empty if it is missing or malformed."""
     try:
         config = json.loads(read_text(folder / "tokenizer_config.json"))
     except (ValueError, OSError):
@@ -146,52 +138,39 @@ def _config_of(folder: Path) -> dict[str, Any]:
 
 @lru_cache(maxsize=4)
 def tokenizer_digest(tokenizer: RowTokenizer) -> str:
-    """Return the SHA-256 of a tokenizer: vocabulary, merges, text splitting, EOS id and the tokens that frame texts.
-
-    Of none it is empty.
-    """
+    """Return the SHA-256 of vocabulary, merges, text splitting, EOS id and frame; "" for a `NoTokenizer`."""
     if isinstance(tokenizer, NoTokenizer):
         return ""
     saved = json.loads(tokenizer.backend_tokenizer.to_str())
     parts = {name: saved.get(name) for name in _PARTS} | {"eos": tokenizer.eos_token_id}
-    if (frame := frame_of(tokenizer)).is_there:
+    if (frame := frame_of(tokenizer)).exists:
         parts["frame"] = list(frame)
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 class Frame(NamedTuple):
-    """Special tokens that stand around texts: [CLS] a [SEP], or [CLS] a [SEP] b [SEP].
+    """Special tokens around texts: [CLS] a [SEP], or [CLS] a [SEP] b [SEP]."""
 
-    Attributes:
-        first: tokens before the text.
-        last: tokens after it, and after the second of two.
-        middle: tokens between two texts.
-        has_types: whether the second text, and what follows it, is of another token type.
-    """
-
-    first: tuple[int, ...]
-    last: tuple[int, ...]
-    middle: tuple[int, ...]
-    has_types: bool
+    first: tuple[int, ...]  # before the first text
+    last: tuple[int, ...]  # after the last text
+    middle: tuple[int, ...]  # between two texts
+    has_types: bool  # whether the second text, and everything after it, has another token type
 
     @property
-    def is_there(self) -> bool:
-        """Whether there are such tokens on both sides; those of GPT's kind have none, and the last token stands."""
+    def exists(self) -> bool:
+        """Whether both sides have such tokens; GPT's tokenizers have none, and their last token is classified."""
         return bool(self.first and self.last)
 
 
 @lru_cache(maxsize=4)
 def frame_of(tokenizer: RowTokenizer) -> Frame:
-    """Find the special tokens that a tokenizer puts around texts.
-
-    Args:
-        tokenizer: BERT's or RoBERTa's has them; GPT's has not.
-    """
+    """Find the special tokens that a tokenizer puts around texts; BERT's and RoBERTa's do, GPT's do not."""
     pair = backend_of(tokenizer).encode("a", "b", add_special_tokens=True)
-    of = pair.sequence_ids  # the text that each token is of
-    if 0 not in of or 1 not in of:
+    text_of = pair.sequence_ids  # text of each token; None for special tokens
+    if 0 not in text_of or 1 not in text_of:
         return Frame((), (), (), False)
-    ends = of.index(0), len(of) - of[::-1].index(0), of.index(1), len(of) - of[::-1].index(1)
+    count = len(text_of)
+    ends = text_of.index(0), count - text_of[::-1].index(0), text_of.index(1), count - text_of[::-1].index(1)
     first, middle, last = pair.ids[: ends[0]], pair.ids[ends[1] : ends[2]], pair.ids[ends[3] :]
     has_types = bool(last) and pair.type_ids[ends[2]] != pair.type_ids[ends[0]]
     return Frame(tuple(first), tuple(last), tuple(middle), has_types)
@@ -202,16 +181,16 @@ Characters = NDArray[np.int64]
 
 
 def tokenize(tokenizer: RowTokenizer, batch: Sequence[str]) -> list[list[int]]:
-    """Tokenize texts in one call, without adding special tokens."""
+    """Tokenize texts in one call, without special tokens."""
     backend = backend_of(tokenizer)
-    if len(batch) < 2:  # which is not worth waking other threads for
+    if len(batch) < 2:  # not worth waking other threads
         return [backend.encode(text, add_special_tokens=False).ids for text in batch]
-    # Without offsets it is faster.
+    # The fast variant computes no offsets.
     return [encoding.ids for encoding in backend.encode_batch_fast(list(batch), add_special_tokens=False)]
 
 
 class TokenSpans(Sequence[Span]):
-    """Character spans of the tokens of a text.
+    """Character spans of a text's tokens.
 
     Args:
         firsts, ends: first character and end of each token, in order.
@@ -230,20 +209,18 @@ class TokenSpans(Sequence[Span]):
 
 
 def token_spans(tokenizer: RowTokenizer, text: str, ids: Sequence[int]) -> TokenSpans:
-    """Locate the tokens of a text, in characters; several tokens of one character each span all of it.
+    """Locate a text's tokens in characters. Several tokens of one character each span the whole character.
 
     Args:
-        tokenizer: a fast one.
-        text: text to locate them in.
-        ids: its tokens, as `tokenize` returns them.
+        ids: the text's tokens, from `tokenize`.
     """
     if len(sizes := _token_bytes(tokenizer)):
         lengths = sizes[np.asarray(ids, np.int64)]
         ends, raw = np.cumsum(lengths), np.frombuffer(text.encode(), np.uint8)
         if len(ends) and ends[-1] == len(raw):
-            if len(raw) == len(text):  # a byte is a character
+            if len(raw) == len(text):  # ASCII: bytes are characters
                 return TokenSpans(ends - lengths, ends)
-            character = np.cumsum((raw & 0xC0) != 0x80)  # that a byte is of, counted from 1
+            character = np.cumsum((raw & 0xC0) != 0x80)  # character number of each byte, from 1
             return TokenSpans(character[ends - lengths] - 1, character[ends - 1])
     offsets = np.array(backend_of(tokenizer).encode(text, add_special_tokens=False).offsets, np.int64).reshape(-1, 2)
     return TokenSpans(offsets[:, 0], offsets[:, 1])
@@ -251,12 +228,12 @@ def token_spans(tokenizer: RowTokenizer, text: str, ids: Sequence[int]) -> Token
 
 @lru_cache(maxsize=4)
 def _token_bytes(tokenizer: RowTokenizer) -> Characters:
-    """Return the byte length of every token; empty if it is uncertain or the tokenizer drops blanks."""
+    """Return every token's length in bytes; empty if it is uncertain or the tokenizer drops blanks."""
     backend = backend_of(tokenizer)
-    places = backend.encode("a b", add_special_tokens=False).offsets
-    if not splits_before_blanks(tokenizer) or len(places) < 2 or places[1][0] != 1:
+    offsets = backend.encode("a b", add_special_tokens=False).offsets
+    if not splits_before_blanks(tokenizer) or len(offsets) < 2 or offsets[1][0] != 1:
         return np.empty(0, np.int64)
-    # Each character of a token's name stands for a byte.
+    # Byte-level BPE: each character of a token's name stands for one byte.
     sizes = {number: len(name) for name, number in backend.get_vocab(with_added_tokens=False).items()}
     sizes |= {number: len(token.content.encode()) for number, token in backend.get_added_tokens_decoder().items()}
     table = np.zeros(max(sizes) + 1, np.int64)
@@ -265,9 +242,9 @@ def _token_bytes(tokenizer: RowTokenizer) -> Characters:
 
 
 def backend_of(tokenizer: RowTokenizer) -> Any:
-    """Return the `tokenizers.Tokenizer`, without truncation, padding and special tokens."""
+    """Return the `tokenizers.Tokenizer` without truncation, padding and special tokens."""
     backend = tokenizer.backend_tokenizer
-    # Changing a tokenizer waits for all that is being encoded by another thread, even where nothing changes.
+    # Each setter waits until other threads have finished encoding: call it only for a real change.
     if backend.truncation is not None:
         backend.no_truncation()
     if backend.padding is not None:
@@ -278,10 +255,11 @@ def backend_of(tokenizer: RowTokenizer) -> Any:
 
 
 def splits_before_blanks(tokenizer: RowTokenizer) -> bool:
-    r"""Tell whether no token goes across a place where a blank follows what is none.
+    r"""Tell whether no token crosses the start of a run of blanks.
 
-    So it is with GPT-2's splitting, ``'s|'t|...| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+``: a piece has a
-    blank at its beginning or consists of blanks, and looks at nothing before it. Tokens are made inside pieces.
+    This holds for GPT-2's splitting, ``'s|'t|...| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+``: a blank is
+    either the first character of a piece, or the piece consists of blanks. No piece looks behind its start, and tokens
+    are made within pieces.
     """
     backend = tokenizer.backend_tokenizer
     splitter = backend.pre_tokenizer
@@ -290,7 +268,7 @@ def splits_before_blanks(tokenizer: RowTokenizer) -> bool:
         and splitter.use_regex
         and not splitter.add_prefix_space
         and backend.normalizer is None
-        and not getattr(backend.model, "dropout", None)  # tokens by chance
+        and not getattr(backend.model, "dropout", None)  # BPE dropout: random tokens
         and not any(
             token.lstrip or token.rstrip or any(map(str.isspace, token.content))
             for token in backend.get_added_tokens_decoder().values()
@@ -299,41 +277,41 @@ def splits_before_blanks(tokenizer: RowTokenizer) -> bool:
 
 
 def is_before_blank(text: str, at: int) -> bool:
-    """Tell whether a blank follows what is none."""
-    # Blanks of the splitting are Unicode's White_Space; Python's `isspace` adds four separators of ASCII.
+    """Tell whether a blank at this position follows a non-blank character."""
+    # The splitting uses Unicode's White_Space; Python's `isspace` adds four ASCII separators.
     is_blank = 0 < at < len(text) and text[at].isspace() and text[at] not in "\x1c\x1d\x1e\x1f"
     return is_blank and not text[at - 1].isspace()
 
 
-MOST_WORDS = 2**17  # in the table, some 40 MB
-_LONGEST_WORD = 64  # characters
-MEAN_WORD = 16  # characters of a text's words, above which its script is one that does without blanks
+MOST_WORDS = 2**17  # in the cache, about 40 MB
+_LONGEST_WORD = 64  # characters, of cached words
+MEAN_WORD = 16  # characters per word; above, the script has no blanks between words, and caching does not pay
 
 Tokens: TypeAlias = "array[int]"  # of 32 bits
 Tokenize: TypeAlias = "Callable[[Sequence[str]], list[Tokens]]"
 
 
 def tokenize_by(tokenizer: RowTokenizer) -> Tokenize:
-    """Return a function like `tokenize` that caches words where the tokenizer splits texts before blanks."""
+    """Return a function like `tokenize`, with a word cache if the tokenizer splits texts at blanks."""
     if splits_before_blanks(tokenizer) or splits_at_blanks(tokenizer):
         return WordCache(tokenizer)
     return lambda texts: [array("i", ids) for ids in tokenize(tokenizer, texts)]
 
 
 def words_of(text: str) -> list[str]:
-    """Split a text before each blank or line end that follows neither; it must not hold U+0000."""
+    """Split a text before each run of blanks and line ends; the text must not contain U+0000."""
     marked = text.replace(" ", "\0 ").replace("\n", "\0\n")
     return marked.replace(" \0", " ").replace("\n\0", "\n").split("\0")
 
 
 class EndsInBlank(Exception):
-    """A split follows a blank of another kind, so a token may cross it."""
+    """A piece ends in another kind of blank, so a token may cross its end."""
 
 
 class WordCache(dict[str, bytes]):
-    """Tokenizes texts through a table: a word with the blanks before it -> the bytes of its token ids.
+    """Tokenize texts through a cache: word with its preceding blanks -> bytes of its token ids.
 
-    Needs `splits_before_blanks` or `splits_at_blanks`; not thread-safe.
+    Requires `splits_before_blanks` or `splits_at_blanks`; not thread-safe.
     """
 
     def __init__(self, tokenizer: RowTokenizer) -> None:
@@ -341,13 +319,13 @@ class WordCache(dict[str, bytes]):
         self._tokenizer, self._backend = tokenizer, backend_of(tokenizer)
 
     def __call__(self, texts: Sequence[str]) -> list[Tokens]:
-        """Tokenize texts in one call, without adding special tokens."""
-        found = list(map(self._look_up, texts))
-        rest = iter(tokenize(self._tokenizer, [text for text, ids in zip(texts, found, strict=True) if ids is None]))
-        return [array("i", next(rest) if ids is None else ids) for ids in found]
+        """Tokenize texts, without special tokens."""
+        cached = list(map(self._look_up, texts))
+        rest = iter(tokenize(self._tokenizer, [text for text, ids in zip(texts, cached, strict=True) if ids is None]))
+        return [array("i", next(rest) if ids is None else ids) for ids in cached]
 
     def _look_up(self, text: str) -> bytes | None:
-        """Look up the tokens of a text; ``None`` if it cannot be split, or should not be."""
+        """Return a text's token ids; ``None`` if it cannot be split into words."""
         if len(text) > MEAN_WORD * (text.count(" ") + 2) or "\0" in text:
             return None
         try:
@@ -356,12 +334,12 @@ class WordCache(dict[str, bytes]):
             return None
 
     def __missing__(self, word: str) -> bytes:
-        # Behind these two nothing is ever taken apart: they are at the end of the text.
+        # A word may end in " " or "\n" only at the end of the text: `words_of` splits before them.
         if word and word[-1].isspace() and word[-1] not in " \n":
             raise EndsInBlank
         ids = array("i", self._backend.encode(word, add_special_tokens=False).ids).tobytes()
         if len(word) <= _LONGEST_WORD:
             if len(self) == MOST_WORDS:
-                self.clear()  # what is common is soon there again
+                self.clear()  # common words return quickly
             self[word] = ids
         return ids

@@ -1,4 +1,8 @@
-"""Load BERT's tokenizer: from its vocabulary alone, or from tokenizer.json as its class reads that."""
+"""Load BERT's tokenizer: from vocab.txt, or from tokenizer.json with the settings of tokenizer_config.json.
+
+`tokenizers` does the work. Its own vocabulary reader is not used, as it strips white space from tokens, nor the BERT
+class of `transformers`, as it imports torch.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +21,15 @@ if TYPE_CHECKING:
 
 VOCABULARY = "vocab.txt"
 CLASSES = ("BertTokenizer", "BertTokenizerFast")
-CONTINUATION = "##"  # before what goes on with a word
-# The tokens that frame texts, by the name that they have in tokenizer_config.json.
-SPECIAL = {
+CONTINUATION = "##"  # prefix of tokens inside a word
+SPECIAL = {  # name in tokenizer_config.json -> default token
     "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]", "mask_token": "[MASK]"
 }  # fmt: skip
 NEEDED = ("unk_token", "cls_token", "sep_token")
 
 
 def read_vocabulary(path: Path) -> dict[str, int]:
-    """Read a vocabulary: a token a line, its id the number of the line.
+    """Read a vocabulary: one token per line; its id is the line number.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -34,39 +37,38 @@ def read_vocabulary(path: Path) -> dict[str, int]:
     ...     list(read_vocabulary(path))
     ['[PAD]', 'the', '##\\u2028']
     """
-    lines = re.split("\r\n|\r|\n", read_text(path))  # `splitlines` would split tokens of the vocabulary, too
+    lines = re.split("\r\n|\r|\n", read_text(path))  # `splitlines` would also split at U+2028, a token
     return {token: number for number, token in enumerate(lines[:-1] if lines[-1] == "" else lines)}
 
 
 def is_cased(vocabulary: Mapping[str, int]) -> bool:
-    """Tell whether a vocabulary has upper-case words; one of lower-case words knows none."""
+    """Tell whether a vocabulary has words with upper-case letters."""
     return any(token != token.lower() for token in vocabulary if not (token.startswith("[") and token.endswith("]")))
 
 
 def load_wordpiece(folder: Path, config: Mapping[str, Any]) -> PreTrainedTokenizerFast:
-    """Make BERT's tokenizer of a folder with a vocabulary and no tokenizer.json.
+    """Build BERT's tokenizer from ``vocab.txt``, without tokenizer.json.
 
     Args:
-        folder: folder with ``vocab.txt``.
-        config: its tokenizer_config.json; a vocabulary with upper-case words is cased where that does not say.
+        config: tokenizer_config.json; if it does not say, a vocabulary with upper-case words is cased.
 
     Raises:
-        UsageError: the vocabulary lacks a token that frames texts.
+        UsageError: the vocabulary lacks a special token.
     """
-    # It comes without torch, which transformers' own class of BERT loads.
+    # This class does not import torch.
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = read_vocabulary(folder / VOCABULARY)
     special = {role: _content(config.get(role)) or token for role, token in SPECIAL.items()}
     if missing := [special[role] for role in NEEDED if special[role] not in vocabulary]:
         raise UsageError(
-            f"{folder / VOCABULARY} is no vocabulary of BERT's: it lacks {listed(missing)}\n"
-            "it has a token a line; a tokenizer_config.json beside it may give these tokens other names"
+            f"{folder / VOCABULARY} is not a BERT vocabulary: it lacks {listed(missing)}\n"
+            "it must have one token per line; tokenizer_config.json may give these tokens other names"
         )
     backend = Tokenizer(models.WordPiece(vocabulary, unk_token=special["unk_token"]))
     is_lower = config.get("do_lower_case")
     backend.normalizer = _normalizer({"do_lower_case": not is_cased(vocabulary) if is_lower is None else is_lower})
-    backend.normalizer = normalizer_as_said(backend.normalizer, config)
+    backend.normalizer = normalizer_of(backend.normalizer, config)
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece(prefix=CONTINUATION)
     cls, sep = special["cls_token"], special["sep_token"]
@@ -79,22 +81,20 @@ def load_wordpiece(folder: Path, config: Mapping[str, Any]) -> PreTrainedTokeniz
     return PreTrainedTokenizerFast(tokenizer_object=backend, name_or_path=str(folder), **known)
 
 
-def normalizer_as_said(normalizer: Any, config: Mapping[str, Any]) -> Any:
-    """Return BERT's normalizer as tokenizer_config.json has it, which stands above tokenizer.json.
+def normalizer_of(normalizer: Any, config: Mapping[str, Any]) -> Any:
+    """Apply the settings of tokenizer_config.json to the BERT normalizer of tokenizer.json.
 
-    Args:
-        normalizer: normalizer of tokenizer.json.
-        config: tokenizer_config.json, in which ``null`` says nothing but of accents.
+    In the settings, ``null`` has a meaning only for ``strip_accents``.
     """
     if not isinstance(normalizer, normalizers.BertNormalizer):
         return normalizer
-    said = {"do_lower_case": normalizer.lowercase, "tokenize_chinese_chars": normalizer.handle_chinese_chars}
-    said |= {name: config[name] for name in said if isinstance(config.get(name), bool)}
-    return _normalizer({**said, "strip_accents": config.get("strip_accents", normalizer.strip_accents)})
+    options = {"do_lower_case": normalizer.lowercase, "tokenize_chinese_chars": normalizer.handle_chinese_chars}
+    options |= {name: config[name] for name in options if isinstance(config.get(name), bool)}
+    return _normalizer({**options, "strip_accents": config.get("strip_accents", normalizer.strip_accents)})
 
 
 def splits_at_blanks(tokenizer: Any) -> bool:
-    """Tell whether no token of a WordPiece tokenizer goes across a blank, and none depends on what is beyond one."""
+    """Tell whether each word between blanks gets the same WordPiece tokens by itself."""
     backend = tokenizer.backend_tokenizer
     return (
         isinstance(backend.model, models.WordPiece)
@@ -107,16 +107,16 @@ def splits_at_blanks(tokenizer: Any) -> bool:
     )
 
 
-def _normalizer(said: Mapping[str, Any]) -> normalizers.BertNormalizer:
+def _normalizer(options: Mapping[str, Any]) -> normalizers.BertNormalizer:
     return normalizers.BertNormalizer(
         clean_text=True,
-        handle_chinese_chars=said.get("tokenize_chinese_chars", True),
-        strip_accents=said.get("strip_accents"),
-        lowercase=said["do_lower_case"],
+        handle_chinese_chars=options.get("tokenize_chinese_chars", True),
+        strip_accents=options.get("strip_accents"),
+        lowercase=options["do_lower_case"],
     )
 
 
 def _content(token: Any) -> str:
-    """Return the text of a special token, which old files write as an object."""
+    """Return a special token's text; old files store it as an object."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else ""

@@ -134,5 +134,5 @@ def test_a_conversation_that_is_too_long_loses_its_oldest_messages_and_never_the
 
 def test_a_template_that_rewrites_what_was_said_before_is_refused(tokenizer) -> None:
     count = chat(prompt="{{ messages | length }} messages\n\nAssistant:")
-    with pytest.raises(UsageError, match="go on from what it was before"):
+    with pytest.raises(UsageError, match="must only append text for further messages"):
         encode(count, tokenizer, read({"messages": MESSAGES}).values)

@@ -398,13 +398,13 @@ def test_the_cache_tells_apart_what_was_asked_for(bert: Any) -> None:
     ("options", "said"),
     [
         ({"prompt": ""}, "prompt: task=classification needs a text to read"),
-        ({"completion": "yes"}, "completion: there is no field in 'yes'"),
-        ({"shorten": "txt"}, "shorten: 'txt' is no field of prompt or pair (did you mean 'text'?)"),
+        ({"completion": "yes"}, "completion: 'yes' has no field"),
+        ({"shorten": "txt"}, "shorten: prompt and pair have no field 'txt' (did you mean 'text'?)"),
         ({"cut": "answer"}, "cut: 'answer' is for task=language-model"),
         ({"packing": "apart"}, "packing: windows of several documents are for task=language-model"),
-        ({"task": "language-model", "pair": "{{ other }}"}, "pair: a second text is for a task that labels two"),
-        ({"task": "spans"}, "pair: task=spans looks for the answer in it"),
-        ({"task": "token-labels", "pair": "{{ other }}"}, "pair: task=token-labels is about one text"),
+        ({"task": "language-model", "pair": "{{ other }}"}, "pair: only tasks that label pairs of texts"),
+        ({"task": "spans"}, "pair: task=spans needs the text that contains the answer"),
+        ({"task": "token-labels", "pair": "{{ other }}"}, "pair: task=token-labels reads one text"),
         ({"max_length": 2}, "max_length: 2 tokens leave no room for a text"),
     ],
 )

@@ -284,7 +284,7 @@ def test_a_missing_header_is_noticed_and_no_row_is_printed(content: str, tmp_pat
     path = tmp_path / "rows.csv"
     path.write_text(content)
     with pytest.raises(
-        DataError, match=r"looks like a row, not like column names .* add a header line, e\.g\. document,summary"
+        DataError, match=r"looks like a row, not like column names: add a header line, e\.g\. document,summary"
     ) as told:
         columns(path)
     assert "secret" not in str(told.value).lower()
@@ -446,7 +446,9 @@ def test_of_several_sheets_the_first_that_is_seen_is_read_or_the_one_that_is_nam
 
 def test_a_workbook_without_names_of_columns_is_noticed_and_one_without_rows_too(tmp_path: Path) -> None:
     path = workbook(tmp_path / "a.xlsx", {"Sheet": [["Doctor: where does it hurt today, please?", 17], ["x", 18]]})
-    with pytest.raises(DataError, match=r"looks like a row, not like column names .* e\.g\. document, summary") as told:
+    with pytest.raises(
+        DataError, match=r"looks like a row, not like column names: .* e\.g\. document, summary"
+    ) as told:
         columns(path)
     assert "hurt" not in str(told.value)
     for rows in ([], [[]], [["document", "summary"]]):

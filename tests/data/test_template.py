@@ -82,7 +82,7 @@ def test_several_columns_that_may_be_a_field_are_not_chosen_from():
         choose_columns(["id", "Dialogue", "text", "summary"], recipe())
     assert caught.value.field == "document"
     assert caught.value.choices == ("text", "Dialogue")
-    assert str(caught.value).endswith("say which with --map document=text")
+    assert str(caught.value).endswith("choose one with --map document=text")
     chosen = choose_columns(["id", "Dialogue", "text", "summary"], recipe(map="document=Dialogue"))
     assert chosen == {"document": "Dialogue", "summary": "summary"}
 
@@ -414,13 +414,13 @@ def test_a_tokenizer_without_eos_is_refused():
 
 
 def test_templates_and_policies_that_contradict_each_other_are_refused():
-    with pytest.raises(UsageError, match=r"'documents' is no field of the prompt \(did you mean 'document'\?\)"):
+    with pytest.raises(UsageError, match=r"the prompt has no field 'documents' \(did you mean 'document'\?\)"):
         check_templates(recipe(shorten="documents"))
-    with pytest.raises(UsageError, match="'summary' is no field of the prompt"):
+    with pytest.raises(UsageError, match="the prompt has no field 'summary'"):
         check_templates(recipe(shorten="summary"))
     with pytest.raises(UsageError, match="'split' is for plain text"):
         check_templates(recipe(on_long="split"))
-    with pytest.raises(UsageError, match="there is no field in"):
+    with pytest.raises(UsageError, match="has no field, so there is nothing"):
         check_templates(recipe(completion=" yes"))
     with pytest.raises(UsageError, match="the assistant's message"):
         check_templates(recipe("chat", completion="{{ answer }}"))

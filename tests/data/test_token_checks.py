@@ -198,9 +198,9 @@ def test_rows_of_tokens_without_any_target_end_with_exit_3_and_the_data_named(sh
         ({"input_ids": [1, -1]}, "input_ids is not a list of token ids"),
         ({"input_ids": [1, 50400]}, "rows.jsonl:1: token id 50400, but the model's ids end at"),
         ({"input_ids": "text"}, "input_ids is not a list of token ids"),
-        ({"input_ids": [1, 2, 3], "trained": [2, 1]}, "rows.jsonl:1: 'trained' is no list"),
-        ({"input_ids": [1, 2, 3], "trained": "all"}, "rows.jsonl:1: 'trained' is no list"),
-        ({"input_ids": [1, 2, 3], "trained": 7}, "rows.jsonl:1: 'trained' is no list"),
+        ({"input_ids": [1, 2, 3], "trained": [2, 1]}, "rows.jsonl:1: 'trained' must be a list"),
+        ({"input_ids": [1, 2, 3], "trained": "all"}, "rows.jsonl:1: 'trained' must be a list"),
+        ({"input_ids": [1, 2, 3], "trained": 7}, "rows.jsonl:1: 'trained' must be a list"),
     ):
         (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 5)
         got = shell(f"prepare-data --recipe autocomplete --model {done.json['model']} --data rows.jsonl --output none")

@@ -208,6 +208,6 @@ def test_line_ends_of_other_systems_are_no_part_of_a_token(tmp_path: Path) -> No
 
 def test_a_list_of_words_that_is_no_vocabulary_of_berts_says_what_it_lacks(tmp_path: Path) -> None:
     (tmp_path / "vocab.txt").write_text("[UNK]\nthe\n")
-    with pytest.raises(UsageError, match=r"vocab\.txt is no vocabulary of BERT's: it lacks \[CLS\], \[SEP\]\n"):
+    with pytest.raises(UsageError, match=r"vocab\.txt is not a BERT vocabulary: it lacks \[CLS\], \[SEP\]\n"):
         load_tokenizer(tmp_path)
     assert not has_tokenizer(tmp_path / "absent")

@@ -120,7 +120,7 @@ class SentenceReader(TaskReader):
         recipe = setting.recipe
         self._document = only_field(recipe.prompt, "prompt", "{{ document }}")
         self._summary = only_field(recipe.completion, "completion", "{{ summary }}")
-        if not setting.frame.is_there:
+        if not setting.frame.exists:
             raise UsageError(f"{setting.tokenizer.name_or_path} has no [CLS] and [SEP], which task=sentences needs")
         if recipe.on_long == "split":
             raise UsageError("on_long: 'split' is not for task=sentences; use shorten, skip or error")

@@ -74,7 +74,7 @@ class SpanReader(TaskReader):
             )
         inputs = {name: of for name, of in setting.columns.items() if name != self._answers}
         self._inputs = FieldReader(inputs, recipe)
-        if not frame.is_there:
+        if not frame.exists:
             frame = frame._replace(middle=tuple(tokenize(setting.tokenizer, [JOINT])[0]))
         self._frame = frame
         self._room = recipe.max_length - frame_tokens(frame, is_pair=True)

@@ -66,7 +66,7 @@ class TextReader(TaskReader):
         self._inputs = FieldReader({name: of for name, of in setting.columns.items() if name in inputs}, recipe)
         self._targets = {name: of for name, of in setting.columns.items() if name in fields_of(recipe.completion)}
         self._cut_side = _cut_side(recipe)
-        if not frame.is_there:
+        if not frame.exists:
             frame = frame._replace(middle=tuple(tokenize(setting.tokenizer, [JOINT])[0]))
         self._frame = frame
         self._room = recipe.max_length - frame_tokens(frame, self._is_pair)
@@ -92,7 +92,7 @@ class TextReader(TaskReader):
         label, references, targets, values = self._labelled(row, read.answer)
         for first, second in pieces:
             ids, borders = framed(self._frame, first, second)
-            mark = 0 if self._frame.is_there else len(ids) - 1
+            mark = 0 if self._frame.exists else len(ids) - 1
             documents.append(EncodedDocument(ids, borders, (mark,), targets, values))
         group = document_hash(self.setting.recipe, read.found.values)
         return LabelledRow(documents, group, label, references, tokens_cut)
