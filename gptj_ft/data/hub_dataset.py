@@ -1,11 +1,12 @@
-"""Fetch data sets of the Hugging Face Hub: a reference becomes a folder of files, pinned to a commit.
+"""Download datasets of the Hugging Face Hub: a reference becomes a folder of files, pinned to a commit.
 
-``hub:owner/name/config:split@revision``; what comes behind ``owner/name`` may be left out. The files of one part go to
-``datasets/owner--name@COMMIT/config/split/`` in `home`; a note beside tells what a name stood for when it was last
-looked up, so that it can be used without a network. Only `fetch` uses one.
+``hub:owner/name/config:split@revision``; everything after ``owner/name`` is optional. The files of one split go to
+``datasets/owner--name@COMMIT/config/split/`` in `home`. A note next to them stores the resolved reference, so that it
+works offline later. Only `fetch` uses the network.
 
-The names of the files and the card alone tell configurations and splits, by rules like those of `datasets`: nothing has
-to be downloaded or run to know them, and rows are prepared without importing `datasets`.
+File names and the dataset card tell configurations and splits, by rules like those of `datasets`. This library is not
+used: it converts files to its own cache, losing file names and line numbers of rows, and its network access cannot be
+confined to `open_network`, nor its downloads to private, resumable files.
 """
 
 from __future__ import annotations
@@ -34,8 +35,7 @@ from gptj_ft.system.units import gigabytes
 DEFAULT = "default"
 TRAIN = "train"
 FORMATS = ("parquet", "jsonl", "json", "csv", "tsv", "txt")  # best first
-# Files of metadata that a repository may hold beside its rows.
-NOT_ROWS = {
+NOT_ROWS = {  # metadata files
     "config.json",
     "dataset_info.json",
     "dataset_infos.json",
@@ -52,23 +52,17 @@ SPLIT_WORDS = {
 
 @dataclass(frozen=True)
 class RepositoryLayout:
-    """Files of rows in a repository, by configuration and split.
+    """Files of rows in a repository, by configuration and split."""
 
-    Attributes:
-        configs: configuration -> split -> names of files, all of one format.
-        default: the configuration that is meant when none is named; ``None``: one has to be named.
-        script: the name of a loading script, or empty.
-    """
-
-    configs: Mapping[str, Mapping[str, tuple[str, ...]]]
-    default: str | None
-    script: str
+    configs: Mapping[str, Mapping[str, tuple[str, ...]]]  # configuration -> split -> file names of one format
+    default: str | None  # default configuration; None: a reference must name one
+    script: str  # name of a loading script, or ""
 
     def find(self, reference: Reference) -> tuple[str, tuple[str, ...]]:
-        """Return the configuration that a reference means, and the files of its split; none if they are not here.
+        """Return a reference's configuration, and the files of its split; no files if they are missing.
 
         Raises:
-            UsageError: no configuration is named and there are several; names them.
+            UsageError: the reference must name one of several configurations.
         """
         config, repository = reference.config or self.default, reference.repository
         if config is None and self.configs:
@@ -78,8 +72,8 @@ class RepositoryLayout:
             )
         return config or "", self.configs.get(config or "", {}).get(reference.split, ())
 
-    def what_is_missing(self, reference: Reference) -> str:
-        """Explain why `find` found nothing, and list what there is."""
+    def explain_missing(self, reference: Reference) -> str:
+        """Explain why `find` returned no files, and list the existing splits."""
         repository, split = reference.repository, reference.split
         config = reference.config or self.default or ""
         if splits := self.configs.get(config):
@@ -96,20 +90,20 @@ class RepositoryLayout:
             )
         if self.script:
             return (
-                f"{repository} has only a loading script ({self.script}), and no code of a data set is run here: load "
-                "it where you trust it (`datasets` below version 4), save it with `to_parquet`, and name the files"
+                f"{repository} has only a loading script ({self.script}), and code of datasets is never run: load it "
+                "where you trust it (`datasets` below version 4), save it with `to_parquet`, and name the files"
             )
         where = f"configuration '{config}' of {repository}" if usable else repository
         return f"{where} has no files of rows ({', '.join(FORMATS)}); save it as one of these, and name the files"
 
 
 def layout_of(repository: str, names: Iterable[str], card: Mapping[str, Any]) -> RepositoryLayout:
-    """Find the files of rows of a repository.
+    """Find the files of rows in a repository.
 
     Args:
         repository: ``owner/name``.
         names: names of all its files.
-        card: the metadata of its README.
+        card: metadata of its README.
     """
     every = sorted(names)
     script = f"{repository.partition('/')[2]}.py"
@@ -125,12 +119,12 @@ def layout_of(repository: str, names: Iterable[str], card: Mapping[str, Any]) ->
 
 
 def format_of(name: str) -> str:
-    """Return the format by a file's name; empty for unknown suffixes, hidden files and metadata."""
+    """Return a file's format by its name; "" for unknown suffixes, hidden files and metadata."""
     path = PurePosixPath(name)
     if path.name in NOT_ROWS or any(part.startswith(".") for part in path.parts):
         return ""
-    packed = path.suffix.lower() in COMPRESSIONS
-    format_ = SUFFIXES.get((PurePosixPath(path.stem) if packed else path).suffix.lower(), "")
+    is_compressed = path.suffix.lower() in COMPRESSIONS
+    format_ = SUFFIXES.get((PurePosixPath(path.stem) if is_compressed else path).suffix.lower(), "")
     return format_ if format_ in FORMATS else ""
 
 
@@ -141,42 +135,42 @@ def _default_of(configs: Mapping[str, object]) -> str | None:
 
 
 def _by_card(names: list[str], entry: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Return the splits of a configuration by the card's patterns."""
+    """Return a configuration's splits by the patterns of the dataset card."""
     folder = str(entry.get("data_dir") or "").strip("/")
     inside = [name for name in names if not folder or name.startswith(f"{folder}/")]
     splits: dict[str, list[str]] = {}
     if entry.get("data_files") is None:
-        for found in _by_names(inside, may_be_unnamed=True).values():
-            for split, files in found.items():
+        for config in _by_names(inside, may_be_unnamed=True).values():
+            for split, files in config.items():
                 splits.setdefault(split, []).extend(files)
     for item in _list_of(entry.get("data_files")):
         one = item if isinstance(item, Mapping) else {"path": item}
         for pattern in _list_of(one.get("path")):
             parts = [part for part in f"{folder}/{pattern}".split("/") if part not in ("", ".")]
-            meant = [name for name in inside if _matches(name.split("/"), parts)]
-            splits.setdefault(str(one.get("split") or TRAIN), []).extend(meant)
-    return {split: _of_the_best_format(files) for split, files in splits.items() if files}
+            matching = [name for name in inside if _matches(name.split("/"), parts)]
+            splits.setdefault(str(one.get("split") or TRAIN), []).extend(matching)
+    return {split: _of_best_format(files) for split, files in splits.items() if files}
 
 
 def _by_names(names: list[str], may_be_unnamed: bool) -> dict[str, dict[str, tuple[str, ...]]]:
     """Infer configurations and splits from the names of files and folders.
 
-    Folders in which splits are named are configurations. Where no split is named at all, everything is `TRAIN`, if that
-    may be; but a lone text file may be a licence.
+    Folders that contain splits are configurations. If no name tells a split, all files are `TRAIN`, provided that
+    ``may_be_unnamed``; text files are excluded then, as they may be licences.
     """
-    found: dict[str, dict[str, list[str]]] = {}
+    configs: dict[str, dict[str, list[str]]] = {}
     for name in names:
-        config, split = _place(name)
+        config, split = _split_of_path(name)
         if split:
-            found.setdefault(config, {}).setdefault(split, []).append(name)
-    if not found and may_be_unnamed:
+            configs.setdefault(config, {}).setdefault(split, []).append(name)
+    if not configs and may_be_unnamed:
         unnamed = [name for name in names if format_of(name) != "txt"]
-        found = {DEFAULT: {TRAIN: unnamed}} if unnamed else {}
-    return {config: {s: _of_the_best_format(files) for s, files in splits.items()} for config, splits in found.items()}
+        configs = {DEFAULT: {TRAIN: unnamed}} if unnamed else {}
+    return {config: {s: _of_best_format(files) for s, files in splits.items()} for config, splits in configs.items()}
 
 
-def _place(name: str) -> tuple[str, str]:
-    """Infer configuration and split from a path; the split is empty if there is none.
+def _split_of_path(name: str) -> tuple[str, str]:
+    """Infer configuration and split from a path; the split is "" if there is none.
 
     ``data/train-00000-of-00002.parquet``, ``en/validation.jsonl.gz``, ``dev/part-1.csv``, and the Hub's conversion:
     ``en/train/0000.parquet``.
@@ -202,15 +196,15 @@ def _split_in(text: str) -> str:
     return next((split for split, known in SPLIT_WORDS.items() if words & known), "")
 
 
-def _of_the_best_format(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the files of one format: repositories hold the same rows in several."""
+def _of_best_format(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the files of the best format: a repository may have the same rows in several."""
     once = list(dict.fromkeys(names))
     best = min((FORMATS.index(format_of(name)) for name in once), default=0)
     return tuple(name for name in once if format_of(name) == FORMATS[best])
 
 
 def _matches(parts: list[str], pattern: list[str]) -> bool:
-    """Tell whether a path matches a pattern, both as lists of their parts; ``**`` stands for any number of folders."""
+    """Tell whether a path matches a pattern, both split at slashes; ``**`` matches any number of folders."""
     if not pattern:
         return not parts
     if pattern[0] == "**":
@@ -223,14 +217,13 @@ def _list_of(value: Any) -> list[Any]:
 
 
 HUB_PREFIX = "hub:"
-# The branch to which the Hub converts data sets by itself, as CONFIG/SPLIT/0000.parquet.
-CONVERTED = "refs/convert/parquet"
+CONVERTED = "refs/convert/parquet"  # branch with the Hub's own conversion, as CONFIG/SPLIT/0000.parquet
 _COMMIT = re.compile("[0-9a-f]{40}")
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A reference to rows on the Hub; an empty config is the default one, an empty revision the main branch."""
+    """A reference to rows on the Hub; an empty config means the default, an empty revision the main branch."""
 
     repository: str
     config: str
@@ -244,19 +237,12 @@ class Reference:
 
 @dataclass(frozen=True)
 class ResolvedReference:
-    """A resolved reference.
+    """A reference resolved to a commit and its files."""
 
-    Attributes:
-        pinned: the same with config and commit.
-        folder: folder of its files, below `datasets`.
-        files: files that it stands for.
-        day: day on which it was looked up.
-    """
-
-    pinned: str
-    folder: str
+    pinned: str  # the reference with config and commit
+    folder: str  # relative to `datasets`
     files: tuple[HubFile, ...]
-    day: str
+    day: str  # day of the lookup
 
 
 def is_reference(data: str) -> bool:
@@ -268,33 +254,34 @@ def parse_reference(data: str) -> Reference:
     """Parse a reference.
 
     Raises:
-        UsageError: it is none.
+        UsageError: it is malformed.
     """
     names, at, revision = data.removeprefix(HUB_PREFIX).partition("@")
     path, colon, split = names.partition(":")
     owner, *rest = path.split("/")
     if not (owner and rest and all(rest)) or bool(at) != bool(revision) or bool(colon) != bool(split):
         raise UsageError(
-            f"'{data}' names no data set: write hub:owner/name or hub:owner/name/config, :split and @revision behind it"
+            f"'{data}' names no dataset: write hub:owner/name or hub:owner/name/config, then optionally :split and "
+            "@revision"
         )
     return Reference(f"{owner}/{rest[0]}", "/".join(rest[1:]), split or TRAIN, revision)
 
 
 def datasets() -> Path:
-    """Return the folder in which data sets of the Hub are kept."""
+    """Return the folder of downloaded datasets."""
     return part_of_home("datasets")
 
 
 def local_folder(data: str) -> Path:
-    """Return the local folder of a reference; uses no network.
+    """Return the local folder of a reference, without using the network.
 
     Raises:
-        UsageError: it has not been fetched.
+        UsageError: it is not downloaded.
     """
     reference = parse_reference(data)
     note = _note(reference)
     if note is None:
-        raise UsageError(f"{reference} is not on this machine, and must be fetched once with a network")
+        raise UsageError(f"{reference} is not on this machine; run the command once with network access")
     return datasets() / note.folder
 
 
@@ -304,21 +291,21 @@ def fetch(
     say: Callable[[str], None],
     progress: Callable[[int, int], None] | None = None,
 ) -> str:
-    """Fetch the rows that a name stands for now, unless they are here.
+    """Download the rows of a reference, unless they are on this machine.
 
-    Where the Hub cannot be reached, those it stood for when it was last looked up will do, which is said.
+    If the Hub cannot be reached, use the files of the last lookup and say so.
 
     Args:
-        data: the name.
-        offline: use no network.
+        offline: do not use the network.
         say: called with a sentence for the user.
         progress: called with bytes done and bytes in all.
 
-    Returns: the name with config and commit, for `local_folder`.
+    Returns:
+        The reference with config and commit, for `local_folder`.
 
     Raises:
-        UsageError: no such config or split, no rows in the data set, or nothing fetched yet without a network.
-        NetworkError: no access, a fault of the server, a damaged transfer; no connection, and nothing fetched yet.
+        UsageError: no such config or split, no rows in the dataset, or nothing downloaded while offline.
+        NetworkError: no access, a server error, a damaged transfer; or no connection and nothing downloaded.
         ResourceError: the disk is full.
     """
     reference = parse_reference(data)
@@ -329,7 +316,7 @@ def fetch(
         if offline or not is_open:
             if note is None:
                 why = "--offline" if offline else "HF_HUB_OFFLINE, which is set in the environment,"
-                raise UsageError(f"{reference} has not been fetched yet, and {why} forbids it")
+                raise UsageError(f"{reference} has not been downloaded yet, and {why} forbids it")
             why = "offline"
         else:
             try:
@@ -338,7 +325,7 @@ def fetch(
                 if note is None:
                     raise
                 why = str(error).partition(";")[0]
-    say(f"{why}: {reference} is taken as fetched on {note.day}, {note.pinned}")
+    say(f"{why}: using {reference} as downloaded on {note.day}, {note.pinned}")
     return note.pinned
 
 
@@ -348,8 +335,8 @@ def _fetch(
     repository, config, files = _locate(reference)
     pinned = replace(reference, config=config, revision=repository.commit)
     at = f"{reference.repository.replace('/', '--')}@{repository.commit}"
-    place = f"{at}/{_segment(config)}/{_segment(reference.split)}"
-    note = ResolvedReference(str(pinned), place, files, time.strftime("%Y-%m-%d"))
+    relative = f"{at}/{_segment(config)}/{_segment(reference.split)}"
+    note = ResolvedReference(str(pinned), relative, files, time.strftime("%Y-%m-%d"))
     folder = datasets() / note.folder
     size = gigabytes(sum(file.bytes for file in files))
     say(f"{reference} is {note.pinned}: {len(files)} file{'s' * (len(files) != 1)}, {size}")
@@ -369,10 +356,10 @@ def _fetch(
 def _locate(reference: Reference) -> tuple[Repository, str, tuple[HubFile, ...]]:
     """Resolve a reference on the Hub to a repository at a commit, a configuration, and the files of the split.
 
-    What is not in the repository may be in the Hub's conversion of its main branch.
+    Files that the repository lacks may be in the Hub's conversion of its main branch.
 
     Raises:
-        UsageError: it is in neither; says what there is.
+        UsageError: the files are in neither; lists the existing splits.
     """
     name = reference.repository
     repository = look_up(name, reference.revision or None, "dataset")
@@ -388,12 +375,12 @@ def _locate(reference: Reference) -> tuple[Repository, str, tuple[HubFile, ...]]
             elif not any(layout.configs.values()) and conversion.configs:
                 layout = conversion
     if not names:
-        raise UsageError(layout.what_is_missing(reference))
+        raise UsageError(layout.explain_missing(reference))
     return repository, config, tuple(repository.files[name] for name in names)
 
 
 def _note(reference: Reference) -> ResolvedReference | None:
-    """Return a resolved reference if its files are still there."""
+    """Return the stored resolution of a reference, if its files still exist."""
     try:
         values = json.loads(read_text(_note_file(reference)))
         note = ResolvedReference(**{**values, "files": tuple(HubFile(**file) for file in values["files"])})
@@ -411,6 +398,6 @@ def _note_file(reference: Reference) -> Path:
 
 
 def _segment(name: str) -> str:
-    """Quote a name as one part of a path: unambiguous, never hidden, never leading outside."""
+    """Quote a name as one path segment: unambiguous, not hidden, not leading outside."""
     quoted = quote(name, safe="@")
     return f"%2E{quoted[1:]}" if quoted.startswith(".") else quoted

@@ -1,9 +1,11 @@
-"""Render Jinja templates of others in a sandbox with a budget of work.
+"""Render untrusted Jinja templates in a sandbox with a budget of work.
 
-A template may use what prompts and chat templates use: names, filters, loops, `if`, `set`, `namespace`, macros. It has
-a budget of units: one for each node of its syntax that is evaluated, each element of a list, and each 16 characters.
-Whatever makes much of little is charged before it is done: the passes of a loop, a macro, a filter, a method, an
-operator, an output. Nothing is computed while a template is parsed, as Jinja's folding of constants has no bounds.
+Jinja's own sandbox blocks access to Python's internals, but not exhaustion: nested loops, doubled strings and lists,
+recursive macros. Limits on the lengths of source and output do not stop a loop that writes nothing. So this module
+adds a budget of units: one per evaluated syntax node, per list element and per 16 characters. Everything that
+multiplies work is charged in advance: loop passes, macros, filters, methods, operators, outputs. Parsing computes
+nothing, since Jinja's constant folding is unbounded. A template may use names, filters, loops, `if`, `set`,
+`namespace`, macros.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ from gptj_ft.system.plain_text import one_line
 
 SOURCE_CHARACTERS = 2**17
 UNITS = 2**21  # 32 MiB of text, or a few seconds
-UNITS_PER_INPUT = 16  # and for each unit of the values that a template is given
+UNITS_PER_INPUT = 16  # additional units per unit of the template's values
 UNIT_CHARACTERS = 16
 LARGEST_FACTOR = 2**63
 WIDEST_INDENT = 100
-SHOWN, _REASON_SHOWN = 60, 200  # characters in messages: of a template, and of what is wrong with it
-BUDGET = "budget of this rendering"  # among the values; a name in a template has no blanks
+SHOWN, _REASON_SHOWN = 60, 200  # characters of a template and of an error in messages
+BUDGET = "budget of this rendering"  # key among the values; no template can name it, as it has blanks
 
 FILTERS = (
     "abs", "attr", "capitalize", "count", "d", "default", "dictsort", "e", "escape", "first", "float", "indent", "int",
@@ -37,7 +39,7 @@ FILTERS = (
     "reverse", "safe", "select", "selectattr", "sort", "string", "title", "tojson", "trim", "truncate", "unique",
     "upper", "wordcount",
 )  # fmt: skip
-GLANCES = ("count", "d", "default", "first", "last", "length", "safe")  # filters that look at no element
+CONSTANT_TIME = ("count", "d", "default", "first", "last", "length", "safe")  # filters
 METHODS: dict[type, tuple[str, ...]] = {
     str: (
         "capitalize", "casefold", "count", "endswith", "find", "index", "isalnum", "isalpha", "isdigit", "islower",
@@ -52,16 +54,15 @@ METHODS: dict[type, tuple[str, ...]] = {
 }  # fmt: skip
 GLOBALS = ("dict", "namespace", "range")
 REFUSED = (nodes.Block, nodes.Extends, nodes.FromImport, nodes.Import, nodes.Include, nodes.Pow)
-# Filters that are put into the syntax of a template; it cannot name them.
-COUNT, WEIGH = "passes of a loop", "weight"
+COUNT, WEIGH = "passes of a loop", "weight"  # filters that `_charge` inserts
 
 
 class Budget:
-    """Work left to one rendering, in units.
+    """Remaining work of one rendering, in units.
 
     Args:
-        values: values given to the template.
-        call: units that calling a macro costs.
+        values: values of the template.
+        call: units of a macro call.
     """
 
     def __init__(self, values: Mapping[str, Any], call: int) -> None:
@@ -70,10 +71,10 @@ class Budget:
         self.units = UNITS + UNITS_PER_INPUT * (2**62 - self.units)
 
     def charge(self, units: int) -> None:
-        """Charge units; a TemplateRuntimeError if too few are left."""
+        """Charge units; raise TemplateRuntimeError if too few are left."""
         self.units -= units
         if self.units < 0:
-            raise jinja2.TemplateRuntimeError("it repeats or writes far more than a prompt needs, and was stopped")
+            raise jinja2.TemplateRuntimeError("stopped: it repeats or writes far more than a prompt needs")
 
     def weigh(self, *values: Any) -> None:
         """Charge for values and everything nested in them."""
@@ -100,7 +101,7 @@ class Environment(ImmutableSandboxedEnvironment):
         _budget(context).weigh(left, right)
         if operator in "*%":
             if not (isinstance(left, int | float) and isinstance(right, int | float)):
-                raise jinja2.TemplateRuntimeError(f"'{operator}' is for numbers here")
+                raise jinja2.TemplateRuntimeError(f"'{operator}' is for numbers only")
             if max(abs(left), abs(right)) > LARGEST_FACTOR:
                 raise jinja2.TemplateRuntimeError("a number is too large")
         return super().call_binop(context, operator, left, right)
@@ -123,17 +124,11 @@ class Environment(ImmutableSandboxedEnvironment):
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled template.
-
-    Attributes:
-        source: its text.
-        tree: its syntax, as written.
-        fields: names of values, each time that one is used, in order.
-    """
+    """A compiled template."""
 
     source: str
-    tree: nodes.Template
-    fields: tuple[str, ...]
+    tree: nodes.Template  # without the inserted charges
+    fields: tuple[str, ...]  # names of values, once per use, in order
     _template: jinja2.Template
     _size: int
 
@@ -141,28 +136,27 @@ class Compiled:
         """Render the template.
 
         Raises:
-            UsageError: the template asks for what a value does not have, or for far more work than a prompt needs.
+            UsageError: a value lacks something that the template uses, or the budget is exhausted.
         """
         with _template_errors(self.source):
             return self._template.render({**values, BUDGET: Budget(values, self._size)})
 
 
 def bounded_environment(**options: Any) -> Environment:
-    """Make an environment for templates of others; options as of `jinja2.Environment`."""
-    made = Environment(
+    """Make an environment for untrusted templates, with options of `jinja2.Environment`."""
+    environment = Environment(
         undefined=jinja2.StrictUndefined, autoescape=False, optimized=False, finalize=_weighed, **options
     )
-    own = {COUNT: _counted, WEIGH: _weighed}
-    made.filters = {name: _bounded(name) for name in FILTERS} | own
-    made.globals = {name: made.globals[name] for name in GLOBALS}
-    return made
+    environment.filters = {name: _bounded(name) for name in FILTERS} | {COUNT: _counted, WEIGH: _weighed}
+    environment.globals = {name: environment.globals[name] for name in GLOBALS}
+    return environment
 
 
 def compile_template(environment: Environment, source: str) -> Compiled:
-    """Compile a template; nothing of it is computed.
+    """Compile a template without computing anything.
 
     Raises:
-        UsageError: it is no Jinja, or uses what templates of prompts have no use for.
+        UsageError: a syntax error, or syntax that prompts do not need.
     """
     if len(source) > SOURCE_CHARACTERS:
         raise UsageError(f"template {shown(source)}: longer than {SOURCE_CHARACTERS:,} characters")
@@ -180,20 +174,20 @@ def _check(tree: nodes.Template) -> None:
     for node in tree.find_all(nodes.Node):
         if isinstance(node, REFUSED) or (isinstance(node, nodes.For) and node.recursive):
             kind = "recursive loop" if isinstance(node, nodes.For) else type(node).__name__.lower()
-            raise jinja2.TemplateSyntaxError(f"'{kind}' is not for templates of prompts", node.lineno)
+            raise jinja2.TemplateSyntaxError(f"'{kind}' is not allowed in prompts", node.lineno)
         if re.search("[\ud800-\udfff]", _text_of(node)):
             raise jinja2.TemplateSyntaxError("half a surrogate pair, which is no character", node.lineno)
 
 
 def _text_of(node: nodes.Node) -> str:
-    """Return the text of a node; empty if it has none."""
+    """Return a node's text, or ""."""
     if isinstance(node, nodes.TemplateData):
         return node.data
     return node.value if isinstance(node, nodes.Const) and isinstance(node.value, str) else ""
 
 
 def _units_of(*parts: nodes.Node) -> int:
-    """Count the units of evaluating parts of a template once."""
+    """Count the units of evaluating syntax nodes once."""
     units = 0
     waiting = list(parts)
     while waiting:
@@ -204,9 +198,9 @@ def _units_of(*parts: nodes.Node) -> int:
 
 
 def _charge(tree: nodes.Template) -> None:
-    """Insert charges into a template where the environment cannot intercept an operation."""
+    """Insert charges where the environment cannot intercept an operation."""
     for node in list(tree.find_all(nodes.Node)):
-        if isinstance(node, nodes.For):  # before the loops in it, whose charges are no units of its own
+        if isinstance(node, nodes.For):  # outer loops come first, so their units exclude the charges of inner loops
             units = 1 + _units_of(*node.body, *([node.test] if node.test else []))
             node.iter = _filter(node.iter, COUNT, nodes.Const(units, lineno=node.lineno))
         elif isinstance(node, nodes.Concat):
@@ -226,12 +220,12 @@ def _filter(node: Any, name: str, *args: nodes.Expr) -> nodes.Filter:
 
 
 def _budget(context: Context) -> Budget:
-    found = context[BUDGET]
-    assert isinstance(found, Budget)
-    return found
+    budget = context[BUDGET]
+    assert isinstance(budget, Budget)
+    return budget
 
 
-# Filters that take the context are computed when a template is rendered, never before.
+# Filters with `pass_context` run while a template is rendered, never while it is compiled.
 
 
 @pass_context
@@ -242,7 +236,7 @@ def _weighed(context: Context, value: Any) -> Any:
 
 @pass_context
 def _counted(context: Context, value: Any, units: int) -> Any:
-    """Charge for all passes of a loop before the first."""
+    """Charge for all passes of a loop before the first one."""
     if isinstance(value, Iterator):
         value = list(value)
     if not isinstance(value, Undefined) and hasattr(value, "__len__"):
@@ -254,30 +248,31 @@ _PLAIN = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined)
 
 
 def _bounded(name: str) -> Callable[..., Any]:
-    """Wrap one of Jinja's filters: charge for its input and its output."""
+    """Wrap one of Jinja's filters: charge for its input and output."""
 
     @pass_context
     def bounded(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
         budget = _budget(context)
         value = list(value) if isinstance(value, Iterator) else value
-        if name in GLANCES:
+        arguments = [*args, *kwargs.values()]
+        if name in CONSTANT_TIME:
             budget.charge(1)
         else:
-            budget.weigh(value, *args, *kwargs.values())
-        given = [*args, *kwargs.values()]
-        if name in ("indent", "tojson") and any(isinstance(each, int) and each > WIDEST_INDENT for each in given):
+            budget.weigh(value, *arguments)
+        if name in ("indent", "tojson") and any(isinstance(each, int) and each > WIDEST_INDENT for each in arguments):
             raise jinja2.TemplateRuntimeError(f"{name}: wider than {WIDEST_INDENT}")
         if name == "indent":
-            budget.charge(str(value).count("\n") * max([WIDEST_INDENT, *(len(x) for x in given if isinstance(x, str))]))
+            widths = [WIDEST_INDENT, *(len(each) for each in arguments if isinstance(each, str))]
+            budget.charge(str(value).count("\n") * max(widths))
         if name == "replace" and len(args) > 1:
             _charge_replacing(budget, *map(str, (value, *args[:2])))
         if name == "join" and hasattr(value, "__len__"):
-            longest = max((len(each) for each in given if isinstance(each, str)), default=0)
+            longest = max((len(each) for each in arguments if isinstance(each, str)), default=0)
             budget.charge(len(value) * longest // UNIT_CHARACTERS)
-        found = _PLAIN.call_filter(name, value, args, kwargs, context, context.eval_ctx)
-        if isinstance(found, str):
-            budget.weigh(found)
-        return found
+        result = _PLAIN.call_filter(name, value, args, kwargs, context, context.eval_ctx)
+        if isinstance(result, str):
+            budget.weigh(result)
+        return result
 
     return bounded
 
@@ -288,7 +283,7 @@ def _charge_replacing(budget: Budget, text: str, old: str, new: str) -> None:
 
 @contextmanager
 def _template_errors(source: str) -> Iterator[None]:
-    """Turn the errors of a template into a one-line message."""
+    """Convert the errors of a template to a one-line message."""
     try:
         yield
     except RecursionError as error:
@@ -303,7 +298,7 @@ def _template_errors(source: str) -> Iterator[None]:
 
 
 def shown(source: str) -> str:
-    """Quote a template for a message; a long one is cut."""
+    """Quote a template for a message, truncated."""
     return repr(source if len(source) <= SHOWN else f"{source[:SHOWN]}...")
 
 

@@ -19,20 +19,13 @@ JINJA = bounded_environment(keep_trailing_newline=True)
 
 @dataclass(frozen=True)
 class Template:
-    """A parsed template.
+    """A parsed template."""
 
-    Attributes:
-        fields: each once, in order of their first use.
-        uses: number of times that each is named.
-        literals: the texts between them.
-        pieces: texts and fields in turn, (text, is a field), if there is nothing else in it.
-        compiled: compiled template, which renders it.
-    """
-
-    fields: tuple[str, ...]
-    uses: Mapping[str, int]
-    literals: tuple[str, ...]
+    fields: tuple[str, ...]  # each once, in order of first use
+    uses: Mapping[str, int]  # field -> number of uses
+    literals: tuple[str, ...]  # the texts between fields
     pieces: tuple[tuple[str, bool], ...] | None
+    """texts and fields, (text, is a field), if the template has nothing else"""
     compiled: Compiled
 
 
@@ -41,7 +34,7 @@ def parse_template(source: str) -> Template:
     """Parse a template: ``{{ field }}`` stands for a value.
 
     Raises:
-        UsageError: it is no Jinja, or has single braces where fields are meant.
+        UsageError: a syntax error, or single braces around a field.
     """
     template = compile_template(JINJA, source)
     tree, names = template.tree, template.fields
@@ -57,7 +50,7 @@ def parse_template(source: str) -> Template:
 
 
 def _pieces_of(tree: nodes.Template, fields: Sequence[str]) -> tuple[tuple[str, bool], ...] | None:
-    """Return the texts and fields of a template that has nothing else: joining them is faster than Jinja."""
+    """Return texts and fields of a template without other syntax: joining them is faster than Jinja."""
     pieces = []
     for statement in tree.body:
         if not isinstance(statement, nodes.Output):
@@ -78,10 +71,10 @@ def fields_of(source: str) -> tuple[str, ...]:
 
 
 def render(source: str, values: Mapping[str, Any]) -> str:
-    """Render a template; values are inserted as they are, braces included.
+    """Render a template; values are inserted verbatim, braces included.
 
     Raises:
-        UsageError: the template asks for what a value does not have.
+        UsageError: a value lacks something that the template uses.
     """
     template = parse_template(source)
     if template.pieces is not None and all(map(values.__contains__, template.fields)):
@@ -91,10 +84,10 @@ def render(source: str, values: Mapping[str, Any]) -> str:
 
 @lru_cache
 def stripped_fields(prompt: str, completion: str) -> frozenset[str]:
-    """Return the fields that are stripped: the templates put their own white space around them.
+    """Return the fields whose texts are stripped, because the templates put white space around them.
 
-    A template that is one field and nothing else takes it as it is: plain text, and rows whose prompts and answers are
-    written out with the blanks between them.
+    A template that is a single field keeps its text as it is: plain text, and rows whose prompts and answers include
+    the blanks between them.
     """
     templates = [parse_template(source) for source in (prompt, completion)]
     whole = {name for each in templates for name in each.fields if each.pieces == ((name, True),)}
@@ -102,6 +95,6 @@ def stripped_fields(prompt: str, completion: str) -> frozenset[str]:
 
 
 def stripped(recipe: Recipe, values: Mapping[str, str]) -> dict[str, str]:
-    """Strip the texts of fields as a recipe's templates need them."""
+    """Strip the texts of fields as a recipe's templates need it."""
     fields = stripped_fields(recipe.prompt, recipe.completion)
     return {name: text.strip() if name in fields else text for name, text in values.items()}

@@ -1,4 +1,4 @@
-"""Truncate rows that are too long: cut one field at its end, beginning or middle, or far from the answer."""
+"""Truncate rows that are too long: cut one field at its end, start or middle, or far from the answer."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from gptj_ft.data.template import parse_template, render
 from gptj_ft.data.tokenization import RowTokenizer, Span, is_before_blank, splits_before_blanks, token_spans, tokenize
 from gptj_ft.errors import RowSkipped
 
-# How many tokens a cut may move back to fall between two words.
-WORD_TOKENS = 5
-_GAP = " ... "  # where the middle of a text is left out
+WORD_TOKENS = 5  # tokens that a cut may move back to fall between two words
+_GAP = " ... "  # in place of a removed middle
 
-Keeper = Callable[[int], list[Span]]  # of so many tokens: which, as (first, end) spans
+Keeper = Callable[[int], list[Span]]  # number of tokens to keep -> their (first, end) spans
 
 
 def shorten(
@@ -30,21 +29,20 @@ def shorten(
     """Truncate the `shorten` field so that the prompt fits in ``room`` tokens; return the prompt's tokens.
 
     Args:
-        recipe: its templates, `shorten` and `cut`; the prompt is the completion where there is none.
-        tokenizer: a fast one.
+        recipe: its templates, `shorten` and `cut`; without a prompt template, the completion is the prompt.
         values: field -> text.
-        room: tokens; the whole prompt has more.
+        room: tokens; fewer than the prompt has.
         answer_at: first character of the answer in the field; ``None``: unknown.
-        ids: tokens of the whole prompt, if they are there.
+        ids: tokens of the prompt, if known.
 
     Raises:
-        RowSkipped: no part fits, or there is no field that may lose one.
+        RowSkipped: no part of the field fits, or no field may be truncated.
     """
     template = recipe.prompt or recipe.completion
-    found = parse_template(template)
-    if recipe.shorten not in found.fields:
+    parsed = parse_template(template)
+    if recipe.shorten not in parsed.fields:
         raise RowSkipped("longer than max_length, and no field to `shorten` is named (plain text: on_long: split)")
-    text, uses = values[recipe.shorten], found.uses[recipe.shorten]
+    text, uses = values[recipe.shorten], parsed.uses[recipe.shorten]
     ids = tokenize(tokenizer, [render(template, values)])[0] if ids is None else ids
     inside = _field_tokens(template, recipe.shorten, values, tokenizer, ids) if uses == 1 else None
     offsets = inside.offsets if inside else token_spans(tokenizer, text, tokenize(tokenizer, [text])[0])
@@ -57,11 +55,11 @@ def shorten(
         return tokenize(tokenizer, [render(template, {**values, recipe.shorten: cut.text(keep)})])[0]
 
     excess = len(ids) - room
-    # Where to cut can nearly always be told from the tokens of the whole ...
+    # Usually the tokens of the whole prompt tell where to cut.
     keep = len(offsets) - -(-excess // uses)
     if (fewer := cut.between_words(keep)) and cut.text(fewer).strip() and len(fitting := with_part(fewer)) <= room:
         return fitting
-    # ... but at the joints tokens may merge differently, and a word may be longer than what is looked at.
+    # Otherwise search: tokens may merge differently at the joints, or a word have more than `WORD_TOKENS` tokens.
     keep, fitting = len(offsets), list(ids)
     while keep > 0 and len(fitting) > room:
         keep -= max(1, (len(fitting) - room) // uses)
@@ -77,29 +75,22 @@ def shorten(
 
 @dataclass(frozen=True)
 class _FieldTokens:
-    """The tokens of a field inside those of a prompt.
+    """The tokens of a field within those of a prompt."""
 
-    Attributes:
-        ids: token ids of the prompt.
-        prompt: its text.
-        start: first character of the field in the prompt.
-        stop: first character after the field.
-        first: token of the field.
-        offsets: characters of the field's tokens in the prompt.
-    """
-
-    ids: Sequence[int]
+    ids: Sequence[int]  # of the prompt
     prompt: str
-    start: int
+    start: int  # characters of the field in the prompt
     stop: int
-    first: int
-    offsets: Sequence[Span]
+    first: int  # first token of the field
+    offsets: Sequence[Span]  # characters of the field's tokens in the prompt
 
     def without_end(self, keep: int, tokenizer: RowTokenizer) -> list[int] | None:
-        """Return the prompt's tokens with only the first ``keep`` of the field, if no token goes across the joint."""
+        """Return the prompt's tokens with only ``keep`` tokens of the field; ``None`` if a token may cross the
+        joint.
+        """
         cut = self.offsets[keep - 1][1]
         joint = self.prompt[cut - 1] + self.prompt[self.stop : self.stop + 1]
-        # Of a character that is several tokens each says that it is all of it.
+        # Several tokens of one character all have the offsets of the whole character: do not cut between them.
         is_whole = keep < len(self.offsets) and self.offsets[keep][0] >= cut
         can_join = is_whole and is_before_blank(self.prompt, cut) and is_before_blank(joint, 1)
         if not (can_join and splits_before_blanks(tokenizer)):
@@ -110,19 +101,19 @@ class _FieldTokens:
 def _field_tokens(
     template: str, field: str, values: Mapping[str, Any], tokenizer: RowTokenizer, ids: Sequence[int]
 ) -> _FieldTokens | None:
-    """Find the tokens of a field, of a template that has nothing but fields and texts."""
+    """Find the tokens of a field, if the template has only fields and texts."""
     pieces = parse_template(template).pieces
     if pieces is None:
         return None
     texts = [str(values[text]) if is_field else text for text, is_field in pieces]
     start = sum(map(len, texts[: next(n for n, piece in enumerate(pieces) if piece == (field, True))]))
     stop, prompt = start + len(values[field]), "".join(texts)
-    places = token_spans(tokenizer, prompt, ids)
-    first = bisect_left(places.firsts, start)
-    end = next((number for number in range(len(places), first, -1) if places[number - 1][1] <= stop), first)
+    spans = token_spans(tokenizer, prompt, ids)
+    first = bisect_left(spans.firsts, start)
+    end = next((number for number in range(len(spans), first, -1) if spans[number - 1][1] <= stop), first)
     if end == first:
         return None
-    return _FieldTokens(ids, prompt, start, stop, first, places[first:end])
+    return _FieldTokens(ids, prompt, start, stop, first, spans[first:end])
 
 
 def _keeper(cut: str, offsets: Sequence[Span], answer_at: int | None) -> Keeper:
@@ -133,10 +124,10 @@ def _keeper(cut: str, offsets: Sequence[Span], answer_at: int | None) -> Keeper:
     if cut == "middle":
         return lambda keep: [(0, -(-keep // 2)), (count - keep // 2, count)] if keep < count else [(0, count)]
     if cut == "answer" and answer_at is not None:
-        at = next((index for index, (_, end) in enumerate(offsets) if end > answer_at), count - 1)
+        answer = next((index for index, (_, end) in enumerate(offsets) if end > answer_at), count - 1)
 
         def around(keep: int) -> list[Span]:
-            first = min(max(at - keep // 2, 0), count - keep)
+            first = min(max(answer - keep // 2, 0), count - keep)
             return [(first, first + keep)]
 
         return around
@@ -145,17 +136,10 @@ def _keeper(cut: str, offsets: Sequence[Span], answer_at: int | None) -> Keeper:
 
 @dataclass(frozen=True)
 class _Cut:
-    """A text of which a number of tokens is kept.
-
-    Attributes:
-        whole: the text.
-        start: position of the text's first character, as the offsets count.
-        offsets: characters of its tokens.
-        keeper: choice of the tokens that stay.
-    """
+    """A text of which some tokens are kept."""
 
     whole: str
-    start: int
+    start: int  # offset of the text's first character in ``offsets``
     offsets: Sequence[Span]
     keeper: Keeper
 
@@ -164,13 +148,13 @@ class _Cut:
         return _GAP.join(self.whole[start:end] for start, end in self._spans(keep) if end > start)
 
     def between_words(self, keep: int) -> int:
-        """Return the number of tokens, ``keep`` or a few less, after which every cut falls between words; or 0."""
+        """Return ``keep``, or a few tokens less, so that every cut falls between words; 0 if impossible."""
         fewer = range(keep, max(keep - WORD_TOKENS, 0), -1)
         return next((number for number in fewer if self._is_between_words(number)), 0)
 
     def _is_between_words(self, keep: int) -> bool:
         spans, whole = self._spans(keep), self.whole
-        # Offsets may leave out the blank that belongs to a token, so before a word both sides count.
+        # Offsets may exclude a token's leading blank: the blank before a word is on either side of the cut.
         return all(
             (first == 0 or whole[first - 1].isspace() or whole[first].isspace())
             and (end == len(whole) or is_before_blank(whole, end))

@@ -100,8 +100,8 @@ def test_an_instruction_with_its_input_and_output_is_a_conversation() -> None:
     ("cell", "reason"),
     [
         ("hello", "a text, not a list"),
-        (3, "no list"),
-        (["hello"], "no object with role and content"),
+        (3, "not a list"),
+        (["hello"], "not an object with role and content"),
         ([{"role": "tool", "content": "x"}], "the role 'tool'"),
         ([{"role": "user", "content": " "}], "a message is empty"),
         ([{"role": "user", "content": [{"type": "image"}]}], "not text alone"),

@@ -251,7 +251,7 @@ def test_rows_without_a_label_or_with_several_are_left_out_with_the_reason(bert:
         (["a"] * 3, {}, "rows.jsonl: of the 3 rows all have the label 'a': there is nothing to tell apart"),
         ([0] * 3, {"labels": {"0": "no", "1": "yes"}}, "of the 3 rows all have the label 'no'"),
         ([f"text {n}" for n in range(60)], {}, "60 labels in 60 rows, e.g. 'text 0', 'text 1', 'text 2'"),
-        ([n / 7 for n in range(60)], {}, "a measurement is learnt by --set task=regression"),
+        ([n / 7 for n in range(60)], {}, "for measurements use --set task=regression"),
     ],
 )
 def test_labels_that_cannot_be_learnt_are_refused(
@@ -310,7 +310,7 @@ def test_several_labels_are_read_from_lists_texts_and_objects(
 
 def test_texts_that_are_split_into_labels_are_said_and_names_with_commas_stay(bert: Any) -> None:
     done = prepared(bert, labelled("a,b", "b"), task="multi-label")
-    assert done.report.warnings["a text of several labels, which ',' separates"].count == 1
+    assert done.report.warnings["a text with several labels, separated by ','"].count == 1
     labels = {"arts, crafts": "arts, crafts", "sport": "sport"}
     done = prepared(bert, labelled("arts, crafts", "sport; arts, crafts"), task="multi-label", labels=labels)
     assert [row["values"] for row in done.rows] == [[1.0, 0.0], [1.0, 1.0]]
@@ -333,7 +333,8 @@ def test_numbers_are_learnt_as_they_are_and_what_is_none_is_left_out(bert: Any) 
     assert [(row["label"], row["references"]) for row in done.rows] == [("", ["3.0"]), ("", ["2.5"]), ("", ["-0.001"])]
     assert (done.report.labels, done.report.label_counts) == ((), ())
     assert set(done.report.rows_skipped) == {
-        "'nan' is no finite number", "'inf' is no finite number", "'0,5' is no number", "'good' is no number",
+        "'nan' is not a finite number", "'inf' is not a finite number", "'0,5' is not a number",
+        "'good' is not a number",
         "no value for column 'label'",
     }  # fmt: skip
 
@@ -375,7 +376,7 @@ def test_prepared_rows_get_the_order_of_the_training_rows(task: str, bert: Any) 
         assert [row["targets"] for row in done.rows] == [[2], [1], [1]]
     else:
         assert [row["values"] for row in done.rows] == [[0, 0, 1], [0, 1, 0], [0, 1, 0]]
-    with pytest.raises(DataError, match="folder: there are rows with the label 'b', and the labels are: a, c"):
+    with pytest.raises(DataError, match="folder: rows have the label 'b', but the training rows have: a, c"):
         read_or_prepare(TokenizeJob.of(recipe, bert, Path("folder"), VOCABULARY, labels=("a", "c")))
 
 

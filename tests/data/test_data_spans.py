@@ -198,8 +198,8 @@ def test_answers_in_other_places_are_searched_and_those_not_in_the_passage_repor
     assert skipped == {"the answer is not in its passage": ["rows.jsonl:5"]}
     warned = {why: of.first for why, of in done.report.warnings.items() if "answer" in why and "row" not in why}
     assert warned == {
-        "the answer does not stand where answer_start says: the nearest place is taken": ["rows.jsonl:1"],
-        "no answer_start: the first place of the answer is taken": ["rows.jsonl:2", "rows.jsonl:3"],
+        "the answer is not at answer_start: its nearest occurrence is used": ["rows.jsonl:1"],
+        "no answer_start: the answer's first occurrence is used": ["rows.jsonl:2", "rows.jsonl:3"],
     }
 
 
@@ -216,7 +216,7 @@ def test_questions_too_long_and_windows_that_cannot_move_are_said(bert: Any) -> 
     assert reasons == ["too long: besides its other text there is no room for windows that share 6 tokens"]
     with pytest.raises(UsageError, match="stride: windows that share 21 tokens cannot be moved"):
         prepared(bert, rows, stride=21)
-    with pytest.raises(UsageError, match="pair: of task=spans it is the passage alone"):
+    with pytest.raises(UsageError, match="pair: for task=spans, pair must be the passage alone"):
         prepared(bert, rows, pair="Passage: {{ context }}")
     assert prepared(bert, questions("river"), on_long="shorten").report.windows == 1
     with pytest.raises(DataError, match=r"rows\.jsonl:1: 6 tokens of the question"):

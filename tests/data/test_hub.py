@@ -228,7 +228,7 @@ def test_a_new_commit_is_fetched_and_the_old_one_stays(hub: Hub, said: list[str]
 def test_without_a_network_what_was_fetched_last_is_taken_and_said(
     way: str, hub: Hub, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(UsageError, match="has not been fetched yet, and --offline forbids it"):
+    with pytest.raises(UsageError, match="has not been downloaded yet, and --offline forbids it"):
         fetch(f"hub:{NAME}", True, said.append)
     pinned = fetch(f"hub:{NAME}", False, said.append)
     said.clear()
@@ -241,7 +241,7 @@ def test_without_a_network_what_was_fetched_last_is_taken_and_said(
         hub.status = 503
     assert fetch(f"hub:{NAME}", way == "--offline", said.append) == pinned
     assert FIRST in said[0]
-    assert "is taken as fetched on 20" in said[0]
+    assert "as downloaded on 20" in said[0]
     assert (len(hub.requests) > 0) == (way == "503")
     with pytest.raises((UsageError, Unreachable)):
         fetch(f"hub:{NAME}:validation", way == "--offline", said.append)

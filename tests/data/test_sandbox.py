@@ -36,7 +36,7 @@ GROWING = {
     "a filter": "{% for i in range(90000) %}{{ [1, 2, 3] | map('upper') | list }}{% endfor %}",
 }
 REFUSED = {
-    "{{ 'x' * 10**10 }}": "'pow' is not for templates",
+    "{{ 'x' * 10**10 }}": "'pow' is not allowed in prompts",
     "{{ ('x' * 10000000000) | upper | lower }}": "'*' is for numbers",
     "{{ [document] * 100000000000 }}": "'*' is for numbers",
     "{% set ns = namespace(a=9) %}{% for i in range(99) %}{% set ns.a = ns.a * ns.a %}{% endfor %}": "too large",
@@ -58,10 +58,10 @@ REFUSED = {
     "{% if a %}" * 1000 + "{% endif %}" * 1000: "nested too deeply",
     "{{ " + "9" * 5000 + " }}": "limit",
     "{{ 1 // 0 }}": "division",
-    "{% include 'x' %}": "'include' is not for templates",
-    "{% import 'x' as y %}": "'import' is not for templates",
-    "{% block x %}{{ self.x() }}{% endblock %}": "'block' is not for templates",
-    "{% for x in [1] recursive %}{{ loop([1]) }}{% endfor %}": "'recursive loop' is not for templates",
+    "{% include 'x' %}": "'include' is not allowed in prompts",
+    "{% import 'x' as y %}": "'import' is not allowed in prompts",
+    "{% block x %}{{ self.x() }}{% endblock %}": "'block' is not allowed in prompts",
+    "{% for x in [1] recursive %}{{ loop([1]) }}{% endfor %}": "'recursive loop' is not allowed in prompts",
     "x" * 200_000: "longer than",
     "line\n\n{% nothing %}": "line 3",
 }

@@ -140,7 +140,7 @@ def test_a_long_document_keeps_its_last_token_and_the_sentences_that_begin_befor
         prepared(bert, rows, max_length=30, on_long="skip")
     with pytest.raises(DataError, match=r"rows\.jsonl:1: \d+ tokens, max_length is 30"):
         prepared(bert, rows, max_length=30, on_long="error")
-    with pytest.raises(UsageError, match="on_long: 'split' is not for task=sentences"):
+    with pytest.raises(UsageError, match="on_long: task=sentences does not support 'split'"):
         prepared(bert, rows, on_long="split")
 
 
@@ -156,7 +156,7 @@ def test_documents_and_summaries_that_are_too_short_are_left_out_of_training_onl
         "a summary of fewer than 3 tokens": ["rows.jsonl:3"],
         "no value for column 'document'": ["rows.jsonl:4"],
         "no value for column 'summary'": ["rows.jsonl:5"],
-        "column 'document': a list of other things than sentences": ["rows.jsonl:6"],
+        "column 'document': the list has items that are not sentences": ["rows.jsonl:6"],
     }
     done = prepared(bert, [{"document": SENTENCES[:2]}, {"document": ["It rains ."]}], needs_target=False)
     assert [(row["texts"], row["targets"]) for row in done.rows] == [([SENTENCES[0]], [0]), (["It rains ."], [0])]

@@ -179,7 +179,7 @@ def test_the_published_test_split_of_dialogsum_is_read_by_its_recipe():
 
 
 def test_several_columns_are_for_answers_and_all_of_them_must_be_there():
-    with pytest.raises(DataError, match=r"--map document=\w\+b: several columns are several right answers"):
+    with pytest.raises(DataError, match=r"--map document=\w\+b: several columns mean several correct answers"):
         choose_columns(["a", "b", "summary"], recipe(map="document=a+b"))
     with pytest.raises(DataError, match=r"no such column.*there are: a, b"):
         choose_columns(["a", "b"], recipe(map="summary=b+sum*,document=a"))
@@ -527,5 +527,5 @@ def test_tokens_that_are_too_long_meet_what_the_recipe_says(on_long, error, mess
     ],
 )
 def test_targets_that_are_no_pairs_are_an_error(trained):
-    with pytest.raises(DataError, match="no list of"):
+    with pytest.raises(DataError, match="must be a list of"):
         from_tokens(recipe("continuous-pretraining"), list(range(9)), trained)

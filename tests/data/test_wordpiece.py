@@ -104,7 +104,7 @@ def test_bert_frames_texts_as_transformers_does(tmp_path: Path) -> None:
     frame = frame_of(tokenizer)
     cls, sep = (SPECIAL.index(token) for token in ("[CLS]", "[SEP]"))
     assert frame == Frame((cls,), (sep,), (sep,), True)
-    assert frame.is_there
+    assert frame.exists
     theirs = transformers_own(tmp_path)("the river", "a cough")
     one, other = tokenize(tokenizer, ["the river", "a cough"])
     assert [*frame.first, *one, *frame.middle, *other, *frame.last] == theirs["input_ids"]
@@ -133,7 +133,7 @@ def test_robertas_tokenizer_frames_texts_with_two_separators_and_no_types(tmp_pa
 def test_gpts_tokenizer_frames_nothing_and_keeps_its_digest() -> None:
     tokenizer = make_tokenizer()
     assert frame_of(tokenizer) == Frame((), (), (), False)
-    assert not frame_of(tokenizer).is_there
+    assert not frame_of(tokenizer).exists
     digest = tokenizer_digest(tokenizer)
     framed = make_tokenizer()
     framed.backend_tokenizer.post_processor = processors.RobertaProcessing(("a", 5), ("b", 6))

@@ -127,12 +127,12 @@ def test_rows_that_cannot_be_used_say_why(bert: Any) -> None:
         "not as many labels as words": ["rows.jsonl:2"],
         "no words": ["rows.jsonl:3"],
         "no list in column 'tokens'": ["rows.jsonl:4"],
-        "column 'tokens': a list of other things than words": ["rows.jsonl:5"],
+        "column 'tokens': the list has items that are not words": ["rows.jsonl:5"],
         "no list in column 'tags'": ["rows.jsonl:6"],
     }
     with pytest.raises(DataError, match="of the 4 words all have the label 'O'"):
         prepared(bert, [{"tokens": ["the", "a"], "tags": ["O", "O"]}] * 2)
-    with pytest.raises(UsageError, match="prompt: of this task it is one field"):
+    with pytest.raises(UsageError, match="prompt: this task needs a single field"):
         prepared(bert, rows, prompt="{{ tokens }} {{ tags }}")
 
 

@@ -175,7 +175,7 @@ def texts_with(labels: Sequence[Any]) -> list[dict[str, Any]]:
         (texts_with(["same"] * 9), "classification", "tiny-bert", 3, "all have the label 'same': there is nothing to"),
         (texts_with([""] * 9), "classification", "tiny-bert", 3, "none of the 9 rows can be trained on: no value for"),
         ([{"text": "red sky"}] * 9, "classification", "tiny-bert", 3, "target, output; there is no other column"),
-        (texts_with(["much"] * 9), "regression", "tiny-bert", 3, "'much' is no number (9, first at bad.jsonl:1)"),
+        (texts_with(["much"] * 9), "regression", "tiny-bert", 3, "'much' is not a number (9, first at bad.jsonl:1)"),
         ([{"tokens": ["a", "b"], "tags": ["O"]}] * 9, "token-labels", "tiny-bert", 3, "not as many labels as words"),
         ([{"tokens": ["a", "b"], "tags": ["O"]}] * 9, "token-labels", "tiny", 2, "a gptj model cannot be trained for"),
         ([{"text": "A. B.", "summary": "A."}] * 9, "bertsum", "tiny-gpt2", 2, "cannot be trained for task 'sentences'"),

@@ -1,10 +1,10 @@
-"""Repair texts (``prepare-data --fix``) and write the repaired rows to a new file, with a diff beside it.
+"""Repair texts (``prepare-data --fix``) and write the repaired rows to a new file, with a diff next to it.
 
-Each fix makes a text shorter, or takes a control character out of it, so that doing them until nothing changes comes
-to an end, and doing them again changes nothing.
+Each fix makes a text shorter, or removes a control character. So repeating them terminates, and is idempotent.
 
-Wrongly decoded letters are mended here and not by `ftfy`: that takes a blank for half of a letter (``â€ z`` becomes
-``†z``), loses U+FFFD, and cannot be told not to. Only what turns back into the very same letters is touched here.
+`ftfy` is not used for wrongly decoded letters: it takes a blank for half of a letter (``â€ z`` becomes ``†z``) and
+drops U+FFFD, neither of which can be disabled. This module changes only letters that convert back to exactly the same
+bytes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from gptj_ft.errors import DataError, RowSkipped, UsageError
 from gptj_ft.system.atomic import atomic_files, require_new
 from gptj_ft.system.compression import COMPRESSIONS
 
-# Characters of UTF-8, each of its bytes read as one of Windows-1252.
+# UTF-8 characters, each byte decoded as Windows-1252.
 ENCODED = re.compile(f"(?:[Â-ß][{NEXT}]|[à-ï][{NEXT}]{{2}}|[ð-ô][{NEXT}]{{3}})+")
 _WINDOWS = {byte: bytes([byte]).decode("cp1252", errors="ignore") for byte in range(0x80, 0xA0)}
 BYTES = {ord(letter): byte for byte, letter in _WINDOWS.items() if letter}
@@ -44,7 +44,7 @@ TAGS = re.compile(rf"(?<!\s)\s*(?:(?:{TAG.pattern})\s*)+", TAG.flags)
 PARAGRAPHS = {"p", "br", *(f"h{level}" for level in range(1, 7))}
 INLINE = {"a", "b", "i", "span"}
 BRACKETS = {"lrb": "(", "rrb": ")", "lsb": "[", "rsb": "]", "lcb": "{", "rcb": "}"}
-TREEBANK_FIXES = (  # (?<! ) because looking for `X` behind each blank of a long row of them takes for ever
+TREEBANK_FIXES = (  # (?<! ) avoids quadratic time in long runs of blanks
     (re.compile(r"-(l[rsc]b)- *", re.I), lambda match: BRACKETS[match[1].lower()]),
     (re.compile(r"(?<! ) *-(r[rsc]b)-", re.I), lambda match: BRACKETS[match[1].lower()]),
     (re.compile(r"(?<![ \t])(?:[ \t]*</?s>)+[ \t]*", re.I), lambda match: "" if _is_at_border(match) else " "),
@@ -67,7 +67,7 @@ class RepairedText:
 def fix_texts(texts: Sequence[str]) -> list[RepairedText]:
     """Repair the texts of a row.
 
-    Where one of them is split into Treebank tokens all are joined, or an answer would no longer stand in its passage.
+    If one text is split into Treebank tokens, all are joined: otherwise an answer would no longer match its passage.
     """
     fixed = [RepairedText(text, ()) for text in texts]
     while True:
@@ -89,7 +89,7 @@ def _fix(before: RepairedText, treebank: bool) -> RepairedText:
 
 
 def decode_again(text: str) -> str:
-    """Turn ``Ã©`` into é, wherever a letter that shows it is part of a whole character of UTF-8, also twice over."""
+    """Convert ``Ã©`` to é, repeatedly, wherever such a letter is part of a complete UTF-8 character."""
     while marks := {match.start() for match in MOJIBAKE.finditer(text)}:
         before, text = text, ENCODED.sub(partial(_decoded, marks=marks), text)
         if text == before:
@@ -110,7 +110,7 @@ def join_tokens(text: str) -> str:
 
 
 def _decoded(match: re.Match[str], marks: Set[int]) -> str:
-    """Return the characters of UTF-8 that are in some letters; the letters themselves if nothing shows it."""
+    """Decode letters as UTF-8; return them unchanged if none of them is marked, or they are invalid."""
     if marks.isdisjoint(range(*match.span())):
         return match[0]
     try:
@@ -120,7 +120,7 @@ def _decoded(match: re.Match[str], marks: Set[int]) -> str:
 
 
 def _in_place_of_tags(match: re.Match[str]) -> str:
-    """Return the blanks among some tags, and at least the line breaks that the tags mean."""
+    """Return the blanks between tags, with at least the line breaks that the tags mean."""
     names = [name.lower() for name in TAG.findall(match[0])]
     blanks = TAG.sub("", match[0])
     if INLINE.issuperset(names):
@@ -133,20 +133,20 @@ def _in_place_of_tags(match: re.Match[str]) -> str:
 
 
 def _character(match: re.Match[str]) -> str:
-    """Return the character that an entity means, a plain blank for one that does not break; itself if there is none."""
+    """Return an entity's character, a plain blank for a no-break space; the entity itself if it has none."""
     character = html.unescape(match[0])
     return match[0] if character == "\ufffd" else character.replace("\xa0", " ")
 
 
 def _is_at_border(match: re.Match[str]) -> bool:
-    """Tell whether nothing stands before or after a match on its line."""
+    """Tell whether a match is at the start or end of its line."""
     text, (start, end) = match.string, match.span()
     return text[start - 1 : start] in ("", "\n") or text[end : end + 1] in ("", "\n")
 
 
 FIXES: Mapping[str, tuple[Callable[[str], bool], Callable[[str], str]]] = {
     "wrongly decoded letters": (is_mojibake, decode_again),
-    "control characters": (  # what Windows-1252 has in their place is put there
+    "control characters": (  # replaced by the Windows-1252 character of the same code, if any
         lambda text: bool(CONTROL.search(text)),
         lambda text: CONTROL.sub(lambda match: _WINDOWS.get(ord(match[0]), ""), text),
     ),
@@ -160,10 +160,10 @@ ASIDE = 40  # characters shown on both sides of a change
 
 
 def _difference(before: str, after: str) -> Iterator[str]:
-    """Yield the lines that differ, each with its ending: first as they were (``-``), then as they are (``+``)."""
+    """Yield the lines that differ, each with its ending: the old ones (``-``), then the new ones (``+``)."""
     old, new = before.split("\n"), after.split("\n")
-    for what, i1, i2, j1, j2 in difflib.SequenceMatcher(None, old, new).get_opcodes():
-        if what == "equal":
+    for operation, i1, i2, j1, j2 in difflib.SequenceMatcher(None, old, new).get_opcodes():
+        if operation == "equal":
             continue
         removed, added = old[i1:i2], new[j1:j2]
         if len(removed) == len(added):
@@ -174,7 +174,7 @@ def _difference(before: str, after: str) -> Iterator[str]:
 
 
 def _near_the_change(before: str, after: str) -> tuple[str, str]:
-    """Cut off what two lines have in common at both ends, but for `ASIDE` characters."""
+    """Cut the common start and end of two lines, except `ASIDE` characters."""
     start = _common(before, after)
     end = _common(before[start:][::-1], after[start:][::-1])
     skip, keep = max(start - ASIDE, 0), max(end - ASIDE, 0)
@@ -188,7 +188,7 @@ def _near_the_change(before: str, after: str) -> tuple[str, str]:
 def _common(before: str, after: str) -> int:
     """Return the length of the common prefix of two texts."""
     low, high = 0, min(len(before), len(after))
-    while low < high:  # letter by letter takes seconds where rows are long
+    while low < high:  # a loop over characters takes seconds for long rows
         middle = (low + high + 1) // 2
         low, high = (middle, high) if before[low:middle] == after[low:middle] else (low, middle - 1)
     return low
@@ -204,24 +204,16 @@ _REPEATED, _EMPTY, _UNREADABLE = "the same row again", "a field is empty", "cann
 
 @dataclass
 class RepairReport:
-    """Counts of a repaired file.
+    """Counts of a repaired file."""
 
-    Attributes:
-        file: the new file.
-        diff: the file that says what was changed.
-        rows_read: ``rows_written`` plus all that were dropped.
-        rows_changed: rows written that differ from the source.
-        rows_dropped: rows dropped, by reason.
-        cells: fix -> how many cells it changed, of the rows written.
-    """
-
-    file: str
-    diff: str
-    rows_read: int = 0
+    file: str  # the new file
+    diff: str  # the file of changes
+    rows_read: int = 0  # ``rows_written`` plus all dropped rows
     rows_written: int = 0
-    rows_changed: int = 0
+    rows_changed: int = 0  # written rows that differ from the source
     rows_dropped: dict[str, Occurrences] = field(default_factory=dict)
     cells: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FIXES, 0))
+    """fix -> number of changed cells in written rows"""
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON values."""
@@ -229,20 +221,20 @@ class RepairReport:
 
 
 def choose_target(source: Path, named: Path | None) -> Path:
-    """Choose the file for the repaired rows: the one named, else ``NAME.fixed.jsonl`` beside the source.
+    """Choose the file of repaired rows: the one named, else ``NAME.fixed.jsonl`` next to the source.
 
     Raises:
-        UsageError: it, or the one with the changes, exists; it is not of JSON lines; or there is no name to go by.
+        UsageError: it or its diff exists, it does not end with .jsonl, or the source has no single name.
     """
     if named is None and glob.has_magic(str(source)) and not source.exists():
-        raise UsageError(f"{source} stands for several files: name the new one with --fixed FILE.jsonl")
+        raise UsageError(f"{source} matches several files: name the new file with --fixed FILE.jsonl")
     if named is not None and SUFFIXES.get(named.suffix.lower()) != "jsonl":
-        raise UsageError(f"--fixed {named}: JSON lines are written, so end the name with .jsonl")
+        raise UsageError(f"--fixed {named}: the file has JSON lines, so its name must end with .jsonl")
     if named is not None and source.is_dir() and named.resolve().is_relative_to(source.resolve()):
-        raise UsageError(f"--fixed {named} is in {source}, which would then have its rows twice; name another place")
+        raise UsageError(f"--fixed {named} is in {source}, which would then have its rows twice; name another folder")
     target = named or source.with_name(f"{_stem(source)}.fixed.jsonl")
     if target.exists():
-        raise UsageError(f"{target} exists already: prepare it with --data {target}, or name another with --fixed")
+        raise UsageError(f"{target} exists already: prepare it with --data {target}, or name another file with --fixed")
     require_new(diff_of(target))
     return target
 
@@ -294,14 +286,14 @@ def fix_rows(
 
 
 class _Repairer:
-    """Repairs rows, counts them, and writes the diff."""
+    """Repair rows, count them, and write the diff."""
 
     def __init__(self, recipe: Recipe, columns: Mapping[str, str], report: RepairReport, diff: TextIO) -> None:
         self._recipe, self._columns, self._report, self._diff = recipe, columns, report, diff
-        self._seen: dict[bytes, str] = {}  # digest of what is trained on, and where it was first
+        self._seen: dict[bytes, str] = {}  # digest of prompt and completion -> first place
 
     def drop_unreadable(self, findings: Findings) -> None:
-        """Count the records that could not be read since the last call."""
+        """Count the records that became unreadable since the last call."""
         for where, problem in findings.bad:
             self._drop(where, _UNREADABLE, problem)
         findings.bad.clear()
@@ -311,13 +303,15 @@ class _Repairer:
         columns = [each for column in self._columns.values() for each in columns_of(column, row.values)]
         names = [column for column in columns if column in row.values]
         before = {column: list(_texts_in(row.values[column])) for column in names}
-        fixed = iter(fix_texts([text for of_column in before.values() for text in of_column]))
-        after = {column: [next(fixed) for _ in of_column] for column, of_column in before.items()}
-        put = {column: _with_texts(row.values[column], iter([each.text for each in after[column]])) for column in names}
-        values = {**row.values, **put}
+        fixed = iter(fix_texts([text for texts in before.values() for text in texts]))
+        after = {column: [next(fixed) for _ in texts] for column, texts in before.items()}
+        cells = {
+            column: _with_texts(row.values[column], iter([each.text for each in after[column]])) for column in names
+        }
+        values = {**row.values, **cells}
         try:
-            found = read_fields(values, self._columns, self._recipe)
-            trained_on = (*(text for text, _ in parts(self._recipe, found.values)), *found.references)
+            fields = read_fields(values, self._columns, self._recipe)
+            trained_on = (*(text for text, _ in parts(self._recipe, fields.values)), *fields.references)
         except RowSkipped:
             empty = [column for column in columns if _is_empty(values.get(column))]
             if empty:
@@ -355,7 +349,7 @@ class _Repairer:
 
 
 def _texts_in(value: Any) -> Iterator[str]:
-    """Yield the texts of a cell, however they are nested."""
+    """Yield the texts of a cell, however nested."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list | dict):
@@ -364,7 +358,7 @@ def _texts_in(value: Any) -> Iterator[str]:
 
 
 def _with_texts(value: Any, replacements: Iterator[str]) -> Any:
-    """Return a cell with other texts, in the order of `_texts_in`."""
+    """Replace the texts of a cell, in the order of `_texts_in`."""
     if isinstance(value, str):
         return next(replacements)
     if isinstance(value, dict):
@@ -381,14 +375,14 @@ def _is_empty(value: Any) -> bool:
 
 
 def _json_line(values: Mapping[str, Any]) -> str:
-    """Write a row as a line of JSON, whatever its cells hold."""
+    """Write a row as a line of JSON, whatever its cells contain."""
     try:
         line = json.dumps(values, ensure_ascii=False, allow_nan=False, default=_plain)
-    except ValueError:  # JSON has no word for what is no number
+    except ValueError:  # JSON has no NaN or infinity
         line = json.dumps(_finite(values), ensure_ascii=False, default=_plain)
     try:
         line.encode()
-    except UnicodeEncodeError:  # half a surrogate pair
+    except UnicodeEncodeError:  # a lone surrogate: escape it
         line = json.dumps(json.loads(line))
     return line + "\n"
 
@@ -406,7 +400,7 @@ def _finite(value: Any) -> Any:
 
 
 def _stem(source: Path) -> str:
-    """Return the name of a file without the suffixes that say what it is."""
+    """Return a file name without its format and compression suffixes."""
     path = Path(source.name)
     if path.suffix.lower() in COMPRESSIONS:
         path = Path(path.stem)

@@ -1,1 +1,1 @@
-"""Rows of tasks whose head labels texts, words, spans or sentences: what it reads of them, and what it learns."""
+"""Read rows of tasks whose head labels texts, words, spans or sentences."""

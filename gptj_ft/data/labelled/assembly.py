@@ -1,4 +1,4 @@
-"""Put special tokens around texts, and cut what is too long as transformers' tokenizers do."""
+"""Put special tokens around texts, and truncate them like the tokenizers of `transformers`."""
 
 from __future__ import annotations
 
@@ -8,21 +8,11 @@ from typing import NamedTuple
 from gptj_ft.data.tokenization import Frame
 from gptj_ft.errors import RowSkipped, UsageError
 
-JOINT = "\n"  # between two texts, where a tokenizer has nothing to stand there
+JOINT = "\n"  # between two texts, if the tokenizer has no separator
 
 
 class EncodedDocument(NamedTuple):
-    """A text, a pair or a window as the model reads it; see the columns of `gptj_ft.data.table`.
-
-    Attributes:
-        ids: tokens.
-        borders: tokens at which the token type flips.
-        marks: tokens that the head reads; none: all.
-        targets: class ids of the marks, or the first and the last token of a span.
-        values: 0 or 1 for each label, or a number.
-        texts: words or texts that predictions are made of.
-        offsets: characters of each token in the text, first and end.
-    """
+    """A text, a pair or a window as the model reads it; `data.table.SCHEMA` explains the fields."""
 
     ids: Sequence[int]
     borders: Sequence[int] = ()
@@ -34,30 +24,22 @@ class EncodedDocument(NamedTuple):
 
     @property
     def num_targets(self) -> int:
-        """What is trained on: the marks, or the window."""
+        """Number of marks, or 1 for a window with a span."""
         return len(self.marks) or int(bool(self.targets))
 
 
 class LabelledRow(NamedTuple):
-    """What becomes of a row.
+    """The documents of a row, and its labels."""
 
-    Attributes:
-        documents: the row as the model reads it; of a row that is split, its windows in order.
-        group: hash of what must not be divided between training and validation.
-        label: names of its labels; empty where rows are not told apart by them.
-        references: right answers, for scoring.
-        tokens_cut: tokens lost by truncation.
-    """
-
-    documents: Sequence[EncodedDocument]
-    group: int
-    label: str = ""
-    references: Sequence[str] = ()
-    tokens_cut: int = 0
+    documents: Sequence[EncodedDocument]  # in order; several if the row is split into windows
+    group: int  # hash; equal groups stay together in training or validation
+    label: str = ""  # names of its labels, for stratified splits; may be empty
+    references: Sequence[str] = ()  # correct answers, for scoring
+    tokens_cut: int = 0  # tokens lost by truncation
 
 
 def framed(frame: Frame, first: Sequence[int], second: Sequence[int] | None) -> tuple[list[int], list[int]]:
-    """Return the tokens of a text or a pair with those that frame it, and the borders of its token types."""
+    """Add special tokens to a text or a pair; return the token ids and the borders of token types."""
     ids = [*frame.first, *first]
     if second is None:
         return [*ids, *frame.last], []
@@ -67,15 +49,15 @@ def framed(frame: Frame, first: Sequence[int], second: Sequence[int] | None) -> 
 
 
 def frame_tokens(frame: Frame, is_pair: bool) -> int:
-    """Count the tokens that frame a text or a pair."""
+    """Count the special tokens around a text or a pair."""
     return len(frame.first) + len(frame.last) + (len(frame.middle) if is_pair else 0)
 
 
 def longest_first(first: int, second: int, room: int) -> tuple[int, int]:
-    """Return the number of tokens to keep of each of two texts: the longer one is cut, or both to the half.
+    """Return the number of tokens to keep of each text of a pair: the longer one is cut, or both to one half.
 
-    As the `tokenizers` library has it; Google's script takes single tokens from the longer text, and from the second
-    if they are equal, which may give the first text a token more.
+    This is the rule of the `tokenizers` library. Google's script removes single tokens from the longer text, or from
+    the second of equally long ones, which may keep one token more of the first.
 
     >>> longest_first(9, 3, 8), longest_first(3, 9, 8), longest_first(5, 5, 7), longest_first(6, 5, 7)
     ((5, 3), (3, 5), (3, 4), (4, 3))
@@ -90,15 +72,10 @@ def longest_first(first: int, second: int, room: int) -> tuple[int, int]:
     return kept if first <= second else kept[::-1]
 
 
-def kept_of(ids: Sequence[int], keep: int, cut: str) -> Sequence[int]:
-    """Return so many tokens of a text.
+def truncate(ids: Sequence[int], keep: int, cut: str) -> Sequence[int]:
+    """Keep ``keep`` tokens of a text; ``cut`` tells which part to remove: ``end``, ``start`` or ``middle``.
 
-    Args:
-        ids: its tokens.
-        keep: number of tokens to keep.
-        cut: part that is left out: ``end``, ``start`` or ``middle``.
-
-    >>> [kept_of([1, 2, 3, 4], 3, cut) for cut in ("end", "start", "middle")]
+    >>> [truncate([1, 2, 3, 4], 3, cut) for cut in ("end", "start", "middle")]
     [[1, 2, 3], [2, 3, 4], [1, 2, 4]]
     """
     lost = len(ids) - keep
@@ -111,15 +88,14 @@ def kept_of(ids: Sequence[int], keep: int, cut: str) -> Sequence[int]:
 
 
 def windows_of(count: int, room: int, stride: int) -> list[tuple[int, int]]:
-    """Return windows over a text: (first, end) tokens of each, which share ``stride`` tokens with the next.
+    """Return windows over a text as (first, end) tokens; consecutive ones share ``stride`` tokens.
 
     Args:
         count: tokens of the text.
         room: most tokens of a window.
-        stride: tokens shared.
 
     Raises:
-        RowSkipped: there is no room for any window.
+        RowSkipped: there is no room for windows.
 
     >>> windows_of(10, 5, 2), windows_of(8, 5, 2), windows_of(5, 5, 2)
     ([(0, 5), (3, 8), (6, 10)], [(0, 5), (3, 8)], [(0, 5)])
@@ -133,14 +109,14 @@ def windows_of(count: int, room: int, stride: int) -> list[tuple[int, int]]:
 
 
 def check_stride(stride: int, max_length: int, frame: Frame, is_pair: bool) -> None:
-    """Check that windows can move on.
+    """Check that windows advance.
 
     Raises:
-        UsageError: they would share all of their tokens.
+        UsageError: consecutive windows would share all their tokens.
     """
     room = max_length - frame_tokens(frame, is_pair)
     if stride >= room:
         raise UsageError(
-            f"stride: windows that share {stride} tokens cannot be moved where max_length leaves room for {room}; "
+            f"stride: windows of at most {room} tokens (by max_length) cannot share {stride} tokens with the next; "
             "lower stride or raise max_length"
         )

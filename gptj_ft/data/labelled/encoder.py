@@ -29,42 +29,32 @@ from gptj_ft.system.plain_text import shortened
 
 @dataclass(frozen=True)
 class Setting:
-    """What all rows of a task have in common.
-
-    Attributes:
-        recipe: templates and length policy.
-        tokenizer: tokenizer of the model.
-        columns: field -> column.
-        labels: the task's.
-        checks: collector of warnings.
-        needs_target: whether rows without what is to be predicted are left out; else all are read without it.
-    """
+    """Settings shared by all rows of a task."""
 
     recipe: Recipe
     tokenizer: RowTokenizer
-    columns: Mapping[str, str]
+    columns: Mapping[str, str]  # field -> column
     labels: LabelSet
     checks: Checks
-    needs_target: bool = True
+    needs_target: bool = True  # skip rows without a target; False: read inputs only
 
     @property
     def frame(self) -> Frame:
-        """What stands around texts."""
         return frame_of(self.tokenizer)
 
 
 class TaskReader(ABC):
-    """Reads the rows of one task: their texts first, then, of the tokens of these, their documents."""
+    """Read the rows of one task: first their texts, then, from the tokens, their documents."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
 
     @abstractmethod
     def read(self, row: Row) -> tuple[list[str], Any]:
-        """Return the texts of a row that are to be tokenized, and what `row_of` needs besides.
+        """Return the row's texts to tokenize, and further values for `row_of`.
 
         Raises:
-            RowSkipped: it has none, or no label.
+            RowSkipped: it has no text or no label.
         """
 
     def tokenizer(self) -> Any:
@@ -76,15 +66,15 @@ class TaskReader(ABC):
         """Return the documents of a row.
 
         Raises:
-            RowSkipped: too long, or not to be labelled.
-            DataError: too long, and the policy is `error`.
+            RowSkipped: the row is too long, or cannot be labelled.
+            DataError: the row is too long, and the policy is `error`.
         """
 
     def finish(self, table: TokenTable, counts: RowCounts) -> TokenTable:
-        """Return the rows with their final targets, once all are read.
+        """Return the rows with their final targets, after reading all rows.
 
         Raises:
-            DataError: their labels cannot be learnt.
+            DataError: the labels cannot be learnt.
         """
         return table
 
@@ -94,15 +84,10 @@ class TaskReader(ABC):
 
 
 class LabelledEncoder:
-    """Turns rows into labelled documents; counts and checks them.
+    """Turn rows into labelled documents; count and check them.
 
     Args:
-        setting: settings that all rows share.
-        task: reader of its rows.
-        vocab_size: rows of the model's embedding; no token id may reach it.
-
-    Attributes:
-        counts: counts of rows, tokens and targets.
+        vocab_size: rows of the model's embedding; every token id must be smaller.
     """
 
     def __init__(self, setting: Setting, task: TaskReader, vocab_size: int) -> None:
@@ -113,67 +98,57 @@ class LabelledEncoder:
 
     @property
     def labels(self) -> LabelSet:
-        """The labels."""
         return self._setting.labels
 
     def encode(self, rows: Sequence[Row]) -> pyarrow.RecordBatch:
         """Tokenize rows in one call of the tokenizer; return their documents."""
-        read = []
+        usable = []
         for row in rows:
             try:
-                read.append((row, *self._task.read(row)))
+                usable.append((row, *self._task.read(row)))
             except RowSkipped as reason:
                 self.counts.skip(row.where, str(reason))
-        tokens = iter(self._tokenize([text for _, texts, _ in read for text in texts]))
+        tokens = iter(self._tokenize([text for _, texts, _ in usable for text in texts]))
         documents: list[tuple[Any, ...]] = []
-        for row, texts, rest in read:
+        for row, texts, rest in usable:
             documents += self._documents(row, rest, list(islice(tokens, len(texts))))
         columns = list(zip(*documents, strict=True)) or [()] * len(SCHEMA)
         arrays = [to_arrow(field.type, values) for field, values in zip(SCHEMA, columns, strict=True)]
         return pyarrow.RecordBatch.from_arrays(arrays, schema=SCHEMA)
 
     def finish(self, writer: TableWriter) -> TokenTable:
-        """Return the rows that were written, with their final targets.
-
-        Raises:
-            DataError: their labels cannot be learnt.
-        """
+        """Return the written rows with their final targets."""
         table = self._task.finish(writer.table(), self.counts)
         self._setting.checks.warnings |= self._task.warnings()
         return table
 
     def _documents(self, row: Row, read: Any, tokens: list[Any]) -> list[tuple[Any, ...]]:
-        """Return the documents of a row, in the columns of `SCHEMA`; none if it is left out."""
+        """Return a row's documents in the columns of `SCHEMA`; none if the row is skipped."""
         try:
-            found = self._task.row_of(row, read, tokens)
+            labelled = self._task.row_of(row, read, tokens)
         except RowSkipped as reason:
             self.counts.skip(row.where, str(reason))
             return []
         except DataError as error:
             raise DataError(f"{row.where}: {error}") from error
         columns = []
-        for number, each in enumerate(found.documents):
+        for number, each in enumerate(labelled.documents):
             if self._needs_check and (largest := max(each.ids)) >= self._vocab_size:
                 raise DataError(
                     f"{row.where}: token id {largest}, but the model's ids end at {self._vocab_size - 1}; "
                     "the tokenizer is not this model's"
                 )
-            place = (found.references, row.source, row.line, found.group, found.label, number > 0)
-            labelled = (each.borders, each.marks, each.targets, each.values, each.texts, each.offsets)
-            columns.append((array("i", each.ids), len(each.ids), (), *place, *labelled))
-        self.counts.keep([(len(each.ids), each.num_targets) for each in found.documents], found.tokens_cut)
+            place = (labelled.references, row.source, row.line, labelled.group, labelled.label, number > 0)
+            targets = (each.borders, each.marks, each.targets, each.values, each.texts, each.offsets)
+            columns.append((array("i", each.ids), len(each.ids), (), *place, *targets))
+        self.counts.keep([(len(each.ids), each.num_targets) for each in labelled.documents], labelled.tokens_cut)
         return columns
 
 
 def with_columns(
     table: TokenTable, change: Callable[[dict[str, pyarrow.Array]], dict[str, pyarrow.Array]]
 ) -> TokenTable:
-    """Return rows with other columns.
-
-    Args:
-        table: the rows.
-        change: given the columns of a batch by name, returns those to replace.
-    """
+    """Replace columns of a table; ``change`` maps the columns of a batch to the new ones, by name."""
     with TableWriter() as writer:
         for batch in table.batches():
             columns = dict(zip(SCHEMA.names, batch.columns, strict=True))
@@ -183,12 +158,7 @@ def with_columns(
 
 
 def renumbered(table: TokenTable, ids: NDArray[np.int32]) -> TokenTable:
-    """Return rows with other class ids.
-
-    Args:
-        table: the rows.
-        ids: the new id of each old one.
-    """
+    """Replace class ids; ``ids`` has the new id of each old one."""
     if (ids == np.arange(len(ids))).all():
         return table
 
@@ -203,15 +173,14 @@ def renumbered(table: TokenTable, ids: NDArray[np.int32]) -> TokenTable:
 
 
 def with_labels(prepared: Prepared, labels: Sequence[str], where: Path) -> Prepared:
-    """Return prepared rows with class ids in another order of labels.
+    """Change the class ids of prepared rows to another order of labels.
 
     Args:
-        prepared: rows of a task with labels; of others, they are returned as they are.
-        labels: names in the order of ids, as the training rows have them.
-        where: the folder of the rows.
+        labels: names in the order of ids, as in the training rows.
+        where: folder of the rows.
 
     Raises:
-        DataError: the rows have a label that is none of these.
+        DataError: the rows have a label that is missing in ``labels``.
     """
     report = prepared.report
     if not report.labels or report.labels == tuple(labels):
@@ -219,11 +188,11 @@ def with_labels(prepared: Prepared, labels: Sequence[str], where: Path) -> Prepa
     counts = dict(zip(report.labels, report.label_counts, strict=True))
     if unknown := [name for name, count in counts.items() if count and name not in labels]:
         raise DataError(
-            f"{where}: there are rows with the label '{shortened(unknown[0])}', and the labels are: "
-            f"{listed(map(shortened, labels))}\nprepare the rows of that label apart, or train on all together"
+            f"{where}: rows have the label '{shortened(unknown[0])}', but the training rows have: "
+            f"{listed(map(shortened, labels))}\nremove the rows with that label, or add such rows to the training data"
         )
-    place = {name: number for number, name in enumerate(labels)}
-    ids = np.array([place.get(name, -1) for name in report.labels], np.int32)  # of labels that no row has, none
+    new_id = {name: number for number, name in enumerate(labels)}
+    ids = np.array([new_id.get(name, -1) for name in report.labels], np.int32)  # -1: a label that no row has
     rows = prepared.rows
     if report.settings["task"] == "multi-label":
         rows = with_columns(rows, lambda columns: {"values": _reordered(columns["values"], ids, len(labels))})
@@ -234,8 +203,8 @@ def with_labels(prepared: Prepared, labels: Sequence[str], where: Path) -> Prepa
 
 
 def _reordered(values: pyarrow.Array, ids: NDArray[np.int32], count: int) -> pyarrow.Array:
-    """Return each row's values of the labels in the order of their new ids."""
-    changed = np.zeros((len(values), count))
-    said, are_known = numbers_of(values.flatten()).reshape(len(values), len(ids)), ids >= 0
-    changed[:, ids[are_known]] = said[:, are_known]
-    return to_arrow(values.type, changed.tolist())
+    """Reorder each row's values by the new label ids."""
+    new = np.zeros((len(values), count))
+    old, are_known = numbers_of(values.flatten()).reshape(len(values), len(ids)), ids >= 0
+    new[:, ids[are_known]] = old[:, are_known]
+    return to_arrow(values.type, new.tolist())

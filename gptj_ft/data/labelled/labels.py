@@ -1,4 +1,4 @@
-"""Know the labels of a task: their names, the order of their ids, how often each is there."""
+"""Collect the labels of a task: names, order of ids, number of rows."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from gptj_ft.errors import DataError, RowSkipped
 from gptj_ft.models.supported import MOST_LABELS
 from gptj_ft.system.plain_text import shortened
 
-RARE = 5  # rows, below which a label is called rare
-NAMED = 8  # labels named in a sentence
-# From so many labels on, and for so many rows each, labels are taken for free texts or measurements.
+RARE = 5  # a label of fewer rows causes a warning
+NAMED = 8  # labels named in a message
+# More labels than this, with fewer rows each, must be free texts or measurements.
 MANY_LABELS, FEW_ROWS_EACH = 50, 2
 WHOLE_NUMBER = re.compile(r"([+-]?\d+)\.0+")
 INTEGER = re.compile(r"[+-]?\d{1,18}")
@@ -23,7 +23,7 @@ DECIMAL = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
 def label_text(text: str) -> str:
-    """Return a label as it is compared: stripped, a whole number without its decimal point.
+    """Normalize a label for comparison: strip it, and drop the decimal part of a whole number.
 
     >>> label_text(" 1.0 "), label_text("1.05"), label_text("v1.0")
     ('1', '1.05', 'v1.0')
@@ -36,34 +36,31 @@ def label_text(text: str) -> str:
 class LabelSet:
     """The labels of a task.
 
-    Their order is that given; else the recipe's; else, once all rows are read, the model's if it has exactly the names
-    that were found; else integers rise, and other names are sorted.
+    Their order is ``fixed``, else that of the recipe, else (after reading all rows) the model's if it has exactly the
+    same names; else integers ascend and other names are sorted.
 
     Args:
-        translations: a value of the data -> its name, in the order of ids; the recipe's `labels`.
-        given: names in the order of ids, as those of the training rows are for validation rows.
-        known: the names that the model has, in its order.
-
-    Attributes:
-        found: name -> the rows that have it, in the order of their first rows.
+        translations: value in the data -> name, in the order of ids; the recipe's `labels`.
+        fixed: names in the order of ids, e.g. of the training rows when reading validation rows.
+        known: names of the model, in its order.
     """
 
     def __init__(
-        self, translations: Mapping[str, str] = {}, given: Sequence[str] = (), known: Sequence[str] = ()
+        self, translations: Mapping[str, str] = {}, fixed: Sequence[str] = (), known: Sequence[str] = ()
     ) -> None:
-        names = tuple(given) or tuple(dict.fromkeys(translations.values()))
+        names = tuple(fixed) or tuple(dict.fromkeys(translations.values()))
         self._translations = translations
         self._words = {name.casefold(): name for name in translations.values()}
         self._words |= {key.strip().casefold(): name for key, name in translations.items()}
-        self._given, self._known, self._fixed = bool(given), tuple(known), names
+        self._is_fixed, self._known, self._names = bool(fixed), tuple(known), names
         self._ids = {name: number for number, name in enumerate(names)}
-        self.found: dict[str, Occurrences] = {name: Occurrences() for name in names}
+        self.rows: dict[str, Occurrences] = {name: Occurrences() for name in names}  # by name, in order of first rows
 
     def name_of(self, text: str) -> str:
-        """Return the name of a label of the data.
+        """Return the name of a label in the data.
 
         Raises:
-            RowSkipped: it has none.
+            RowSkipped: the label is unknown or empty.
         """
         name = label_text(text)
         if self._words:
@@ -74,104 +71,104 @@ class LabelSet:
             name = word
         elif not name:
             raise RowSkipped("the label is empty")
-        if self._fixed and name not in self._ids:
-            whose = ", the labels of the training rows" if self._given else ""
-            raise RowSkipped(f"label '{shortened(name)}' is none of {_listed(self._fixed)}{whose}")
+        if self._names and name not in self._ids:
+            whose = ", the labels of the training rows" if self._is_fixed else ""
+            raise RowSkipped(f"label '{shortened(name)}' is none of {_listed(self._names)}{whose}")
         return name
 
     def add(self, name: str, where: str) -> int:
-        """Count a label of a row that is kept; return its id, which `order` may change.
+        """Count a label of a kept row; return its id, which `order` may change.
 
         Raises:
             DataError: there are too many labels.
         """
         self.expect((name,))
-        if len(self.found) > MOST_LABELS:
-            raise DataError(f"more than {MOST_LABELS:,} labels: this is no task of labels, or another column's")
-        self.found[name].add(where)
+        if len(self.rows) > MOST_LABELS:
+            raise DataError(f"more than {MOST_LABELS:,} labels: probably this is not the column of labels")
+        self.rows[name].add(where)
         return self._ids[name]
 
     def expect(self, names: Iterable[str]) -> None:
-        """Note labels that there are, even if no row has one of them."""
+        """Register labels, even if no row has them."""
         for name in names:
             if name not in self._ids:
                 self._ids[name] = len(self._ids)
-                self.found[name] = Occurrences()
+                self.rows[name] = Occurrences()
 
     def order(self) -> tuple[str, ...]:
         """Return the names in the order of their ids."""
-        if self._fixed:
-            return self._fixed
-        found = list(self.found)
-        if not found:
+        if self._names:
+            return self._names
+        names = list(self.rows)
+        if not names:
             return self._known
-        if self._known and set(self._known) == set(found) and len(self._known) == len(found):
+        if self._known and set(self._known) == set(names) and len(self._known) == len(names):
             return self._known
-        if all(INTEGER.fullmatch(name) for name in found):
-            return tuple(sorted(found, key=int))
-        return tuple(sorted(found))
+        if all(INTEGER.fullmatch(name) for name in names):
+            return tuple(sorted(names, key=int))
+        return tuple(sorted(names))
 
     def renumbering(self) -> NDArray[np.int32]:
-        """Return the final id of each id that `add` has returned."""
-        place = {name: number for number, name in enumerate(self.order())}
-        return np.array([place[name] for name in self.found], np.int32)
+        """Return the final id of each id returned by `add`."""
+        number = {name: number for number, name in enumerate(self.order())}
+        return np.array([number[name] for name in self.rows], np.int32)
 
     def counts(self) -> tuple[int, ...]:
-        """Return the number of rows that have each label, in the order of their ids."""
-        return tuple(self.found[name].count if name in self.found else 0 for name in self.order())
+        """Return the number of rows of each label, in the order of ids."""
+        return tuple(self.rows[name].count if name in self.rows else 0 for name in self.order())
 
-    def check(self, rows: int, fewest: int = 2, what: str = "rows") -> None:
+    def check(self, num_rows: int, fewest: int = 2, unit: str = "rows") -> None:
         """Check that the training rows can teach their labels.
 
         Args:
-            rows: those that are kept.
-            fewest: labels that are needed.
-            what: name of the things that have a label, in the plural; default: rows.
+            num_rows: kept rows.
+            fewest: labels needed.
+            unit: the labelled things, in the plural.
 
         Raises:
-            DataError: there are fewer labels, or so many that they are none.
+            DataError: there are too few labels, or too many.
         """
-        there = [name for name, of in self.found.items() if of.count]
-        if self._given or not rows:
+        labels = [name for name, rows in self.rows.items() if rows.count]
+        if self._is_fixed or not num_rows:
             return
-        if len(there) < fewest:
-            only = f"all have the label '{shortened(there[0])}'" if there else "none has a label"
-            raise DataError(f"of the {rows:,} {what} {only}: there is nothing to tell apart")
-        if not self._fixed and len(there) > max(MANY_LABELS, rows / FEW_ROWS_EACH):
-            are_numbers = all(DECIMAL.fullmatch(name) for name in there)
-            other = "a measurement is learnt by --set task=regression" if are_numbers else "texts are no labels"
+        if len(labels) < fewest:
+            only = f"all have the label '{shortened(labels[0])}'" if labels else "none has a label"
+            raise DataError(f"of the {num_rows:,} {unit} {only}: there is nothing to tell apart")
+        if not self._names and len(labels) > max(MANY_LABELS, num_rows / FEW_ROWS_EACH):
+            are_numbers = all(DECIMAL.fullmatch(name) for name in labels)
+            advice = "for measurements use --set task=regression" if are_numbers else "free texts cannot be labels"
             raise DataError(
-                f"{len(there):,} labels in {rows:,} {what}, e.g. {_listed(there[:3])}: most are there only once; "
-                f"{other}"
+                f"{len(labels):,} labels in {num_rows:,} {unit}, e.g. {_listed(labels[:3])}: most occur only once; "
+                f"{advice}"
             )
 
-    def warnings(self, what: str = "rows") -> dict[str, Occurrences]:
-        """Warn of rare and absent labels, and of labels that differ in case only.
+    def warnings(self, unit: str = "rows") -> dict[str, Occurrences]:
+        """Warn of rare and absent labels, and of labels that differ only in case.
 
         Args:
-            what: name of the things that have a label, in the plural; default: rows.
+            unit: the labelled things, in the plural.
         """
         warnings: dict[str, Occurrences] = {}
-        rare = {name: of for name, of in self.found.items() if 0 < of.count < RARE}
-        if rare and not self._given:
-            named = ", ".join(f"'{shortened(name)}' {of.count}" for name, of in list(rare.items())[:NAMED])
+        rare = {name: rows for name, rows in self.rows.items() if 0 < rows.count < RARE}
+        if rare and not self._is_fixed:
+            named = ", ".join(f"'{shortened(name)}' {rows.count}" for name, rows in list(rare.items())[:NAMED])
             more = f" and {len(rare) - NAMED:,} more" if len(rare) > NAMED else ""
-            places = [place for of in rare.values() for place in of.first][:PLACES_SHOWN]
-            total = sum(of.count for of in rare.values())
-            warnings[f"labels of fewer than {RARE} {what}: {named}{more}"] = Occurrences(total, places)
-        if absent := [name for name, of in self.found.items() if not of.count]:
+            places = [place for rows in rare.values() for place in rows.first][:PLACES_SHOWN]
+            total = sum(rows.count for rows in rare.values())
+            warnings[f"labels of fewer than {RARE} {unit}: {named}{more}"] = Occurrences(total, places)
+        if absent := [name for name, rows in self.rows.items() if not rows.count]:
             warnings[f"labels that no row has: {_listed(absent)}"] = Occurrences(len(absent), [])
         spellings: dict[str, list[str]] = {}
-        for name in self.found:
+        for name in self.rows:
             spellings.setdefault(name.casefold(), []).append(name)
         for names in spellings.values():
             if len(names) > 1:
-                rarest = self.found[min(names, key=lambda name: self.found[name].count)]
+                rarest = self.rows[min(names, key=lambda name: self.rows[name].count)]
                 warnings[f"labels that differ in upper and lower case only: {_listed(names)}"] = rarest
         return warnings
 
 
 def _listed(names: Sequence[str]) -> str:
-    """List names for a sentence, the first of many."""
+    """List names for a message; of many, the first ones."""
     more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
     return ", ".join(f"'{shortened(name)}'" for name in names[:NAMED]) + more

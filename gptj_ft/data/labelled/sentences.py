@@ -1,4 +1,4 @@
-"""Read documents whose sentences are picked for a summary, as BERTSUM's preparation does.
+"""Read documents whose sentences are selected for a summary, with BERTSUM's preprocessing.
 
 https://github.com/nlpyang/PreSumm (``data_builder.py``, ``data_loader.py``); Liu and Lapata 2019,
 https://arxiv.org/abs/1908.08345.
@@ -22,12 +22,12 @@ from gptj_ft.data.wordpiece import splits_at_blanks
 from gptj_ft.errors import DataError, RowSkipped, UsageError
 from gptj_ft.system.plain_text import shortened
 
-MAX_SENTENCES = 100  # of a document, that are looked at: PreSumm's default
-SHORT_WORDS, LONG_WORDS = 5, 200  # sentences of so many words or fewer are left out; longer ones are cut
+MAX_SENTENCES = 100  # of a document; PreSumm's default
+SHORT_WORDS, LONG_WORDS = 5, 200  # sentences of at most 5 words are dropped, those above 200 truncated
 FEWEST_SENTENCES, FEWEST_PIECES = 3, 5  # of a document, and of a summary with its two markers
 BREAK = "<q>"  # between the sentences of a summary in PreSumm's files
 SENTENCE_END = re.compile(r"(?<=[.!?])[\"'”’)\]]*\s+(?=[\"'“‘(\[]*[A-Z0-9])")
-# What a full stop follows inside a sentence: titles, initials, and what is shortened.
+# A full stop after these does not end a sentence.
 ABBREVIATION = re.compile(
     r"(?:\b(?:Mr|Mrs|Ms|Dr|Prof|Sen|Rep|Gov|Gen|Lt|Col|Sgt|Capt|St|Jr|Sr|vs|etc|No|Inc|Co|Corp|Ltd|Jan|Feb|Mar|Apr|Aug"
     r"|Sept|Oct|Nov|Dec)|\b[A-Z])\.$"
@@ -37,7 +37,7 @@ _FOREIGN = re.compile("[^a-zA-Z0-9 ]")
 
 
 def split_sentences(text: str) -> list[str]:
-    """Split a text into sentences: at line ends, and behind full stops that an upper-case letter or a number follows.
+    """Split a text into sentences: at line ends, and after full stops followed by an upper-case letter or a number.
 
     >>> split_sentences("It rains. Dr. J. Smith said: “Go!” He left at 5 p.m. today.\\nThe end")
     ['It rains.', 'Dr. J. Smith said: “Go!”', 'He left at 5 p.m. today.', 'The end']
@@ -55,26 +55,26 @@ def split_sentences(text: str) -> list[str]:
 
 
 def oracle_sentences(sentences: Sequence[str], summary: str | Sequence[str], most: int = 3) -> list[int]:
-    """Choose the sentences that raise ROUGE-1 F + ROUGE-2 F most, one after another, until none does.
+    """Select greedily the sentences that raise ROUGE-1 F + ROUGE-2 F most, until none raises it.
 
     The oracle labels of PreSumm (``greedy_selection``; Liu and Lapata 2019, section 3.1). N-grams are sets, without
-    stemming. Everything but ASCII letters, digits and blanks is deleted before texts are split into words, so "don't"
-    is one word. Case counts: PreSumm's corpora are in lower case. Bigrams of the chosen sentences are those within
-    each; of the summary's sentences, those of all in one. Of equally good sentences the first is chosen.
+    stemming. All characters except ASCII letters, digits and blanks are deleted before splitting into words, so "don't"
+    is one word. Case matters: PreSumm's corpora are in lower case. Bigrams do not cross the ends of selected sentences,
+    but those of the summary's sentences. The first of equally good sentences wins.
 
     Args:
-        sentences: sentences of the document; the first `MAX_SENTENCES` are candidates.
-        summary: its summary, or the sentences of that.
-        most: largest number of sentences; default 3.
+        sentences: the document; the first `MAX_SENTENCES` are candidates.
+        summary: a text or its sentences.
+        most: largest number of sentences.
 
     Returns:
-        Numbers of the sentences, ascending; empty if none has a word of the summary.
+        Ascending sentence numbers; empty if no sentence shares a word with the summary.
     """
     goal = _ngrams(_words(summary if isinstance(summary, str) else " ".join(summary)))
     candidates = [_ngrams(_words(sentence)) for sentence in sentences[:MAX_SENTENCES]]
     shared = [[each & of_goal for each, of_goal in zip(grams, goal, strict=True)] for grams in candidates]
     chosen: list[int] = []
-    written, right = _ngrams([]), _ngrams([])  # of the chosen sentences: all, and those of the summary
+    selected, correct = _ngrams([]), _ngrams([])  # n-grams of the chosen sentences: all, and those in the summary
     best = 0.0
     while len(chosen) < most:
         pick = None
@@ -83,8 +83,8 @@ def oracle_sentences(sentences: Sequence[str], summary: str | Sequence[str], mos
                 continue
             score = sum(
                 _f1(
-                    len(right[size]) + len(of_goal[size] - right[size]),
-                    len(written[size]) + len(grams[size] - written[size]),
+                    len(correct[size]) + len(of_goal[size] - correct[size]),
+                    len(selected[size]) + len(grams[size] - selected[size]),
                     len(goal[size]),
                 )
                 for size in range(len(goal))
@@ -95,24 +95,23 @@ def oracle_sentences(sentences: Sequence[str], summary: str | Sequence[str], mos
             break
         chosen.append(pick)
         for size in range(len(goal)):
-            written[size] |= candidates[pick][size]
-            right[size] |= shared[pick][size]
+            selected[size] |= candidates[pick][size]
+            correct[size] |= shared[pick][size]
     return sorted(chosen)
 
 
 class _Read(NamedTuple):
-    sentences: list[str]  # that are kept
+    sentences: list[str]
     labels: list[int]
     summary: list[str]
-    are_words: bool  # whether blanks separate what pieces are made of
+    are_words: bool  # tokenize each word between blanks by itself
 
 
 class SentenceReader(TaskReader):
-    """Reads documents and summaries; the sentences that together are most like the summary are to be picked.
+    """Read documents and summaries; the targets are the sentences that together resemble the summary most.
 
-    A document is a list of sentences, or of lists of words, or a text, which is split. Lists of words are turned into
-    pieces word by word, as in PreSumm; other texts as the tokenizer does it. Rows of PreSumm's prepared files are taken
-    as they are.
+    A document is a list of sentences, a list of lists of words, or a text, which is split. Lists of words are tokenized
+    word by word, as in PreSumm; other texts by the tokenizer. Rows of PreSumm's own files keep their tokens.
     """
 
     def __init__(self, setting: Setting) -> None:
@@ -123,14 +122,14 @@ class SentenceReader(TaskReader):
         if not setting.frame.exists:
             raise UsageError(f"{setting.tokenizer.name_or_path} has no [CLS] and [SEP], which task=sentences needs")
         if recipe.on_long == "split":
-            raise UsageError("on_long: 'split' is not for task=sentences; use shorten, skip or error")
+            raise UsageError("on_long: task=sentences does not support 'split'; use shorten, skip or error")
         self._pieces: dict[str, list[int]] = {}
         self._backend = backend_of(setting.tokenizer)
         self._is_lower = bool(getattr(self._backend.normalizer, "lowercase", False))
         self._is_wordpiece = splits_at_blanks(setting.tokenizer)
 
     def read(self, row: Row) -> tuple[list[str], Any]:
-        if _is_prepared(row):
+        if _is_tokenized(row):
             return [], None
         columns, needs_target = self.setting.columns, self.setting.needs_target
         words = _sentences(columns[self._document], row.values.get(columns[self._document]))
@@ -141,7 +140,7 @@ class SentenceReader(TaskReader):
             summary = [" ".join(sentence) for sentence in _sentences(columns[self._summary], cell)]
             lower = [text.lower() for text in every]
             chosen = set(oracle_sentences(lower, [text.lower() for text in summary]))
-        kept = [number for number, of in enumerate(words) if len(of) > SHORT_WORDS][:MAX_SENTENCES]
+        kept = [number for number, sentence in enumerate(words) if len(sentence) > SHORT_WORDS][:MAX_SENTENCES]
         if len(kept) < FEWEST_SENTENCES and needs_target:
             raise RowSkipped(f"fewer than {FEWEST_SENTENCES} sentences of more than {SHORT_WORDS} words")
         kept = kept or list(range(min(len(words), MAX_SENTENCES)))
@@ -155,7 +154,7 @@ class SentenceReader(TaskReader):
 
     def row_of(self, row: Row, read: Any, tokens: list[Any]) -> LabelledRow:
         if read is None:
-            return self._prepared(row)
+            return self._tokenized(row)
         if read.are_words:
             tokens = [self._by_word(text) for text in (*read.sentences, *read.summary)]
         count, frame = len(read.sentences), self.setting.frame
@@ -169,50 +168,52 @@ class SentenceReader(TaskReader):
         return self._row(ids, marks, read.labels, read.sentences, "\n".join(read.summary))
 
     def _by_word(self, text: str) -> list[int]:
-        """Return the pieces of each word between blanks, whatever its characters are; accents stay."""
+        """Tokenize each word between blanks by itself, keeping accents."""
         ids: list[int] = []
         for word in text.split():
-            found = self._pieces.get(word)
-            if found is None:
-                written = word.lower() if self._is_lower else word
-                found = self._pieces[word] = [piece.id for piece in self._backend.model.tokenize(written)]
-            ids += found
+            pieces = self._pieces.get(word)
+            if pieces is None:
+                cased = word.lower() if self._is_lower else word
+                pieces = self._pieces[word] = [piece.id for piece in self._backend.model.tokenize(cased)]
+            ids += pieces
         return ids
 
-    def _prepared(self, row: Row) -> LabelledRow:
-        """Return the document of a row of PreSumm's prepared files."""
+    def _tokenized(self, row: Row) -> LabelledRow:
+        """Return the document of a row from PreSumm's files."""
         values = row.values
         summary = "\n".join(part.strip() for part in str(values.get("tgt_txt", "")).split(BREAK))
         marks, sentences = values["clss"], [str(text) for text in values.get("src_txt", ())]
         labels = values.get("src_sent_labels", values.get("labels", []))
         if not (len(marks) == len(labels) == len(sentences)):
-            raise RowSkipped("not as many labels and texts as sentences")
+            raise RowSkipped("the numbers of labels, texts and sentences differ")
         return self._row(values["src"], marks, labels, sentences, summary)
 
     def _row(
         self, ids: Sequence[int], marks: Sequence[int], labels: Sequence[int], sentences: Sequence[str], summary: str
     ) -> LabelledRow:
-        """Return a row, cut to `max_length` tokens, the last of which stays, with the sentences that begin before."""
-        recipe, lost = self.setting.recipe, max(len(ids) - self.setting.recipe.max_length, 0)
-        if lost and recipe.on_long == "skip":
+        """Return a row, truncated to `max_length` tokens but keeping its last one, with the sentences that begin
+        within.
+        """
+        recipe, excess = self.setting.recipe, max(len(ids) - self.setting.recipe.max_length, 0)
+        if excess and recipe.on_long == "skip":
             raise RowSkipped("longer than max_length")
-        if lost and recipe.on_long == "error":
+        if excess and recipe.on_long == "error":
             raise DataError(
                 f"{len(ids)} tokens, max_length is {recipe.max_length}; raise it, or set on_long to shorten or skip"
             )
         group = content_hash("\n".join(sentences).encode())
-        if lost:
+        if excess:
             ids = [*ids[: recipe.max_length - 1], ids[-1]]
             marks = [mark for mark in marks if mark < len(ids)]
         count = len(marks)
         borders = marks[1:] if self.setting.frame.has_types else ()
         targets = labels[:count] if self.setting.needs_target else [0] * count
         document = EncodedDocument(ids, borders, marks, targets, texts=sentences[:count])
-        return LabelledRow([document], group, "", (summary,) if self.setting.needs_target else (), lost)
+        return LabelledRow([document], group, "", (summary,) if self.setting.needs_target else (), excess)
 
 
-def _is_prepared(row: Row) -> bool:
-    """Tell whether a row is of PreSumm's prepared files: token ids, with the places of the [CLS]."""
+def _is_tokenized(row: Row) -> bool:
+    """Tell whether a row comes from PreSumm's files: token ids and the positions of [CLS]."""
     lists = [row.values.get(name) for name in ("src", "clss")]
     return all(isinstance(each, list) and each and all(type(one) is int for one in each) for each in lists)
 
@@ -225,7 +226,7 @@ def _sentences(column: str, cell: Any) -> list[list[str]]:
     """Return the words of each sentence in a cell.
 
     Raises:
-        RowSkipped: there is none, or it is no text.
+        RowSkipped: the cell has no sentences, or is not text.
     """
     if isinstance(cell, str):
         cell = split_sentences(cell.replace(BREAK, "\n"))
@@ -235,7 +236,7 @@ def _sentences(column: str, cell: Any) -> list[list[str]]:
     for sentence in cell:
         parts = sentence if isinstance(sentence, list) else [sentence]
         if not all(isinstance(part, str) for part in parts):
-            raise RowSkipped(f"column '{shortened(column)}': a list of other things than sentences")
+            raise RowSkipped(f"column '{shortened(column)}': the list has items that are not sentences")
         words.append(" ".join(parts).split())
     words = [sentence for sentence in words if sentence]
     if not words:
@@ -248,12 +249,12 @@ def _words(text: str) -> list[str]:
 
 
 def _ngrams(words: Sequence[str]) -> list[set[tuple[str, ...]]]:
-    """Collect the unigrams and the bigrams."""
+    """Collect unigrams and bigrams."""
     return [{(word,) for word in words}, set(pairwise(words))]
 
 
-def _f1(both: int, written: int, expected: int) -> float:
-    """Compute F1 with PreSumm's 1e-8 in the divisor, which decides between candidates that are nearly as good."""
-    precision = both / written if written else 0.0
+def _f1(both: int, selected: int, expected: int) -> float:
+    """Compute F1 with PreSumm's 1e-8 in the divisor, which decides between nearly equal candidates."""
+    precision = both / selected if selected else 0.0
     recall = both / expected if expected else 0.0
     return 2.0 * ((precision * recall) / (precision + recall + 1e-8))

@@ -1,4 +1,4 @@
-"""Read questions whose answers are spans of a passage: windows over it, as transformers' run_qa makes them.
+"""Read questions whose answers are spans of a passage: windows over the passage, as in transformers' run_qa.
 
 https://github.com/huggingface/transformers/blob/main/examples/pytorch/question-answering/run_qa.py
 """
@@ -30,21 +30,16 @@ from gptj_ft.data.tokenization import backend_of, tokenize
 from gptj_ft.errors import DataError, RowSkipped, UsageError
 from gptj_ft.system.plain_text import shortened
 
-MISPLACED = "the answer does not stand where answer_start says: the nearest place is taken"
-SEARCHED = "no answer_start: the first place of the answer is taken"
-NO_SPAN = (0, 0)  # both at the first token
+MISPLACED = "the answer is not at answer_start: its nearest occurrence is used"
+SEARCHED = "no answer_start: the answer's first occurrence is used"
+NO_SPAN = (0, 0)  # start and end at the first token
 
 
 class TokenizedText(NamedTuple):
-    """The tokens of a text, and their places in it.
-
-    Attributes:
-        ids: token ids.
-        spans: first and end character of each: [n, 2].
-    """
+    """A text's token ids and their character spans."""
 
     ids: Sequence[int]
-    spans: NDArray[np.int32]
+    spans: NDArray[np.int32]  # first and end character of each token, [n, 2]
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -52,15 +47,15 @@ class TokenizedText(NamedTuple):
 
 class _Read(NamedTuple):
     passage: str
-    answer: tuple[int, int] | None  # its characters
+    answer: tuple[int, int] | None  # first and end character
     references: list[str]
 
 
 class SpanReader(TaskReader):
-    """Reads questions, passages and answers; of several right answers the first is learnt.
+    """Read questions, passages and answers; the first of several correct answers is the target.
 
-    A question is never cut. A passage that is too long becomes windows that share `stride` tokens; where a window does
-    not hold the whole answer, there is none in it.
+    A question is never truncated. A passage that is too long is split into windows that share `stride` tokens. A window
+    without the whole answer has no answer.
     """
 
     def __init__(self, setting: Setting) -> None:
@@ -69,8 +64,8 @@ class SpanReader(TaskReader):
         (self._passage, *more), (self._answers, *other) = fields_of(recipe.pair), fields_of(recipe.completion)
         if more or other or parse_template(recipe.pair).pieces != ((self._passage, True),):
             raise UsageError(
-                "pair: of task=spans it is the passage alone, and the completion one field, e.g. {{ context }} and "
-                "{{ answers }}"
+                "pair: for task=spans, pair must be the passage alone and completion a single field, e.g. "
+                "{{ context }} and {{ answers }}"
             )
         inputs = {name: of for name, of in setting.columns.items() if name != self._answers}
         self._inputs = FieldReader(inputs, recipe)
@@ -82,15 +77,15 @@ class SpanReader(TaskReader):
 
     def read(self, row: Row) -> tuple[list[str], _Read]:
         recipe = self.setting.recipe
-        found = self._inputs.read(row.values)
+        fields = self._inputs.read(row.values)
         for name in (*fields_of(recipe.prompt), self._passage):
-            if not found.values[name].strip():
+            if not fields.values[name].strip():
                 raise RowSkipped(f"the field '{name}' is empty")
-        question, passage = render(recipe.prompt, found.values).lstrip(), found.values[self._passage]
+        question, passage = render(recipe.prompt, fields.values).lstrip(), fields.values[self._passage]
         answer, references = None, list[str]()
         if self.setting.needs_target:
             answer, references = self._answer(row, passage)
-        checked = FieldTexts({**found.values, self._answers: references[0] if references else ""}, references)
+        checked = FieldTexts({**fields.values, self._answers: references[0] if references else ""}, references)
         self.setting.checks.check_row(row, checked, f"{question}\0{passage}", "".join(references[:1]))
         return [question, passage], _Read(passage, answer, references)
 
@@ -98,13 +93,13 @@ class SpanReader(TaskReader):
         backend = backend_of(self.setting.tokenizer)
 
         def locate(texts: list[str]) -> list[TokenizedText]:
-            several = list(dict.fromkeys(texts))  # a passage has many questions
-            encodings = backend.encode_batch(several, add_special_tokens=False)
-            places = {
+            distinct = list(dict.fromkeys(texts))  # many questions share a passage
+            encodings = backend.encode_batch(distinct, add_special_tokens=False)
+            tokenized = {
                 text: TokenizedText(array("i", each.ids), np.array(each.offsets, np.int32).reshape(-1, 2))
-                for text, each in zip(several, encodings, strict=True)
+                for text, each in zip(distinct, encodings, strict=True)
             }
-            return [places[text] for text in texts]
+            return [tokenized[text] for text in texts]
 
         return locate
 
@@ -145,7 +140,7 @@ class SpanReader(TaskReader):
         """Return the characters of the first answer, and all answers as texts.
 
         Raises:
-            RowSkipped: there is none, and none is not to be learnt; or it is not in the passage.
+            RowSkipped: there is no answer and the recipe needs one, or it is not in the passage.
         """
         column = self.setting.columns[self._answers]
         cell = row.values.get(column)
@@ -161,26 +156,25 @@ class SpanReader(TaskReader):
                 return None, [""]
             raise RowSkipped(f"no value for column '{shortened(column)}'")
         text = references[0]
-        told = starts[0] if isinstance(starts, list) and starts else starts
-        if type(told) is int and passage.startswith(text, told) and told >= 0:
-            return (told, told + len(text)), references
-        places = _places(passage, text)
-        if not places:
+        stated = starts[0] if isinstance(starts, list) and starts else starts
+        if type(stated) is int and passage.startswith(text, stated) and stated >= 0:
+            return (stated, stated + len(text)), references
+        positions = _occurrences(passage, text)
+        if not positions:
             raise RowSkipped("the answer is not in its passage")
-        self.setting.checks.add(MISPLACED if type(told) is int else SEARCHED, row.where)
-        start = min(places, key=lambda place: abs(place - told)) if type(told) is int else places[0]
+        self.setting.checks.add(MISPLACED if type(stated) is int else SEARCHED, row.where)
+        start = min(positions, key=lambda each: abs(each - stated)) if type(stated) is int else positions[0]
         return (start, start + len(text)), references
 
 
 def tokens_of(spans: NDArray[np.int32], start: int, end: int) -> tuple[int, int] | None:
-    """Return the first and the last token of a stretch of a text; ``None`` if the tokens do not hold all of it.
+    """Return the first and last token of a character span; ``None`` if the tokens do not cover all of it.
 
-    Of a character that is several tokens run_qa has the last as the first and the other way round: that is put right.
+    If a character has several tokens, run_qa swaps first and last; here they are ordered.
 
     Args:
-        spans: first and end character of each token: [n, 2].
-        start: first character.
-        end: the one behind the last.
+        spans: first and end character of each token, [n, 2].
+        start, end: first and end character of the span.
     """
     if spans[0, 0] > start or spans[-1, 1] < end:
         return None
@@ -189,10 +183,10 @@ def tokens_of(spans: NDArray[np.int32], start: int, end: int) -> tuple[int, int]
     return min(first, last), max(first, last)
 
 
-def _places(text: str, part: str) -> list[int]:
-    """Return the positions of a part in a text, in characters."""
-    places, at = list[int](), text.find(part)
-    while at >= 0:
-        places.append(at)
-        at = text.find(part, at + 1)
-    return places
+def _occurrences(text: str, part: str) -> list[int]:
+    """Return the character positions of a part in a text."""
+    positions, position = list[int](), text.find(part)
+    while position >= 0:
+        positions.append(position)
+        position = text.find(part, position + 1)
+    return positions

@@ -21,10 +21,9 @@ READERS: Mapping[str, type[TaskReader]] = {
 
 
 def labelled_encoder(setting: Setting, vocab_size: int) -> LabelledEncoder:
-    """Build the encoder of the rows of a task with labels.
+    """Build the encoder of a labelling task's rows.
 
     Args:
-        setting: settings that all rows share.
-        vocab_size: rows of the model's embedding; no token id may reach it.
+        vocab_size: rows of the model's embedding; every token id must be smaller.
     """
     return LabelledEncoder(setting, READERS[setting.recipe.task](setting), vocab_size)

@@ -1,4 +1,4 @@
-"""Read texts and pairs of texts that have a label, several labels, or a number."""
+"""Read texts and pairs of texts with a label, several labels, or a number."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from gptj_ft.data.labelled.assembly import (
     check_stride,
     frame_tokens,
     framed,
-    kept_of,
     longest_first,
+    truncate,
     windows_of,
 )
 from gptj_ft.data.labelled.encoder import Setting, TaskReader, renumbered, with_columns
@@ -34,29 +34,24 @@ from gptj_ft.data.tokenization import tokenize
 from gptj_ft.errors import DataError, RowSkipped, UsageError
 from gptj_ft.system.plain_text import shortened
 
-LABEL_SEPARATORS = (";", "|", ",")  # of labels in one text: the first that is there
+LABEL_SEPARATORS = (";", "|", ",")  # between labels in one text; the first one that occurs
 YES, NO = frozenset(("1", "1.0", "true", "yes", "y", "t")), frozenset(("0", "0.0", "false", "no", "n", "f", "", "-"))
 
 
 class RowLabels(NamedTuple):
-    """What a row is labelled with.
-
-    Attributes:
-        names: its labels.
-        value: its number.
-    """
+    """The labels of a row, or its number."""
 
     names: Sequence[str] = ()
     value: float | None = None
 
 
 class _Read(NamedTuple):
-    found: FieldTexts
+    fields: FieldTexts
     answer: RowLabels
 
 
 class TextReader(TaskReader):
-    """Reads texts or pairs that have one label each; the base of the readers of what else a text may have."""
+    """Read texts or pairs with one label each; base class of the readers of numbers and label sets."""
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
@@ -77,14 +72,14 @@ class TextReader(TaskReader):
 
     def read(self, row: Row) -> tuple[list[str], _Read]:
         recipe = self.setting.recipe
-        found = self._inputs.read(row.values)
+        fields = self._inputs.read(row.values)
         for name in (*fields_of(recipe.prompt), *fields_of(recipe.pair)):
-            if not found.values[name].strip():
+            if not fields.values[name].strip():
                 raise RowSkipped(f"the field '{name}' is empty")
-        texts = [render(template, found.values) for template in (recipe.prompt, recipe.pair) if template]
-        answer = self._answer(row, found.values) if self.setting.needs_target else RowLabels()
-        self.setting.checks.check_row(row, found, "\0".join(texts), ", ".join(answer.names))
-        return texts, _Read(found, answer)
+        texts = [render(template, fields.values) for template in (recipe.prompt, recipe.pair) if template]
+        answer = self._answer(row, fields.values) if self.setting.needs_target else RowLabels()
+        self.setting.checks.check_row(row, fields, "\0".join(texts), ", ".join(answer.names))
+        return texts, _Read(fields, answer)
 
     def row_of(self, row: Row, read: _Read, tokens: list[Any]) -> LabelledRow:
         pieces, tokens_cut = self._pieces(tokens)
@@ -94,7 +89,7 @@ class TextReader(TaskReader):
             ids, borders = framed(self._frame, first, second)
             mark = 0 if self._frame.exists else len(ids) - 1
             documents.append(EncodedDocument(ids, borders, (mark,), targets, values))
-        group = document_hash(self.setting.recipe, read.found.values)
+        group = document_hash(self.setting.recipe, read.fields.values)
         return LabelledRow(documents, group, label, references, tokens_cut)
 
     def finish(self, table: TokenTable, counts: RowCounts) -> TokenTable:
@@ -110,7 +105,7 @@ class TextReader(TaskReader):
         """Read the label of a row.
 
         Raises:
-            RowSkipped: it has none, or several, or one that is not known.
+            RowSkipped: it has none, several, or an unknown one.
         """
         names = dict.fromkeys(self.setting.labels.name_of(text) for text in self._target_texts(row, values))
         if len(names) > 1:
@@ -118,14 +113,14 @@ class TextReader(TaskReader):
         return RowLabels(tuple(names))
 
     def _labelled(self, row: Row, answer: RowLabels) -> tuple[str, Sequence[str], Sequence[int], Sequence[float]]:
-        """Return label, references, targets and values of a row that is kept; count its labels."""
+        """Return label, references, targets and values of a kept row; count its labels."""
         if not answer.names:
             return "", (), (0,), ()
         (name,) = answer.names
         return name, (name,), (self.setting.labels.add(name, row.where),), ()
 
     def _target_texts(self, row: Row, values: Mapping[str, Any]) -> list[str]:
-        """Return the values of the answer's template: a text, or each of those in a list."""
+        """Return the rendered completions: one, or one for each item of a list."""
         cells = {}
         for field, column in self._targets.items():
             cell = row.values.get(column)
@@ -134,11 +129,13 @@ class TextReader(TaskReader):
             if not cells[field]:
                 raise RowSkipped(f"no value for column '{shortened(column)}'")
         count = max(map(len, cells.values()))
-        chosen = [{field: of[min(number, len(of) - 1)] for field, of in cells.items()} for number in range(count)]
+        chosen = [
+            {field: texts[min(number, len(texts) - 1)] for field, texts in cells.items()} for number in range(count)
+        ]
         return [render(self.setting.recipe.completion, {**values, **each}) for each in chosen]
 
     def _pieces(self, tokens: list[Any]) -> tuple[list[tuple[Sequence[int], Sequence[int] | None]], int]:
-        """Return the tokens of the first and the second text of each document, and how many tokens are lost."""
+        """Return the tokens of the first and second text of each document, and the number of tokens lost."""
         first, second = tokens if self._is_pair else (tokens[0], None)
         if not len(first) or (second is not None and not len(second)):
             raise RowSkipped("no tokens")
@@ -159,9 +156,9 @@ class TextReader(TaskReader):
             spans = windows_of(len(second), room - len(first), recipe.stride)
             return [(first, second[start:end]) for start, end in spans], 0
         if second is None:
-            return [(kept_of(first, room, recipe.cut), None)], count - room
+            return [(truncate(first, room, recipe.cut), None)], count - room
         keep = self._lengths(len(first), len(second))
-        return [(kept_of(first, keep[0], recipe.cut), kept_of(second, keep[1], recipe.cut))], count - room
+        return [(truncate(first, keep[0], recipe.cut), truncate(second, keep[1], recipe.cut))], count - room
 
     def _lengths(self, first: int, second: int) -> tuple[int, int]:
         """Return the number of tokens to keep of each text of a pair, see `longest_first`."""
@@ -174,23 +171,23 @@ class TextReader(TaskReader):
 
 
 def _cut_side(recipe: Recipe) -> int | None:
-    """Return the text of a pair that is cut, 0 or 1; ``None``: the longer one."""
+    """Return the text of a pair to truncate, 0 or 1; ``None``: the longer one."""
     if not recipe.shorten:
         return None
     return 0 if recipe.shorten in fields_of(recipe.prompt) else 1
 
 
 class NumberReader(TextReader):
-    """Reads texts or pairs that have a number each."""
+    """Read texts or pairs with a number each."""
 
     def _answer(self, row: Row, values: Mapping[str, Any]) -> RowLabels:
         texts = self._target_texts(row, values)
         try:
             (number,) = map(float, texts)
         except ValueError:
-            raise RowSkipped(f"'{shortened(texts[0].strip())}' is no number") from None
+            raise RowSkipped(f"'{shortened(texts[0].strip())}' is not a number") from None
         if not math.isfinite(number):
-            raise RowSkipped(f"'{texts[0].strip()}' is no finite number")
+            raise RowSkipped(f"'{texts[0].strip()}' is not a finite number")
         return RowLabels(value=number)
 
     def _labelled(self, row: Row, answer: RowLabels) -> tuple[str, Sequence[str], Sequence[int], Sequence[float]]:
@@ -206,14 +203,14 @@ class NumberReader(TextReader):
 
 
 class SetReader(TextReader):
-    """Reads texts or pairs that have any number of labels: in a list, in a text, or in a column each of yes and no."""
+    """Read texts or pairs with any number of labels: in a list, in one text, or as one yes/no column per label."""
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         if setting.needs_target and len(self._targets) != 1:
             raise UsageError(
-                "completion: of task=multi-label it is one field, e.g. {{ label }}; labels that have a column each are "
-                "named by --map label=first+second"
+                "completion: task=multi-label needs a single field, e.g. {{ label }}; for one column per label use "
+                "--map label=first+second"
             )
 
     def _answer(self, row: Row, values: Mapping[str, Any]) -> RowLabels:
@@ -221,18 +218,18 @@ class SetReader(TextReader):
         several = columns_of(column, row.values)
         if len(several) > 1:
             self.setting.labels.expect(map(self.setting.labels.name_of, several))
-            found = [name for name in several if self._says_yes(name, row.values.get(name))]
+            labels = [name for name in several if self._is_yes(name, row.values.get(name))]
         else:
-            found = self._in_cell(row, column, row.values.get(column))
-        names = dict.fromkeys(self.setting.labels.name_of(text) for text in found)
+            labels = self._in_cell(row, column, row.values.get(column))
+        names = dict.fromkeys(self.setting.labels.name_of(text) for text in labels)
         return RowLabels(tuple(names))
 
     def _in_cell(self, row: Row, column: str, cell: Any) -> list[str]:
-        """Return the labels in a cell: of a list, its items; of a text, what separators are between."""
+        """Return the labels in a cell: the items of a list, or the parts of a text."""
         if cell is None:
             raise RowSkipped(f"no value for column '{shortened(column)}'")
         if isinstance(cell, dict):
-            return [name for name, said in cell.items() if self._says_yes(name, said)]
+            return [name for name, value in cell.items() if self._is_yes(name, value)]
         if isinstance(cell, str):
             cell = self._items_in(row, cell)
         items = cell if isinstance(cell, list) else [cell]
@@ -243,21 +240,21 @@ class SetReader(TextReader):
         stripped = text.strip()
         if (items := parsed_list(stripped)) is not None:
             return items
-        if label_text(stripped) in self.setting.labels.found:  # a label with a comma in its name
+        if label_text(stripped) in self.setting.labels.rows:  # a label with a comma in its name
             return [stripped]
         for separator in LABEL_SEPARATORS:
             if separator in stripped:
-                self.setting.checks.add(f"a text of several labels, which '{separator}' separates", row.where)
+                self.setting.checks.add(f"a text with several labels, separated by '{separator}'", row.where)
                 return stripped.split(separator)
         return [stripped] if stripped else []
 
-    def _says_yes(self, name: str, said: Any) -> bool:
-        """Tell whether a cell of a label's own column says that a row has it.
+    def _is_yes(self, name: str, cell: Any) -> bool:
+        """Tell whether the cell in a label's own column means yes.
 
         Raises:
-            RowSkipped: it says neither.
+            RowSkipped: it means neither yes nor no.
         """
-        text = "" if said is None else str(said).strip().casefold()
+        text = "" if cell is None else str(cell).strip().casefold()
         if text not in YES and text not in NO:
             raise RowSkipped(f"column '{shortened(name)}' has '{shortened(text)}', which is neither 1 nor 0")
         return text in YES
@@ -265,24 +262,24 @@ class SetReader(TextReader):
     def _labelled(self, row: Row, answer: RowLabels) -> tuple[str, Sequence[str], Sequence[int], Sequence[float]]:
         ids = [self.setting.labels.add(name, row.where) for name in answer.names]
         names = tuple(answer.names)
-        return "; ".join(sorted(names)), names, ids, ()  # `finish` makes values of the ids, once it knows all labels
+        return "; ".join(sorted(names)), names, ids, ()  # `finish` converts ids to values when all labels are known
 
     def finish(self, table: TokenTable, counts: RowCounts) -> TokenTable:
         labels = self.setting.labels
         if self.setting.needs_target:
             labels.check(counts.numbers["rows_kept"], fewest=1)
-        count, ids = len(labels.found), labels.renumbering()
+        count, ids = len(labels.rows), labels.renumbering()
 
         def change(columns: dict[str, pyarrow.Array]) -> dict[str, pyarrow.Array]:
             targets = columns["targets"]
             values = np.zeros((len(targets), count))
-            for row, found in enumerate(to_python(targets)):
-                values[row, ids[found]] = 1.0
+            for row, own_ids in enumerate(to_python(targets)):
+                values[row, ids[own_ids]] = 1.0
             kind = SCHEMA.field("values").type
-            has = self.setting.needs_target
+            has_values = self.setting.needs_target
             return {
                 "targets": to_arrow(SCHEMA.field("targets").type, [(0,)] * len(targets)),
-                "values": to_arrow(kind, values.tolist()) if has else empty_lists(kind, len(targets)),
+                "values": to_arrow(kind, values.tolist()) if has_values else empty_lists(kind, len(targets)),
             }
 
         return with_columns(table, change)

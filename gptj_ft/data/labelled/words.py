@@ -1,4 +1,4 @@
-"""Read words that have a label each: rows of two lists, split at a word where they are too long."""
+"""Read words with a label each: rows of two lists, split between words if they are too long."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from gptj_ft.data.wordpiece import splits_at_blanks
 from gptj_ft.errors import DataError, RowSkipped, UsageError
 from gptj_ft.system.plain_text import shortened
 
-LONGEST_LIST = 1_000_000  # characters of a list that stands in a text
+LONGEST_LIST = 1_000_000  # characters of a list written as text
 
 
 def parsed_list(text: str) -> list[Any] | None:
-    """Return the list that a text is in JSON, or in Python as pandas writes it into a table; ``None`` if it is none.
+    """Parse a list written as JSON, or as Python like pandas does; ``None`` if the text is not a list.
 
     >>> parsed_list('["a", 1]'), parsed_list(" ['a', 'b'] "), parsed_list("[a]")
     (['a', 1], ['a', 'b'], None)
@@ -34,11 +34,11 @@ def parsed_list(text: str) -> list[Any] | None:
     if text.startswith("[") and text.endswith("]") and len(text) < LONGEST_LIST:
         for parse in (json.loads, ast.literal_eval):
             try:
-                found = parse(text)
+                value = parse(text)
             except (ValueError, SyntaxError, RecursionError, MemoryError):
                 continue
-            if isinstance(found, list):
-                return found
+            if isinstance(value, list):
+                return value
     return None
 
 
@@ -48,10 +48,10 @@ class _Read(NamedTuple):
 
 
 class WordReader(TaskReader):
-    """Reads words and their labels; the first token of a word stands for it.
+    """Read words and their labels; the head labels each word at its first token.
 
-    BERT's words are tokenized one by one; those of byte-level tokenizers with the blank before them. A word that has no
-    token at all, such as a control character, is the unknown one, so that each has its label.
+    BERT's words are tokenized one by one; those of byte-level tokenizers with a blank before them. A word without
+    tokens, e.g. a control character, becomes the unknown token, so that every word has its label.
     """
 
     def __init__(self, setting: Setting) -> None:
@@ -61,7 +61,7 @@ class WordReader(TaskReader):
         self._labels = only_field(recipe.completion, "completion", "{{ tags }}")
         self._before = "" if splits_at_blanks(setting.tokenizer) else " "
         self._frame = setting.frame
-        assert not isinstance(setting.tokenizer, NoTokenizer), "it has no frame, which was asked for"
+        assert not isinstance(setting.tokenizer, NoTokenizer), "frame_of would have failed"
         self._unknown = int(setting.tokenizer.unk_token_id or 0)
         self._room = recipe.max_length - frame_tokens(self._frame, is_pair=False)
         if self._room < 1:
@@ -102,7 +102,7 @@ class WordReader(TaskReader):
     def finish(self, table: TokenTable, counts: RowCounts) -> TokenTable:
         if not self.setting.needs_target:
             return table
-        self.setting.labels.check(counts.numbers["target_tokens"], what="words")
+        self.setting.labels.check(counts.numbers["target_tokens"], unit="words")
         return renumbered(table, self.setting.labels.renumbering())
 
     def warnings(self) -> dict[str, Occurrences]:
@@ -112,8 +112,8 @@ class WordReader(TaskReader):
         """Return the words of each document, (first, end): as many as fit.
 
         Raises:
-            RowSkipped: too long and not to be split.
-            DataError: too long, and the policy is `error`.
+            RowSkipped: the row is too long and may not be split.
+            DataError: the row is too long, and the policy is `error`.
         """
         spans, start, used = list[tuple[int, int]](), 0, 0
         for number, length in enumerate(lengths):
@@ -143,33 +143,32 @@ class WordReader(TaskReader):
 
 
 def only_field(template: str, option: str, example: str) -> str:
-    """Return the field of a template that has to be of one alone, as it names a list.
+    """Return the only field of a template.
 
     Args:
-        template: template of the option.
-        option: name of the option.
-        example: template that would do, for the message.
+        option: name of the option, for the message.
+        example: a correct template, for the message.
 
     Raises:
-        UsageError: it has more.
+        UsageError: there are other numbers of fields.
     """
     fields = fields_of(template)
     if len(fields) != 1:
-        raise UsageError(f"{option}: of this task it is one field, a list, e.g. {example}")
+        raise UsageError(f"{option}: this task needs a single field, a list, e.g. {example}")
     return fields[0]
 
 
 def _texts(column: str, cell: Any) -> list[str]:
-    """Return the texts of a list; of one in a text, what blanks separate.
+    """Return the texts of a list; a text is parsed as a list, or split at blanks.
 
     Raises:
-        RowSkipped: there is no list, or not of texts and numbers.
+        RowSkipped: there is no list, or it has items other than texts and numbers.
     """
     items = (parsed_list(cell) or cell.split()) if isinstance(cell, str) else cell
     if not isinstance(items, list):
         raise RowSkipped(f"no list in column '{shortened(column)}'")
     if not all(isinstance(item, str | int | float) for item in items):
-        raise RowSkipped(f"column '{shortened(column)}': a list of other things than words")
+        raise RowSkipped(f"column '{shortened(column)}': the list has items that are not words")
     texts = [str(item) for item in items]
     try:
         "".join(texts).encode()
