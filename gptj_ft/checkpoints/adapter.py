@@ -20,7 +20,7 @@ from gptj_ft.config.options import Task
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.lora import A, B, Rank, is_transposed, linear_layers, widths
 from gptj_ft.models.registry import Architecture
-from gptj_ft.models.trainable import places_of
+from gptj_ft.models.trainable import locate_parameters
 from gptj_ft.system.atomic import atomic_folder
 from gptj_ft.system.digests import FOLDER_DIGESTS, check_file, folder_digests, read_json
 from gptj_ft.system.files import SHARED_FILE, require_plain, write_file
@@ -138,7 +138,7 @@ def open_adapter(folder: Path, architecture: Architecture) -> Adapter:
         keys.remove(f"{_PREFIX}{name}")
         if (stored := shard.entries[f"{_PREFIX}{name}"].shape) != shape:
             raise DataError(f"{path}: {name} has shape {list(stored)}, the model's head {list(shape)}")
-    others = (places_of(architecture).keys() | architecture.ties().keys()) - whole.keys()
+    others = (locate_parameters(architecture).keys() | architecture.ties().keys()) - whole.keys()
     for module in config.get("modules_to_save") or ():  # PEFT also lists modules that the model does not have
         if any(f".{module}." in f".{name}" for name in others):
             raise UsageError(

@@ -95,11 +95,7 @@ def up_to_the_last_answer(conversation: Conversation) -> Conversation:
 
 
 def render_parts(recipe: Recipe, conversation: Conversation) -> list[tuple[str, bool]]:
-    """Render a conversation that ends with an answer: texts, and whether each is a target.
-
-    Raises:
-        UsageError: further messages change the template's text for earlier ones.
-    """
+    """Render a conversation that ends with an answer: texts, and whether each is a target."""
     done, parts = "", list[tuple[str, bool]]()
     for index, message in enumerate(conversation):
         if message["role"] != ASSISTANT or not index:

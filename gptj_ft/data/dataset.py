@@ -113,12 +113,7 @@ def settings_of(recipe: Recipe) -> dict[str, Any]:
 
 
 def save_dataset(prepared: Prepared, folder: Path) -> None:
-    """Write a new folder atomically; of several processes that write the same folder, the first wins.
-
-    Raises:
-        UsageError: the folder exists or cannot be written.
-        ResourceError: the disk is full.
-    """
+    """Write a new folder atomically; of several processes that write the same folder, the first wins."""
     with atomic_folder(folder) as draft:
         draft.chmod(PRIVATE_FOLDER)
         prepared.rows.save(draft / _ROWS)
@@ -127,12 +122,7 @@ def save_dataset(prepared: Prepared, folder: Path) -> None:
 
 
 def load_dataset(folder: Path) -> Prepared:
-    """Open prepared data, memory-mapped, after verifying the digest of its rows.
-
-    Raises:
-        UsageError: the folder contains none.
-        DataError: it has another version, is damaged, or contains a link to elsewhere.
-    """
+    """Open prepared data, memory-mapped, after verifying the digest of its rows."""
     if not is_prepared(folder):
         raise UsageError(f"{folder} is not prepared data: it has no {ROWS_MANIFEST}")
     require_plain(folder)
@@ -157,11 +147,7 @@ def load_dataset(folder: Path) -> Prepared:
 
 
 def check_compatible(prepared: Prepared, recipe: Recipe, tokenizer: RowTokenizer) -> None:
-    """Check that preparing the rows again would give the same tokens.
-
-    Raises:
-        DataError: names the differences.
-    """
+    """Check that preparing the rows again would give the same tokens."""
     report = prepared.report
     differences = [
         f"{name} is {value!r}, was {report.settings.get(name)!r}"

@@ -54,11 +54,7 @@ class Prompt:
 
 
 def check_templates(recipe: Recipe) -> None:
-    """Check templates and length policy against each other.
-
-    Raises:
-        UsageError: they contradict each other.
-    """
+    """Check templates and length policy against each other."""
     if recipe.task != "language-model":
         _check_task_templates(recipe)
         return
@@ -122,11 +118,7 @@ def parts(recipe: Recipe, values: Mapping[str, Any]) -> list[TextPart]:
 
 
 def eos_of(tokenizer: RowTokenizer) -> int:
-    """Return the token id that ends every document.
-
-    Raises:
-        UsageError: there is no EOS token, or no tokenizer.
-    """
+    """Return the token id that ends every document."""
     if isinstance(tokenizer, NoTokenizer):
         raise no_tokenizer(Path(tokenizer.name_or_path))
     if tokenizer.eos_token_id is None:
@@ -158,7 +150,6 @@ def assemble(
 
     Raises:
         RowSkipped: the row is too long and cannot be shortened.
-        DataError: the row is too long, and the policy is `error`.
     """
     limit = recipe.max_length
     num_tokens = sum(map(len, ids)) + 1
@@ -192,7 +183,6 @@ def from_tokens(recipe: Recipe, ids: list[int], trained: Any) -> Encoded:
 
     Raises:
         RowSkipped: there is no target, or the row is too long.
-        DataError: the row is too long, and the policy is `error`; or ``trained`` is malformed.
     """
     spans = [1, len(ids)] if trained is None else _flat(trained)
     borders = [0, *spans]
@@ -236,10 +226,6 @@ def encode_prompt(recipe: Recipe, tokenizer: RowTokenizer, values: Mapping[str, 
         recipe: the model's recipe.
         values: field -> text; the completion's fields are not needed.
         room: most tokens of the prompt.
-
-    Raises:
-        DataError: a field is blank, or the prompt is too long and cannot be shortened.
-        UsageError: there is no room at all.
     """
     if room < 1:
         raise UsageError("no room is left for the prompt; lower generation.max_new_tokens")

@@ -59,11 +59,7 @@ class RepositoryLayout:
     script: str  # name of a loading script, or ""
 
     def find(self, reference: Reference) -> tuple[str, tuple[str, ...]]:
-        """Return a reference's configuration, and the files of its split; no files if they are missing.
-
-        Raises:
-            UsageError: the reference must name one of several configurations.
-        """
+        """Return a reference's configuration, and the files of its split; no files if they are missing."""
         config, repository = reference.config or self.default, reference.repository
         if config is None and self.configs:
             raise UsageError(
@@ -251,11 +247,7 @@ def is_reference(data: str) -> bool:
 
 
 def parse_reference(data: str) -> Reference:
-    """Parse a reference.
-
-    Raises:
-        UsageError: it is malformed.
-    """
+    """Parse a reference."""
     names, at, revision = data.removeprefix(HUB_PREFIX).partition("@")
     path, colon, split = names.partition(":")
     owner, *rest = path.split("/")
@@ -273,11 +265,7 @@ def datasets() -> Path:
 
 
 def local_folder(data: str) -> Path:
-    """Return the local folder of a reference, without using the network.
-
-    Raises:
-        UsageError: it is not downloaded.
-    """
+    """Return the local folder of a reference, without using the network."""
     reference = parse_reference(data)
     note = _note(reference)
     if note is None:
@@ -302,11 +290,6 @@ def fetch(
 
     Returns:
         The reference with config and commit, for `local_folder`.
-
-    Raises:
-        UsageError: no such config or split, no rows in the dataset, or nothing downloaded while offline.
-        NetworkError: no access, a server error, a damaged transfer; or no connection and nothing downloaded.
-        ResourceError: the disk is full.
     """
     reference = parse_reference(data)
     note = _note(reference)
@@ -357,9 +340,6 @@ def _locate(reference: Reference) -> tuple[Repository, str, tuple[HubFile, ...]]
     """Resolve a reference on the Hub to a repository at a commit, a configuration, and the files of the split.
 
     Files that the repository lacks may be in the Hub's conversion of its main branch.
-
-    Raises:
-        UsageError: the files are in neither; lists the existing splits.
     """
     name = reference.repository
     repository = look_up(name, reference.revision or None, "dataset")

@@ -117,11 +117,7 @@ def _key(job: TokenizeJob) -> str:
 
 
 def data_path(data: str | None) -> Path:
-    """Return the path of the rows; for a dataset on the Hub, its local folder.
-
-    Raises:
-        UsageError: no rows are named, or the dataset is not downloaded.
-    """
+    """Return the path of the rows; for a dataset on the Hub, its local folder."""
     if data is None:
         raise UsageError(
             "no data: add --data FILE (jsonl, json, csv, tsv, xlsx, parquet, txt, tfrecords, h5, a folder, or prepared "
@@ -131,11 +127,7 @@ def data_path(data: str | None) -> Path:
 
 
 def read_or_prepare(job: TokenizeJob) -> Prepared:
-    """Load prepared rows and check that they fit the job; tokenize any other rows.
-
-    Raises:
-        UsageError, DataError: see `tokenize_rows`, `load_dataset` and the checks.
-    """
+    """Load prepared rows and check that they fit the job; tokenize any other rows."""
     if not job.source.is_prepared:
         return prepare_once(job)
     prepared, folder = load_dataset(job.source.path), job.source.path

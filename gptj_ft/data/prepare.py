@@ -185,11 +185,6 @@ def tokenize_rows(job: TokenizeJob, progress: Callable[[int], None] | None = Non
 
     Args:
         progress: called with the number of rows done.
-
-    Raises:
-        UsageError: templates contradict each other, or the tokenizer has no EOS token.
-        DataError: unreadable rows, a missing column, a token id that the model lacks, no usable row, or unusable
-            labels.
     """
     recipe, tokenizer, source = job.recipe, job.tokenizer, job.source
     check_templates(recipe)
@@ -254,7 +249,6 @@ def find_columns(source: Source, recipe: Recipe, needs_target: bool = True) -> d
 
     Raises:
         UnknownColumn: see `choose_columns`.
-        DataError: too many unreadable rows.
     """
     fields = None if needs_target else input_fields(recipe)
     filled: dict[str, None] = {}  # columns with a value in some row

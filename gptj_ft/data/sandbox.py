@@ -133,11 +133,7 @@ class Compiled:
     _size: int
 
     def render(self, values: Mapping[str, Any]) -> str:
-        """Render the template.
-
-        Raises:
-            UsageError: a value lacks something that the template uses, or the budget is exhausted.
-        """
+        """Render the template."""
         with _template_errors(self.source):
             return self._template.render({**values, BUDGET: Budget(values, self._size)})
 
@@ -153,11 +149,7 @@ def bounded_environment(**options: Any) -> Environment:
 
 
 def compile_template(environment: Environment, source: str) -> Compiled:
-    """Compile a template without computing anything.
-
-    Raises:
-        UsageError: a syntax error, or syntax that prompts do not need.
-    """
+    """Compile a template without computing anything."""
     if len(source) > SOURCE_CHARACTERS:
         raise UsageError(f"template {shown(source)}: longer than {SOURCE_CHARACTERS:,} characters")
     with _template_errors(source):

@@ -31,11 +31,7 @@ class Template:
 
 @lru_cache
 def parse_template(source: str) -> Template:
-    """Parse a template: ``{{ field }}`` stands for a value.
-
-    Raises:
-        UsageError: a syntax error, or single braces around a field.
-    """
+    """Parse a template: ``{{ field }}`` stands for a value."""
     template = compile_template(JINJA, source)
     tree, names = template.tree, template.fields
     if not names and (lone := re.search(r"\{(\w+)\}", source)):
@@ -71,11 +67,7 @@ def fields_of(source: str) -> tuple[str, ...]:
 
 
 def render(source: str, values: Mapping[str, Any]) -> str:
-    """Render a template; values are inserted verbatim, braces included.
-
-    Raises:
-        UsageError: a value lacks something that the template uses.
-    """
+    """Render a template; values are inserted verbatim, braces included."""
     template = parse_template(source)
     if template.pieces is not None and all(map(values.__contains__, template.fields)):
         return "".join([str(values[text]) if is_field else text for text, is_field in template.pieces])

@@ -76,12 +76,7 @@ def load_row_tokenizer(folder: Path) -> RowTokenizer:
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """Load a folder's fast tokenizer; never use the network.
-
-    Raises:
-        UsageError: there are no tokenizer files, or they cannot be read.
-        DataError: the folder has a link to elsewhere.
-    """
+    """Load a folder's fast tokenizer; never use the network."""
     if not folder.is_dir():
         raise UsageError(f"no such folder: {folder}")
     if not has_tokenizer(folder):

@@ -51,9 +51,6 @@ def load_wordpiece(folder: Path, config: Mapping[str, Any]) -> PreTrainedTokeniz
 
     Args:
         config: tokenizer_config.json; if it does not say, a vocabulary with upper-case words is cased.
-
-    Raises:
-        UsageError: the vocabulary lacks a special token.
     """
     # This class does not import torch.
     from transformers import PreTrainedTokenizerFast

@@ -1,4 +1,4 @@
-"""Rotary positions and attention inside the documents of a packed batch: causal, or both ways.
+"""Rotary positions, and causal or bidirectional attention within the documents of a packed batch.
 
 Axis letters: T tokens of a packed batch, N heads, H head width, R rotary width, G documents of a bucket, L its length.
 """
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gptj_ft.models.batch import Bucket, Documents, PackedBatch, Places
+from gptj_ft.models.batch import Bucket, BucketIndex, Documents, PackedBatch
 from gptj_ft.models.dropout import Dropout, NoiseSpan, as_numbers
 from gptj_ft.system.machine import bf16_unit
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 def rotary_freqs(batch: PackedBatch, rotary_dim: int, base: float = 10000.0) -> Tensor:
     """Return the rotary frequencies of a batch: cos + i sin of the angles, complex64 [T, 1, R/2].
 
-    In decoding and on a CPU it is computed once for all layers of a pass: it takes longer than the rotation.
+    In decoding and on a CPU they are cached for all layers of a pass: computing them takes longer than the rotation.
     """
     key = rotary_dim, base
     if key in batch.rotary_cache:
@@ -40,15 +40,15 @@ def rotary_freqs(batch: PackedBatch, rotary_dim: int, base: float = 10000.0) -> 
 
 @lru_cache
 def _inv_freq(rotary_dim: int, base: float, device: torch.device) -> Tensor:
-    with torch.inference_mode(mode=False):  # training uses it, too
+    with torch.inference_mode(mode=False):  # training shares this cached tensor
         exponent = torch.arange(0, rotary_dim, 2, device=device, dtype=torch.int64).float() / rotary_dim
         return 1.0 / base**exponent
 
 
 def apply_rotary(x_TNH: Tensor, freqs: Tensor, in_place: bool) -> Tensor:
-    """Apply rotary position embedding to the first R dims of each head (interleaved pairs); in place if possible.
+    """Apply rotary position embedding to the first R dims of each head (interleaved pairs), in fp32.
 
-    As in mesh-transformer-jax and GPT-J (https://arxiv.org/abs/2104.09864); in fp32.
+    As in mesh-transformer-jax and GPT-J (https://arxiv.org/abs/2104.09864).
     """
     rotary_dim = 2 * freqs.shape[-1]
     if in_place and x_TNH.dtype == torch.float32 and x_TNH.shape[-1] % 2 == 0:
@@ -63,21 +63,21 @@ def apply_rotary(x_TNH: Tensor, freqs: Tensor, in_place: bool) -> Tensor:
 
 @lru_cache
 def takes_ragged(device: torch.device, dtype: torch.dtype, head_width: int) -> bool:
-    """Tell whether a device has a kernel that attends inside many documents at once, tried forward and backward.
+    """Tell whether a device has a kernel for attention within many documents, by trying it forward and backward.
 
-    It is FlashAttention's, for half precision; which devices have it, and how wide a head may be, is found by trying.
-    Without memory (``meta``) it stands for them in a plan.
+    The kernel is FlashAttention for half precision; devices and head widths are limited. The ``meta`` device passes, so
+    that plans assume it.
     """
     if device.type == "cpu" or dtype not in (torch.bfloat16, torch.float16):
         return False
     try:
-        # Whoever asks first may be writing, and inference mode records nothing that backward could follow.
+        # The first caller may be in inference mode, which records no graph for backward.
         with torch.inference_mode(mode=False), torch.enable_grad():
             x_TNH = torch.ones(3, 1, head_width, dtype=dtype, device=device, requires_grad=True)
             tokens_T = torch.zeros(3, dtype=torch.int64, device=device)
             attend_ragged(x_TNH, x_TNH, x_TNH, PackedBatch(tokens_T, tokens_T, tokens_T, (0, 1, 3))).sum().backward()  # type: ignore[no-untyped-call]
     except (ImportError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        log.warning("attention goes document by document: %s", str(error).partition("\n")[0])
+        log.warning("no ragged attention kernel, attending document by document: %s", str(error).partition("\n")[0])
         return False
     return True
 
@@ -90,7 +90,7 @@ def attend_ragged(
     scale: float | None = None,
     is_causal: bool = True,
 ) -> Tensor:
-    """Attend inside all documents by one kernel, without a cache; see `takes_ragged`."""
+    """Attend within all documents by one kernel, without a cache; see `takes_ragged`."""
     from torch.nn.attention.varlen import varlen_attn
 
     ends = batch.cu_seqlens_T
@@ -111,11 +111,12 @@ def attend(
     scale: float | None = None,
     dropout: Dropout | None = None,
 ) -> Tensor:
-    """Attend causally inside each document; scores scaled by 1/sqrt(H) unless told otherwise, softmax in fp32.
+    """Attend causally within each document; softmax in fp32, scores scaled by 1/sqrt(H) by default.
 
-    With a cache, the queries also see what the cache holds of their document.
+    With a cache, queries also see the cached keys of their document.
 
-    Returns: [T, N, H].
+    Returns:
+        [T, N, H].
     """
     if dropout is not None and dropout.rate and batch.seeds is not None:
         return attend_in_buckets(q_TNH, k_TNH, v_TNH, batch.documents, scale, dropout, is_causal=True)
@@ -130,10 +131,10 @@ def attend(
         out: Tensor = _CausalAttention.apply(q_TNH, k_TNH, v_TNH, batch.documents, scale)  # type: ignore[no-untyped-call]
         return out
     lengths, count = [end - start for start, end in pairwise(batch.cu_seqlens)], batch.num_fillers
-    # Split, not sliced one by one: the gradient of each slice would be zeros for the whole batch, added to the others.
+    # Split instead of slicing: each slice's gradient would be a zero-padded tensor of the whole batch.
     parts = zip(*(x_TNH.split_with_sizes([*lengths, count]) for x_TNH in (q_TNH, k_TNH, v_TNH)), strict=True)
     outputs = []
-    for length, part in zip(lengths, parts, strict=False):  # not the fillers
+    for length, part in zip(lengths, parts, strict=False):  # parts has the fillers in addition
         q, k, v = (x_LNH.transpose(0, 1)[None] for x_LNH in part)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=length > 1, scale=scale)
         outputs.append(out[0].transpose(0, 1))
@@ -141,16 +142,16 @@ def attend(
 
 
 class _CausalAttention(torch.autograd.Function):
-    """Causal attention of documents by the fused kernel that torch has for a CPU: long ones one by one.
+    """Causal attention on a CPU by torch's fused kernel; long documents one by one, short ones in buckets.
 
-    In fp32 whatever the type of its inputs, but with AMX: without, that kernel takes two to five times as long in bf16.
-    Measured, 2,048 tokens in documents of 40, 6 heads of 64, a thread of an AMD EPYC with AVX-512: 45 ms forward and
-    backward in bf16, 15 in fp32. Nothing is kept but its inputs, its output and a number a row and head.
+    Saves only its inputs, its output and one number per row and head.
     """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float) -> Tensor:
         attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        # Without AMX this kernel takes two to five times as long in bf16. Measured, 2,048 tokens in documents of 40,
+        # 6 heads of 64, one thread of an AMD EPYC with AVX-512: 45 ms forward and backward in bf16, 15 in fp32.
         out, norms, dtype = torch.empty(q.shape, dtype=q.dtype), [], attention_dtype(q.dtype)
         q_parts, k_parts, v_parts, out_parts = (_by_document(x, documents) for x in (q, k, v, out))
         for i in documents.long:
@@ -158,13 +159,13 @@ class _CausalAttention(torch.autograd.Function):
             values, norm = attend(*taken, 0.0, True, attn_mask=None, scale=scale)
             out_parts[i].copy_(values)
             norms.append(norm)
-        for call in documents.short:
-            parts = (call.take(x).to(dtype) for x in (q, k, v))
+        for bucket in documents.short:  # causal: no token attends to the padding behind it
+            parts = (bucket.take(x).to(dtype) for x in (q, k, v))
             values, norm = attend(*parts, 0.0, True, attn_mask=None, scale=scale)
-            call.put(out, values)
+            bucket.put(out, values)
             norms.append(norm)
         out[documents.cu_seqlens[-1] :] = 0.0
-        # In one tensor: whoever keeps a graph handles each that is saved.
+        # Concatenated: kept graphs handle every saved tensor separately.
         ctx.save_for_backward(q, k, v, out, torch.cat([norm.flatten() for norm in norms]))
         ctx.documents, ctx.scale, ctx.shapes = documents, scale, [norm.shape for norm in norms]
         return out
@@ -174,35 +175,35 @@ class _CausalAttention(torch.autograd.Function):
         attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
         q, k, v, out, flat = ctx.saved_tensors
         documents, dtype = ctx.documents, attention_dtype(q.dtype)
-        found = [torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v)]
+        input_gradients = [torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v)]
         flats = flat.split_with_sizes([shape.numel() for shape in ctx.shapes])
         norms = [norm.view(shape) for norm, shape in zip(flats, ctx.shapes, strict=True)]
-        given = [_by_document(x, documents) for x in (gradients[0], q, k, v, out)]
-        found_parts = [_by_document(x, documents) for x in found]
+        inputs = [_by_document(x, documents) for x in (gradients[0], q, k, v, out)]
+        outputs = [_by_document(x, documents) for x in input_gradients]
         for i, norm in zip(documents.long, norms, strict=False):
-            taken = (parts[i].to(dtype) for parts in given)
+            taken = (parts[i].to(dtype) for parts in inputs)
             results = attend(*taken, norm, 0.0, True, attn_mask=None, scale=ctx.scale)
-            for parts, result in zip(found_parts, results, strict=True):
+            for parts, result in zip(outputs, results, strict=True):
                 parts[i].copy_(result)
-        for call, norm in zip(documents.short, norms[len(documents.long) :], strict=True):
-            taken = (call.take(x).to(dtype) for x in (q, k, v, out))
-            gradient = call.take_gradient(gradients[0]).to(dtype)
+        for bucket, norm in zip(documents.short, norms[len(documents.long) :], strict=True):
+            taken = (bucket.take(x).to(dtype) for x in (q, k, v, out))
+            gradient = bucket.take_gradient(gradients[0]).to(dtype)
             results = attend(gradient, *taken, norm, 0.0, True, attn_mask=None, scale=ctx.scale)
-            for x_TNH, result in zip(found, results, strict=True):
-                call.put(x_TNH, result)
-        for x_TNH in found:
+            for x_TNH, result in zip(input_gradients, results, strict=True):
+                bucket.put(x_TNH, result)
+        for x_TNH in input_gradients:
             x_TNH[documents.cu_seqlens[-1] :] = 0.0
-        return *found, None, None
+        return *input_gradients, None, None
 
 
 def _by_document(x_TNH: Tensor, documents: Documents) -> Sequence[Tensor]:
-    """Return the rows of each document, [1, N, L, H], and those of none."""
+    """Return the rows of each document, [1, N, L, H], then the fillers."""
     return x_TNH.transpose(0, 1)[None].split_with_sizes(documents.sizes, 2)
 
 
 @lru_cache
 def attention_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which a CPU computes attention: fp32, but for bf16 with AMX."""
+    """Return the type in which a CPU computes attention: fp32, except bf16 with AMX."""
     return dtype if dtype == torch.bfloat16 and bf16_unit() == "AMX" else torch.float32
 
 
@@ -211,7 +212,8 @@ def attend_both_ways(
 ) -> Tensor:
     """Attend from each token to all tokens of its document; scores scaled by 1/sqrt(H), softmax in fp32.
 
-    Returns: [T, N, H].
+    Returns:
+        [T, N, H].
     """
     drops = dropout is not None and dropout.rate and batch.seeds is not None
     if not drops and takes_ragged(q_TNH.device, q_TNH.dtype, q_TNH.shape[-1]):
@@ -228,23 +230,21 @@ def attend_in_buckets(
     dropout: Dropout | None = None,
     is_causal: bool = False,
 ) -> Tensor:
-    """Attend by one call for all documents of about the same length: a call for each is what short ones would wait for.
+    """Attend by one call per bucket of documents, which is faster for short documents than a call for each.
 
     Args:
-        q_TNH, k_TNH, v_TNH: queries, keys and values.
-        documents: rows of each document.
         scale: factor of the scores; default: 1/sqrt(H).
-        dropout: dropout of the weights, which no fused kernel has by documents; default: none.
-        is_causal: whether a token sees no later ones.
+        dropout: dropout of the attention weights, seeded per document, which no fused kernel supports.
+        is_causal: whether tokens see no later ones.
     """
     num_heads, width = q_TNH.shape[1:]
-    places, scale = documents.places(num_heads), width**-0.5 if scale is None else scale
-    shapes = [(len(bucket.documents), num_heads, bucket.longest, width) for bucket in documents.buckets]
+    index, scale = documents.index(num_heads), width**-0.5 if scale is None else scale
+    shapes = [(len(bucket.documents), num_heads, bucket.length, width) for bucket in documents.buckets]
     sizes = [*(math.prod(shape[:3]) for shape in shapes), documents.num_fillers * num_heads]
-    parts = (_to_places(x_TNH.flatten(0, 1), places).split_with_sizes(sizes) for x_TNH in (q_TNH, k_TNH, v_TNH))
+    parts = (_to_slots(x_TNH.flatten(0, 1), index).split_with_sizes(sizes) for x_TNH in (q_TNH, k_TNH, v_TNH))
     drops = dropout is not None and dropout.rate and documents.seeds is not None
     outputs = []
-    for bucket, shape, *taken in zip(documents.buckets, shapes, *parts, strict=False):  # not the fillers
+    for bucket, shape, *taken in zip(documents.buckets, shapes, *parts, strict=False):  # parts have fillers in addition
         q, k, v = (part.view(shape) for part in taken)
         unseen = _unseen(bucket, is_causal, q.device)
         if dropout is None or not drops:
@@ -255,63 +255,63 @@ def attend_in_buckets(
             out = _DroppedAttention.apply(q, k, v, unseen, kept, scale, dropout.scale)  # type: ignore[no-untyped-call]
         outputs.append(out.reshape(-1, width))
     outputs.append(q_TNH.new_zeros(sizes[-1], width))
-    out_TH: Tensor = _Gathered.apply(torch.cat(outputs), places.back_T, places.there_P, False)  # type: ignore[no-untyped-call]
+    out_TH: Tensor = _Gather.apply(torch.cat(outputs), index.slot_T, index.source_P, False)  # type: ignore[no-untyped-call]
     return out_TH.view_as(q_TNH)
 
 
 def _unseen(bucket: Bucket, is_causal: bool, device: torch.device) -> Tensor | None:
-    """Return the mask of tokens that are not attended to, bool [G, 1, 1 or L, L]; ``None``: all are."""
-    unseen = None if bucket.is_token_GL is None else ~bucket.is_token_GL[:, None, None]
+    """Return the mask of invisible keys, bool [G, 1, 1 or L, L]; ``None``: all are visible."""
+    unseen = None if bucket.mask_GL is None else ~bucket.mask_GL[:, None, None]
     if is_causal:
-        later_LL = torch.ones(bucket.longest, bucket.longest, dtype=torch.bool, device=device).triu(1)
+        later_LL = torch.ones(bucket.length, bucket.length, dtype=torch.bool, device=device).triu(1)
         unseen = later_LL[None, None] if unseen is None else unseen | later_LL
     return unseen
 
 
 def _kept(bucket: Bucket, documents: Documents, dropout: Dropout, num_heads: int) -> Tensor:
-    """Draw which attention weights stay, bool [G, N, L, L]: of each document by itself."""
+    """Draw which attention weights to keep, bool [G, N, L, L], for each document by its own seed."""
     assert documents.seeds is not None
     noise = tuple(NoiseSpan(documents.seeds[document], 0, num_heads, num_heads) for document in bucket.documents)
-    return dropout.mask_squares(noise, bucket.longest, documents.device)
+    return dropout.mask_squares(noise, bucket.length, documents.device)
 
 
-def _to_places(x_TH: Tensor, places: Places) -> Tensor:
-    """Return the rows of each place; what fills documents up has no gradient, for nobody attends to it."""
-    x_PH: Tensor = _Gathered.apply(x_TH, places.there_P, places.back_T, True)  # type: ignore[no-untyped-call]
+def _to_slots(x_TH: Tensor, index: BucketIndex) -> Tensor:
+    """Gather the rows of each slot. Padding has no gradient, since nothing attends to it."""
+    x_PH: Tensor = _Gather.apply(x_TH, index.source_P, index.slot_T, True)  # type: ignore[no-untyped-call]
     return x_PH
 
 
-class _Gathered(torch.autograd.Function):
-    """Take rows by their numbers, forward and backward: each row that has a gradient is taken once.
+class _Gather(torch.autograd.Function):
+    """Gather rows, forward and backward: every row has at most one slot with a gradient.
 
-    `torch.index_select` would add up gradients row by row, in one thread.
+    The backward pass of `torch.index_select` would add gradients row by row, in one thread.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Tensor, back: Tensor, fills: bool) -> Tensor:
-        ctx.save_for_backward(there, back)
-        ctx.fills = fills
-        return x.index_select(0, there)
+    def forward(ctx: Any, x: Tensor, rows: Tensor, inverse: Tensor, has_padding: bool) -> Tensor:
+        ctx.save_for_backward(rows, inverse)
+        ctx.has_padding = has_padding
+        return x.index_select(0, rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        there, back = ctx.saved_tensors
-        if ctx.fills:
-            return gradients[0].index_select(0, back), None, None, None
-        zeros = gradients[0].new_zeros(len(back), gradients[0].shape[1])
-        return zeros.index_copy_(0, there, gradients[0]), None, None, None
+        rows, inverse = ctx.saved_tensors
+        if ctx.has_padding:  # rows repeat: gather each row's own slot
+            return gradients[0].index_select(0, inverse), None, None, None
+        zeros = gradients[0].new_zeros(len(inverse), gradients[0].shape[1])
+        return zeros.index_copy_(0, rows, gradients[0]), None, None, None
 
 
 class _DroppedAttention(torch.autograd.Function):
-    """Attention whose weights are dropped by a mask: as autograd has it, with less in memory and fewer passes."""
+    """Attention with a dropout mask on its weights; takes less memory and fewer passes than autograd."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, unseen: Tensor | None, keep: Tensor, scale: float, kept: float
     ) -> Tensor:
-        q, k, v = (x.flatten(0, 1) for x in (q, k, v))  # of documents and heads, as the kernels of products have it
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))  # bmm wants one batch axis
         scores = torch.bmm(q, k.transpose(1, 2)).mul_(scale).view(keep.shape)
-        if unseen is not None and unseen.shape[-2] == 1:  # a row for all: added, it takes a sixth of the time
+        if unseen is not None and unseen.shape[-2] == 1:  # adding a broadcast row takes a sixth of masked_fill's time
             scores += torch.zeros(unseen.shape, dtype=scores.dtype, device=scores.device).masked_fill_(
                 unseen, -math.inf
             )

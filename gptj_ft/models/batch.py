@@ -1,4 +1,8 @@
-"""Packed batches: documents end to end, without padding."""
+"""Packed batches: documents end to end, without padding.
+
+Axis letters: T rows of a packed batch, G documents of a bucket, L its length, P slots of all buckets, N heads, H head
+width.
+"""
 
 from __future__ import annotations
 
@@ -17,32 +21,23 @@ from gptj_ft.models.kv_cache import KVCache
 from gptj_ft.models.linear import Kernel
 
 NO_TARGET = -100
-BUCKET_PAIRS = (
-    2**17
-)  # of tokens, a weight of attention each: few enough that those of all heads stay near the processor
-SHORT = 32  # tokens of a document, up to which a call for each takes longer than filling them up to one length
+BUCKET_PAIRS = 2**17  # (query, key) pairs of a bucket; the attention weights of all heads then fit in the CPU's caches
+SHORT = 32  # tokens; documents up to this length are padded and attended together, since a call each takes longer
 Poll = Callable[[], None]
-"""Called by a layer between its operations: lets the next layers' weights come nearer; see `prefetch.Prefetcher`."""
+"""Layers call it between their operations; it advances prefetching, see `prefetch.Prefetcher`."""
 
 
 class Marks(NamedTuple):
-    """What is predicted of a document, where that is not its next tokens.
+    """Targets of a document other than its next tokens."""
 
-    Attributes:
-        borders: tokens at which the token type changes, from 0 to 1 and back; none: all are of type 0.
-        marks: tokens that the head reads; none: all of them.
-        targets: an integer for each mark; where all tokens are read, the first and the last of an answer.
-        values: numbers for each mark, where what is predicted are numbers.
-    """
-
-    borders: Sequence[int] = ()
-    marks: Sequence[int] = ()
-    targets: Sequence[int] = ()
-    values: Sequence[float] = ()
+    borders: Sequence[int] = ()  # tokens at which the token type flips between 0 and 1; none: all are of type 0
+    marks: Sequence[int] = ()  # tokens that the head reads; none: all
+    targets: Sequence[int] = ()  # class id of each mark; if the head reads all tokens, first and last of an answer
+    values: Sequence[float] = ()  # numbers for each mark, if the targets are numbers
 
 
 def padded_length(length: int) -> int:
-    """Return the length that a document is filled up to for attention: by its own length alone, a few for all.
+    """Return a document's padded length for attention. It depends only on the document; few lengths occur.
 
     >>> [padded_length(length) for length in (1, 8, 13, 70, 300)]
     [8, 8, 16, 96, 320]
@@ -52,236 +47,196 @@ def padded_length(length: int) -> int:
 
 
 def rounded_up(count: int) -> int:
-    """Return a number of rows rounded up by less than a sixteenth, so that products have few different shapes.
-
-    oneDNN compiles a kernel for each shape, and keeps it. Measured, 1,000 micro-batches of 1,400 to 2,048 tokens
-    through a matrix of 96 x 384 and back: resident memory grows by 0.8 GB in bf16, 0.9 in fp32, rounded up by 0.03 and
-    0.04, in no more time; of 384 x 1,536 by 0.9 and 1.9 GB.
+    """Round up a number of rows by less than a sixteenth, so that few matrix shapes occur.
 
     >>> [rounded_up(count) for count in (5, 31, 33, 100, 1000, 1100, 2048)]
     [5, 31, 34, 100, 1024, 1152, 2048]
     """
+    # oneDNN compiles a kernel for each shape, and keeps it. Measured, 1,000 micro-batches of 1,400 to 2,048 tokens
+    # through a matrix of 96 x 384 and back: resident memory grows by 0.8 GB in bf16 and 0.9 in fp32; rounded up, by
+    # 0.03 and 0.04, in no more time. With 384 x 1,536 it grows by 0.9 and 1.9 GB.
     step = max(1, (1 << (count - 1).bit_length()) // 32)
     return -(-count // step) * step
 
 
 def most_filled(count: int) -> int:
-    """Return the most rows that batches of so many in all may have when each is `rounded_up`."""
+    """Return the largest total of batches with ``count`` rows in all, each rounded by `rounded_up`."""
     return count + count // 16
 
 
-class Bucket(NamedTuple):
-    """Documents whose attention is computed together, each filled up to the same length.
+@dataclass(frozen=True, eq=False)
+class Bucket:
+    """Documents of similar length, attended together, each padded to the same length L.
 
-    Attributes:
-        documents: numbers of the documents, G of them.
-        lengths: their lengths.
-        longest: length that they are filled up to.
-        is_token_GL: whether there is a row in each place; ``None``: everywhere.
+    The index tensors are on the host.
     """
 
-    documents: tuple[int, ...]
-    lengths: tuple[int, ...]
-    longest: int
-    is_token_GL: Tensor | None
+    documents: tuple[int, ...]  # G document numbers
+    length: int  # L
+    rows_GL: Tensor  # row of each slot; padding slots repeat their document's first row
+    is_token_GL: Tensor  # False for padding
+    mask_GL: Tensor | None  # ``is_token_GL`` on the device; None if there is no padding
 
+    @classmethod
+    def of(cls, documents: Sequence[int], cu_seqlens: Sequence[int], length: int, device: torch.device) -> Bucket:
+        starts_G1, ends_G1 = (
+            torch.tensor([cu_seqlens[document + k] for document in documents])[:, None] for k in (0, 1)
+        )
+        rows_GL = starts_G1 + torch.arange(length)
+        is_token_GL = rows_GL < ends_G1
+        mask_GL = None if is_token_GL.all() else is_token_GL.to(device)
+        return cls(tuple(documents), length, torch.where(is_token_GL, rows_GL, starts_G1), is_token_GL, mask_GL)
 
-class AttentionCall(NamedTuple):
-    """Short documents whose causal attention is one call of a kernel, each filled up to the same length.
+    @cached_property
+    def rows_P(self) -> Tensor:
+        return self.rows_GL.flatten()
 
-    Attributes:
-        num_documents: number of documents, G.
-        length: length that they are filled up to.
-        rows_P: their rows, [G * L]; where there is no row those of the first.
-        tokens: their rows without what fills them up.
-        places: indices of these among ``rows_P``.
-        is_filler_P: whether each of ``rows_P`` is a filler, bool [G * L, 1, 1].
-    """
+    @cached_property
+    def token_slots(self) -> Tensor:
+        return self.is_token_GL.flatten().nonzero().squeeze(-1)
 
-    num_documents: int
-    length: int
-    rows_P: Tensor
-    tokens: Tensor
-    places: Tensor
-    is_filler_P: Tensor
+    @cached_property
+    def is_padding_P11(self) -> Tensor:
+        return ~self.is_token_GL.flatten()[:, None, None]
 
     def take(self, x_TNH: Tensor) -> Tensor:
-        """Return the rows of the documents, [G, N, L, H]."""
+        """Gather the rows of the documents, [G, N, L, H]; on a CPU only, as are the next two."""
         taken = x_TNH.index_select(0, self.rows_P)
-        return taken.view(self.num_documents, self.length, *x_TNH.shape[1:]).transpose(1, 2)
+        return taken.view(*self.rows_GL.shape, *x_TNH.shape[1:]).transpose(1, 2)
 
     def take_gradient(self, x_TNH: Tensor) -> Tensor:
-        """Return the rows of the documents, zeros where they are filled up."""
-        taken = x_TNH.index_select(0, self.rows_P).masked_fill_(self.is_filler_P, 0.0)
-        return taken.view(self.num_documents, self.length, *x_TNH.shape[1:]).transpose(1, 2)
+        """Gather the rows of the documents, with zeros in padding slots."""
+        taken = x_TNH.index_select(0, self.rows_P).masked_fill_(self.is_padding_P11, 0.0)
+        return taken.view(*self.rows_GL.shape, *x_TNH.shape[1:]).transpose(1, 2)
 
     def put(self, x_TNH: Tensor, values: Tensor) -> None:
-        """Put what was computed, [G, N, L, H], into the documents' rows."""
+        """Scatter values, [G, N, L, H], to the rows of the documents."""
         values_PNH = values.transpose(1, 2).reshape(-1, *x_TNH.shape[1:])
-        x_TNH.index_copy_(0, self.tokens, values_PNH.index_select(0, self.places).to(x_TNH.dtype))
+        rows, slots = self.rows_P[self.token_slots], self.token_slots
+        x_TNH.index_copy_(0, rows, values_PNH.index_select(0, slots).to(x_TNH.dtype))
 
 
-class Places(NamedTuple):
-    """Where heads of rows are in all buckets together: those of one bucket after another's, [G, N, L] of each.
+class BucketIndex(NamedTuple):
+    """Index of the heads of all rows in the slots of all buckets, [G, N, L] of one bucket after another.
 
-    Attributes:
-        there_P: row and head, numbered by rows, in each place; where there is no row, that of the document's first.
-            Behind the buckets those of fillers.
-        back_T: place of each row and head, by rows.
+    Row and head are numbered as ``row * N + head``. Padding slots take the document's first row; filler rows have slots
+    behind the buckets.
     """
 
-    there_P: Tensor
-    back_T: Tensor
+    source_P: Tensor  # row and head in each slot
+    slot_T: Tensor  # slot of each row and head
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Where the documents of packed rows are, for attention inside each.
-
-    Attributes:
-        cu_seqlens: cumulative lengths: document ``d`` is ``cu_seqlens[d]:cu_seqlens[d + 1]``; it may be empty.
-        seeds: seed of what training drops of each document; ``None``: nothing is dropped.
-        device: device of the rows.
-        num_fillers: rows behind them that belong to no document.
-    """
+    """Positions of the documents in packed rows, for attention within each."""
 
     cu_seqlens: tuple[int, ...]
-    seeds: tuple[int, ...] | None
+    """Cumulative lengths: document ``d`` is ``cu_seqlens[d]:cu_seqlens[d + 1]``; it may be empty."""
+    seeds: tuple[int, ...] | None  # dropout seed of each document; None: no dropout
     device: torch.device
-    num_fillers: int = 0
-    known_places: dict[int, Places] = field(default_factory=dict, repr=False, compare=False)
+    num_fillers: int = 0  # rows behind the last document
+    indexes: dict[int, BucketIndex] = field(default_factory=dict, repr=False, compare=False)  # by number of heads
 
     @cached_property
     def buckets(self) -> list[Bucket]:
-        """Documents of about the same length."""
-        groups: dict[int, list[tuple[int, int]]] = {}
-        for document, (start, end) in enumerate(pairwise(self.cu_seqlens)):
-            if end > start:
-                groups.setdefault(padded_length(end - start), []).append((document, end - start))
+        """All documents, grouped by padded length into buckets of at most `BUCKET_PAIRS`."""
         buckets = []
-        full = [
-            (longest, group[start : start + size])
-            for longest, group in sorted(groups.items())
-            for size in [max(1, BUCKET_PAIRS // longest**2)]
-            for start in range(0, len(group), size)
-        ]
-        for longest, group in full:
-            documents, lengths = zip(*group, strict=True)
-            is_token_GL = torch.arange(longest) < torch.tensor(lengths)[:, None]
-            is_full = min(lengths) == longest
-            buckets.append(Bucket(documents, lengths, longest, None if is_full else is_token_GL.to(self.device)))
+        for length, group in sorted(self._by_length(longest=None).items()):
+            size = max(1, BUCKET_PAIRS // length**2)
+            buckets += [self._bucket(length, group[start : start + size]) for start in range(0, len(group), size)]
         return buckets
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Rows of each document, and of no document."""
+        """Rows of each document, then the number of fillers."""
         return [*(end - start for start, end in pairwise(self.cu_seqlens)), self.num_fillers]
 
     @cached_property
     def long(self) -> list[int]:
-        """Numbers of the documents that are not short."""
+        """Numbers of the documents that are attended one by one in causal attention."""
         return [document for document, size in enumerate(self.sizes[:-1]) if size > SHORT]
 
     @cached_property
-    def short(self) -> list[AttentionCall]:
-        """Short documents, by the length that they are filled up to for causal attention; the others go one by one.
+    def short(self) -> list[Bucket]:
+        """Short documents for causal attention, one bucket per padded length.
 
-        What is computed of a document depends on its own length alone.
+        A document's padded length depends only on the document, so its results have the same bits in any batch.
         """
-        calls, short = list[AttentionCall](), dict[int, list[tuple[int, int]]]()
-        for start, end in pairwise(self.cu_seqlens):
-            if 0 < end - start <= SHORT:
-                short.setdefault(padded_length(end - start), []).append((start, end))
-        for length, ends in sorted(short.items()):
-            starts_G1, ends_G1 = torch.tensor(ends).T[:, :, None]
-            rows_GL = starts_G1 + torch.arange(length)
-            is_token_P = (rows_GL < ends_G1).flatten()
-            rows_P = torch.where(rows_GL < ends_G1, rows_GL, starts_G1).flatten()
-            found = rows_P, rows_P[is_token_P], is_token_P.nonzero().squeeze(-1), ~is_token_P[:, None, None]
-            calls.append(AttentionCall(len(ends), length, *(each.to(self.device) for each in found)))
-        return calls
+        return [self._bucket(length, group) for length, group in sorted(self._by_length(SHORT).items())]
 
-    def places(self, num_heads: int) -> Places:
-        """Return the places of so many heads of each row in the buckets; those of fillers are behind them."""
-        if num_heads in self.known_places:
-            return self.known_places[num_heads]
-        heads_N1, there = torch.arange(num_heads)[:, None], []
-        num_rows, before = self.cu_seqlens[-1] + self.num_fillers, 0
-        back_TN = torch.empty(num_rows, num_heads, dtype=torch.int64)
+    def _by_length(self, longest: int | None) -> dict[int, list[int]]:
+        """Group the non-empty documents, up to a length, by padded length."""
+        groups: dict[int, list[int]] = {}
+        for document, size in enumerate(self.sizes[:-1]):
+            if size and (longest is None or size <= longest):
+                groups.setdefault(padded_length(size), []).append(document)
+        return groups
+
+    def _bucket(self, length: int, documents: Sequence[int]) -> Bucket:
+        return Bucket.of(documents, self.cu_seqlens, length, self.device)
+
+    def index(self, num_heads: int) -> BucketIndex:
+        """Return the index of all buckets for a number of heads."""
+        if num_heads in self.indexes:
+            return self.indexes[num_heads]
+        heads_N1, sources = torch.arange(num_heads)[:, None], []
+        num_rows, num_slots = self.cu_seqlens[-1] + self.num_fillers, 0
+        slot_TN = torch.empty(num_rows, num_heads, dtype=torch.int64)
         for bucket in self.buckets:
-            starts_G1 = torch.tensor([self.cu_seqlens[document] for document in bucket.documents])[:, None]
-            slots_L = torch.arange(bucket.longest)
-            is_token_GL = slots_L < torch.tensor(bucket.lengths)[:, None]
-            rows_GL = torch.where(is_token_GL, starts_G1 + slots_L, starts_G1)
-            places_GNL = rows_GL[:, None] * num_heads + heads_N1
-            there.append(places_GNL.flatten())
-            numbers_GNL = before + torch.arange(places_GNL.numel()).view_as(places_GNL)
-            back_TN[rows_GL[is_token_GL]] = numbers_GNL.transpose(1, 2)[is_token_GL]
-            before += places_GNL.numel()
-        there.append(torch.arange(self.cu_seqlens[-1] * num_heads, num_rows * num_heads))
-        back_TN[self.cu_seqlens[-1] :] = before + torch.arange(self.num_fillers * num_heads).view(-1, num_heads)
-        places = Places(torch.cat(there).to(self.device), back_TN.flatten().to(self.device))
-        self.known_places[num_heads] = places
-        return places
+            source_GNL = bucket.rows_GL[:, None] * num_heads + heads_N1
+            sources.append(source_GNL.flatten())
+            slots_GNL = num_slots + torch.arange(source_GNL.numel()).view_as(source_GNL)
+            is_token_GL = bucket.is_token_GL
+            slot_TN[bucket.rows_GL[is_token_GL]] = slots_GNL.transpose(1, 2)[is_token_GL]
+            num_slots += source_GNL.numel()
+        sources.append(torch.arange(self.cu_seqlens[-1] * num_heads, num_rows * num_heads))
+        slot_TN[self.cu_seqlens[-1] :] = num_slots + torch.arange(self.num_fillers * num_heads).view(-1, num_heads)
+        index = BucketIndex(torch.cat(sources).to(self.device), slot_TN.flatten().to(self.device))
+        self.indexes[num_heads] = index
+        return index
 
 
 @dataclass(frozen=True)
 class HeadRows:
-    """Rows of hidden states that a head takes, those of one document after another.
-
-    Attributes:
-        kernel: kernel of products with weights.
-        noise: random numbers of dropout; ``None``: nothing is dropped.
-        ends: end of the rows of each document; known where a document is never cut.
-    """
+    """Rows of hidden states that a head reads, document after document."""
 
     kernel: Kernel = "training"
-    noise: Noise | None = None
-    ends: tuple[int, ...] = ()
+    noise: Noise | None = None  # dropout; None: no dropout
+    ends: tuple[int, ...] = ()  # end of each document's rows, if documents are complete
 
     def filled(self, count: int) -> HeadRows:
-        """Return the rows with so many more of no document."""
+        """Return the rows with ``count`` fillers behind them."""
         return self if self.noise is None else replace(self, noise=(*self.noise, *filler_noise(count)))
 
 
 def filler_noise(count: int) -> Noise:
-    """Return random numbers for so many rows of no document: any, for nothing comes of them."""
+    """Return the dropout noise of filler rows; its values have no effect."""
     return (NoiseSpan(0, 0, count, count),) if count else ()
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """A micro-batch: documents packed end to end, without padding.
+    """A micro-batch: documents packed end to end, without padding."""
 
-    Attributes:
-        tokens_T: token ids, int64; those behind the last document are fillers, see `filled`.
-        positions_T: position of each token in its own document, int64.
-        targets_T: target at each position, ``NO_TARGET`` where there is no loss, int64: the next token, or as `Marks`
-            has it; where the head reads all tokens, 1 at the first of an answer and 2, added, at the last.
-        cu_seqlens: cumulative lengths: document ``d`` is ``cu_seqlens[d]:cu_seqlens[d + 1]``.
-        cache: cache of keys and values, when decoding.
-        is_decode_step: whether the documents began in an earlier pass, whose keys and values the cache holds.
-        seeds: seed of what training drops of each document; ``None``: nothing is dropped.
-        types_T: type of each token, int64; ``None``: all are of type 0.
-        values_SC: numbers to predict for each mark, fp32; ``None``: what is predicted are no numbers.
-        document_ids: numbers of its documents among all batches of a pass that share a cache; default: from 0 on.
-    """
-
-    tokens_T: Tensor
-    positions_T: Tensor
+    tokens_T: Tensor  # token ids, int64; behind the last document are fillers, see `filled`
+    positions_T: Tensor  # position of each token in its own document, int64
     targets_T: Tensor
-    cu_seqlens: tuple[int, ...]
-    cache: KVCache | None = None
-    is_decode_step: bool = False
-    document_ids: tuple[int, ...] = ()
-    seeds: tuple[int, ...] | None = None
-    types_T: Tensor | None = None
-    values_SC: Tensor | None = None
+    """int64, ``NO_TARGET`` where there is no loss: the next token, or the class id of `Marks`. If the head reads all
+    tokens: 1 at the first token of an answer, plus 2 at its last.
+    """
+    cu_seqlens: tuple[int, ...]  # cumulative lengths: document ``d`` is ``cu_seqlens[d]:cu_seqlens[d + 1]``
+    cache: KVCache | None = None  # for decoding
+    is_decode_step: bool = False  # whether the cache has the documents' earlier keys and values
+    document_ids: tuple[int, ...] = ()  # document numbers among all batches that share a cache; default: from 0
+    seeds: tuple[int, ...] | None = None  # dropout seed of each document; None: no dropout
+    types_T: Tensor | None = None  # token types, int64; None: all 0
+    values_SC: Tensor | None = None  # target numbers of each mark, fp32
     rotary_cache: dict[tuple[int, float], Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def kernel(self) -> Kernel:
-        """How products are computed; nothing that is decoded with a cache is ever trained on."""
+        """Kernel of matrix products; batches with a cache are never trained on."""
         return "training" if self.cache is None else "decoding"
 
     @property
@@ -290,12 +245,12 @@ class PackedBatch:
 
     @cached_property
     def target_positions_T(self) -> Tensor:
-        """The positions that carry a target, in order, int64 [S]."""
+        """Positions with a target, ascending, int64 [S]."""
         return (self.targets_T != NO_TARGET).nonzero().squeeze(-1)
 
     @cached_property
     def noise(self) -> Noise | None:
-        """Random numbers of dropout, for all of its tokens."""
+        """Dropout noise of all tokens."""
         if self.seeds is None:
             return None
         lengths = [end - start for start, end in pairwise(self.cu_seqlens)]
@@ -304,25 +259,23 @@ class PackedBatch:
 
     @cached_property
     def row_ends(self) -> tuple[int, ...]:
-        """Where the rows that the head takes of each document end."""
+        """End of each document's rows among the rows that the head reads."""
         before = (self.on_host("targets_T") != NO_TARGET).cumsum(0)
         return tuple(before[torch.tensor(self.cu_seqlens[1:]) - 1].tolist())
 
     @cached_property
     def documents(self) -> Documents:
-        """Where its documents are."""
         return Documents(self.cu_seqlens, self.seeds, self.tokens_T.device, self.num_fillers)
 
     @property
     def num_fillers(self) -> int:
-        """Tokens that belong to no document."""
+        """Number of tokens behind the last document."""
         return len(self.tokens_T) - self.cu_seqlens[-1]
 
     def filled(self) -> PackedBatch:
-        """Return the batch with tokens behind its last document, so many that `rounded_up` is its number of tokens.
+        """Return the batch padded with filler tokens to `rounded_up` tokens.
 
-        They are attended to by nobody, predict nothing, and have no gradient: what is computed is that of the documents
-        alone.
+        Nothing attends to fillers; they have no targets and no gradients, so they change no result.
         """
         count = rounded_up(len(self.tokens_T)) - len(self.tokens_T)
         if not count:
@@ -330,7 +283,7 @@ class PackedBatch:
         assert self.cache is None, "keys and values are those of documents"
         return replace(
             self,
-            tokens_T=torch.cat([self.tokens_T, self.tokens_T[-1:].expand(count)]),  # no other row of a table is read
+            tokens_T=torch.cat([self.tokens_T, self.tokens_T[-1:].expand(count)]),  # needs no further embedding row
             positions_T=F.pad(self.positions_T, (0, count)),
             targets_T=F.pad(self.targets_T, (0, count), value=NO_TARGET),
             types_T=None if self.types_T is None else F.pad(self.types_T, (0, count)),
@@ -338,7 +291,7 @@ class PackedBatch:
         )
 
     def head_rows(self, start: int, stop: int, with_ends: bool = False) -> HeadRows:
-        """Describe some of the rows that carry a target, for the head; with the ends of documents, if it asks."""
+        """Describe the target rows ``start`` to ``stop`` for the head, optionally with the ends of documents."""
         ends = self.row_ends if with_ends else ()
         if self.seeds is None:
             return HeadRows(ends=ends)
@@ -350,7 +303,9 @@ class PackedBatch:
         return HeadRows(noise=tuple(spans), ends=ends)
 
     def on_host(self, name: str) -> Tensor:
-        """Return a tensor of the batch on the CPU; where the batch comes from there, nothing is waited for."""
+        """Return a tensor of the batch on the CPU; if the batch was moved from there, without waiting for the
+        device.
+        """
         source: PackedBatch = vars(self).get("_source", self)
         return getattr(source, name).cpu()  # type: ignore[no-any-return]
 
@@ -365,24 +320,25 @@ class PackedBatch:
         return max(end - start for start, end in zip(self.cu_seqlens, self.cu_seqlens[1:], strict=False))
 
     def up_to(self, counts: Sequence[int]) -> PackedBatch:
-        """Return the batch with so many tokens of each document, its first; a target may be the one after them."""
+        """Truncate each document to its first ``counts[d]`` tokens; the last target may be one token beyond."""
         ends = self.cu_seqlens
         if all(end - start == count for start, end, count in zip(ends, ends[1:], counts, strict=False)):
             return self
-        assert self.types_T is None, "of documents that are read as a whole none is cut"
+        assert self.types_T is None, "documents with token types are never truncated"
         kept_T = self.positions_T < torch.tensor(counts).repeat_interleave(torch.tensor(ends).diff())
         tokens_T, positions_T, targets_T = (x[kept_T] for x in (self.tokens_T, self.positions_T, self.targets_T))
         cu_seqlens = tuple(accumulate(counts, initial=0))
         return replace(self, tokens_T=tokens_T, positions_T=positions_T, targets_T=targets_T, cu_seqlens=cu_seqlens)
 
     def to(self, device: torch.device) -> PackedBatch:
-        """Return the batch on a device: one copy for all of it, for each makes the program wait for the device."""
+        """Move the batch to a device."""
         if self.tokens_T.device == device:
             return self
-        here = [self.tokens_T, self.positions_T, self.targets_T, self.target_positions_T, torch.tensor(self.cu_seqlens)]
-        here += [] if self.types_T is None else [self.types_T]
-        there: tuple[Tensor, ...] = torch.cat(here).to(device).split_with_sizes([len(x) for x in here])
-        tokens_T, positions_T, targets_T, target_positions_T, ends, *types = there
+        # One copy for all tensors: each copy makes the program wait for the device.
+        host = [self.tokens_T, self.positions_T, self.targets_T, self.target_positions_T, torch.tensor(self.cu_seqlens)]
+        host += [] if self.types_T is None else [self.types_T]
+        moved_parts: tuple[Tensor, ...] = torch.cat(host).to(device).split_with_sizes([len(x) for x in host])
+        tokens_T, positions_T, targets_T, target_positions_T, ends, *types = moved_parts
         moved = replace(
             self,
             tokens_T=tokens_T,
@@ -407,9 +363,8 @@ def pack(
 
     Args:
         documents: token ids of each.
-        prompt_lengths: tokens at each document's start that are not trained on; ``None``: no targets at all.
-        cache: cache that keeps keys and values.
-        masked_spans: further masked spans of each, (start, end) pairs in one flat list; default: none.
+        prompt_lengths: untrained tokens at each document's start; ``None``: no targets at all.
+        masked_spans: further untrained spans of each, (start, end) pairs in one flat list.
         document_ids: see `PackedBatch`.
     """
     tokens: list[int] = []
@@ -423,8 +378,8 @@ def pack(
         first = max(prompt_lengths[index], 1) - 1 if prompt_lengths is not None else len(ids)
         targets += [NO_TARGET] * min(first, len(ids)) + list(ids[first + 1 :])
         targets += [NO_TARGET] * (len(tokens) - len(targets))
-        gaps = masked_spans[index] if masked_spans else ()
-        for left, right in zip(gaps[::2], gaps[1::2], strict=True):  # what predicts them is one position before
+        spans = masked_spans[index] if masked_spans else ()
+        for left, right in zip(spans[::2], spans[1::2], strict=True):  # position i - 1 predicts token i
             targets[cu_seqlens[-1] + left - 1 : cu_seqlens[-1] + right - 1] = [NO_TARGET] * (right - left)
         cu_seqlens.append(len(tokens))
     tokens_T, positions_T, targets_T = (torch.tensor(x, dtype=torch.int64) for x in (tokens, positions, targets))
@@ -432,12 +387,7 @@ def pack(
 
 
 def pack_marked(documents: Sequence[Sequence[int]], marks: Sequence[Marks]) -> PackedBatch:
-    """Pack documents of which something else is predicted than their next tokens.
-
-    Args:
-        documents: token ids of each.
-        marks: targets of each.
-    """
+    """Pack documents whose targets are `Marks`."""
     lengths = [len(ids) for ids in documents]
     cu_seqlens = tuple(accumulate(lengths, initial=0))
     types_T = torch.zeros(cu_seqlens[-1], dtype=torch.int64)

@@ -1,6 +1,6 @@
 """BERT (https://arxiv.org/abs/1810.04805): an encoder, in which each token sees all tokens of its document.
 
-x <- LN(x + attention(x)); x <- LN(x + mlp(x)); embeddings of word, position and type, summed and normed; biases
+x <- LN(x + attention(x)); x <- LN(x + mlp(x)); embeddings of word, position and type are added and normalised; biases
 everywhere.
 """
 
@@ -22,9 +22,9 @@ from gptj_ft.models.batch import HeadRows, PackedBatch, Poll
 from gptj_ft.models.dropout import Dropout
 from gptj_ft.models.embedding import Embedding
 from gptj_ft.models.linear import Linear
-from gptj_ft.models.registry import LARGEST_FIELDS, Family, HeadForm, Home
+from gptj_ft.models.registry import Family, HeadForm, Home, check_numbers
 
-# "gelu" is the exact form, by the error function; "gelu_new" and "gelu_pytorch_tanh" are one.
+# "gelu" is the exact form, by the error function; "gelu_new" and "gelu_pytorch_tanh" are the same approximation.
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_new": partial(F.gelu, approximate="tanh"),
@@ -32,11 +32,13 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "silu": F.silu,
 }
-ONLY: Mapping[str, tuple[Any, ...]] = {  # fields that would change what is computed, and the values that are known here
+ONLY: Mapping[str, tuple[Any, ...]] = {  # config fields that change the computation -> supported values
     "position_embedding_type": ("absolute", None),
     "is_decoder": (False, None),
     "add_cross_attention": (False, None),
 }
+ENCODER_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
+                 "max_position_embeddings", "type_vocab_size")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class BertConfig:
 
     @property
     def first_position(self) -> int:
-        """Row of the first token's position."""
+        """Position embedding row of the first token."""
         return 0
 
     @property
@@ -82,30 +84,19 @@ class BertConfig:
 
     @property
     def head_dropout(self) -> float:
-        """Rate of dropout before the classifier."""
+        """Dropout rate before the classifier."""
         return self.hidden_dropout_prob if self.classifier_dropout is None else self.classifier_dropout
 
 
 def read_config(raw: Mapping[str, Any], kind: type[BertConfig] = BertConfig) -> BertConfig:
-    """Read ``config.json``, or Google's ``bert_config.json``.
-
-    Raises:
-        DataError: a value that is not supported: it would silently compute something else.
-    """
+    """Read ``config.json``, or Google's ``bert_config.json``; reject unsupported values."""
     names = {field.name for field in fields(kind)}
     config = kind(**{key: value for key, value in raw.items() if key in names})
-    sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-    for name in (*sizes, "max_position_embeddings", "type_vocab_size"):
-        value = getattr(config, name)
-        most = LARGEST_FIELDS["n_layer"] if name == "num_hidden_layers" else 2**31
-        if type(value) is not int or not 1 <= value <= most:
-            raise DataError(f"{name} must be a positive integer that a model can have, not {value!r}")
+    check_numbers(config, ENCODER_SIZES, "layer_norm_eps")
     for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"):
         rate = getattr(config, name)
         if rate is not None and not (type(rate) in (int, float) and 0 <= rate < 1):
             raise DataError(f"{name} must be a number from 0 to below 1, not {rate!r}")
-    if type(config.layer_norm_eps) not in (int, float) or not 0 <= config.layer_norm_eps < 1:
-        raise DataError(f"layer_norm_eps must be a number from 0 to 1, not {config.layer_norm_eps!r}")
     if config.hidden_size % config.num_attention_heads:
         raise DataError(
             f"hidden_size {config.hidden_size} is not a multiple of num_attention_heads {config.num_attention_heads}"
@@ -116,12 +107,12 @@ def read_config(raw: Mapping[str, Any], kind: type[BertConfig] = BertConfig) -> 
         raise DataError(f"hidden_act '{config.hidden_act}' is not supported; known are {', '.join(ACTIVATIONS)}")
     for name, values in ONLY.items():
         if raw.get(name) not in (*values, None):
-            raise DataError(f"{name} {raw[name]!r} is not supported: what is computed here has {name} {values[0]!r}")
+            raise DataError(f"{name} {raw[name]!r} is not supported, only {values[0]!r}")
     return config
 
 
 class Embed(nn.Module):
-    """Sum of the embeddings of token, position and type, normed."""
+    """Sum of the embeddings of token, position and type, normalised."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -136,7 +127,7 @@ class Embed(nn.Module):
     def forward(self, tokens_T: Tensor, batch: PackedBatch, poll: Poll) -> Tensor:
         has_types = batch.types_T is not None and self.token_type.num_embeddings > 1
         types_T = batch.types_T if has_types else torch.zeros_like(tokens_T)
-        # In this order: it is how the sum is rounded where these models come from.
+        # In the order of the original code, for the same rounding.
         x_TD = self.word(tokens_T) + self.token_type(types_T)
         x_TD = x_TD + self.position(batch.positions_T + self.first_position)
         out: Tensor = self.dropout(self.norm(x_TD), batch.noise)
@@ -144,7 +135,7 @@ class Embed(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention of all tokens of a document to each other, and the projections around it."""
+    """Bidirectional attention within a document, and its projections."""
 
     def __init__(self, config: BertConfig, index: int) -> None:
         super().__init__()
@@ -183,7 +174,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then MLP, each with a sum around it and a layer norm after that."""
+    """Attention, then MLP, each with a residual connection and a layer norm after it."""
 
     def __init__(self, config: BertConfig, index: int) -> None:
         super().__init__()
@@ -200,7 +191,7 @@ class Block(nn.Module):
 
 
 class Pooler(nn.Module):
-    """Linear layer and tanh on the first token, as BERT was pre-trained with for pairs of sentences."""
+    """Linear layer and tanh on the first token, pre-trained with pairs of sentences."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -211,7 +202,7 @@ class Pooler(nn.Module):
 
 
 class PooledClassifier(nn.Module):
-    """Pooler and classifier, on the first token of a text; logits in fp32."""
+    """Pooler and classifier on the first token of a text; logits in fp32."""
 
     def __init__(self, config: BertConfig, num_outputs: int) -> None:
         super().__init__()
@@ -226,7 +217,7 @@ class PooledClassifier(nn.Module):
 
 
 class Classifier(nn.Module):
-    """Classifier of each of its rows, without a pooler; logits in fp32."""
+    """Classifier of each row, without a pooler; logits in fp32."""
 
     def __init__(self, config: BertConfig, num_outputs: int) -> None:
         super().__init__()
@@ -239,7 +230,7 @@ class Classifier(nn.Module):
 
 
 class SpanOutputs(nn.Module):
-    """Two numbers a token: how well an answer begins there, and how well it ends there; in fp32."""
+    """Two logits per token: for the start and the end of an answer; in fp32."""
 
     def __init__(self, config: BertConfig, num_outputs: int) -> None:
         super().__init__()
@@ -257,7 +248,7 @@ def build_layers(config: BertConfig) -> list[nn.Module]:
 
 
 def with_parts(names: Mapping[str, tuple[str, str]]) -> dict[str, Home | None]:
-    """Return the homes of the weight and the bias of modules, given those of the modules."""
+    """Return the positions of each module's weight and bias, given those of the modules."""
     return {
         f"{theirs}.{part}": (layer, f"{ours}.{part}")
         for theirs, (layer, ours) in names.items()
@@ -266,13 +257,13 @@ def with_parts(names: Mapping[str, tuple[str, str]]) -> dict[str, Home | None]:
 
 
 def trunk_keys(prefix: str) -> dict[str, Home | None]:
-    """Return the homes of the tensors of embedding and blocks."""
+    """Return the positions of the tensors of embedding and blocks."""
     block = f"{prefix}encoder.layer.{{}}."
     return {
         f"{prefix}embeddings.word_embeddings.weight": ("embed", "word.weight"),
         f"{prefix}embeddings.position_embeddings.weight": ("embed", "position.weight"),
         f"{prefix}embeddings.token_type_embeddings.weight": ("embed", "token_type.weight"),
-        f"{prefix}embeddings.position_ids": None,  # a buffer of old files, as is the next
+        f"{prefix}embeddings.position_ids": None,  # buffers in old files
         f"{prefix}embeddings.token_type_ids": None,
         **with_parts({
             f"{prefix}embeddings.LayerNorm": ("embed", "norm"),
@@ -288,7 +279,7 @@ def trunk_keys(prefix: str) -> dict[str, Home | None]:
     }  # fmt: skip
 
 
-PRETRAINING = (  # heads of pre-training, which no task here has a use for
+PRETRAINING = (  # tensors of pre-training heads, which no task uses
     "cls.predictions.bias", "cls.predictions.transform.dense.weight", "cls.predictions.transform.dense.bias",
     "cls.predictions.transform.LayerNorm.weight", "cls.predictions.transform.LayerNorm.bias",
     "cls.predictions.decoder.weight", "cls.predictions.decoder.bias",

@@ -1,10 +1,10 @@
-"""The head that picks the sentences of a summary (BertSumExt, https://arxiv.org/abs/1908.08345).
+"""The head that selects the sentences of a summary (BertSumExt, https://arxiv.org/abs/1908.08345).
 
-Between the encoder and one number for each sentence, sentences of a document see each other: two layers of attention
-and MLP with a norm before each part, but none before the first layer's attention. As in the authors' code and weights,
-from which the paper's formula differs.
+Between the encoder and one logit per sentence, the sentences of a document attend to each other in two layers of
+attention and MLP with pre-norm, except before the first layer's attention. This follows the authors' code and weights;
+the paper's formula differs.
 
-Axis letters: S sentences of a batch, those of one document after another, D width, N heads.
+Axis letters: S sentences of a batch, document after document, D width, N heads.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from gptj_ft.models.linear import Linear
 from gptj_ft.models.registry import HeadForm, Home
 
 NUM_LAYERS, MOST_HEADS, INNER, EPSILON = 2, 8, 2048, 1e-6
-NAME = "ext_layer"  # of the head in the authors' files; what follows is theirs, too
+NAME = "ext_layer"  # prefix of the head's tensors in the authors' files
 
 
 class SentenceAttention(nn.Module):
-    """Attention of all sentences of a document to each other, and the projections around it."""
+    """Attention between the sentences of a document, and its projections."""
 
     def __init__(self, config: Any, layer: int) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class SentenceAttention(nn.Module):
 
 
 class SentenceMLP(nn.Module):
-    """Norm, two linear layers with GELU between them, by its approximation with tanh, and the sum with the input."""
+    """Layer norm, two linear layers with tanh-approximated GELU between them, and a residual connection."""
 
     def __init__(self, config: Any, layer: int) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class SentenceMLP(nn.Module):
 
 
 class SentenceLayer(nn.Module):
-    """Attention and MLP, each with a norm before it, but the first layer's attention without."""
+    """Attention and MLP, each with a layer norm before it, except the first layer's attention."""
 
     def __init__(self, config: Any, layer: int) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class SentenceLayer(nn.Module):
 
 
 class SentenceScores(nn.Module):
-    """Layers between the sentences of a document, and a logit for each sentence; in fp32."""
+    """Layers between the sentences of a document, and one logit per sentence, in fp32."""
 
     def __init__(self, config: Any, num_outputs: int) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class SentenceScores(nn.Module):
 
 
 def sinusoids(documents: Documents, width: int) -> Tensor:
-    """Return sines and cosines of the number of each sentence in its document, fp32 [S, D]."""
+    """Return sinusoidal embeddings of each sentence's position in its document, fp32 [S, D]."""
     numbers_S = torch.cat([torch.arange(end - start) for start, end in pairwise(documents.cu_seqlens)])
     frequencies = torch.exp(torch.arange(0, width, 2) * (-math.log(10000.0) / width))
     angles = numbers_S[:, None] * frequencies
@@ -105,7 +105,7 @@ def sinusoids(documents: Documents, width: int) -> Tensor:
 
 
 def initialise_sentences(head: nn.Module, name: str, values: Tensor, generator: torch.Generator) -> None:
-    """Initialise a parameter as the authors do: matrices Xavier-uniform, biases as `torch.nn.Linear` makes them."""
+    """Initialise a parameter as the authors do: matrices Xavier-uniform, biases as in `torch.nn.Linear`."""
     module = head.get_submodule(name.rpartition(".")[0])
     if values.ndim > 1:
         nn.init.xavier_uniform_(values, generator=generator)
@@ -126,7 +126,7 @@ def _keys() -> dict[str, Home | None]:
     unused = ("transformer_inter.0.layer_norm.weight", "transformer_inter.0.layer_norm.bias", "pos_emb.pe")
     return {
         **{f"{NAME}.{name}": ("head", name) for name in names},
-        **dict.fromkeys(f"{NAME}.{name}" for name in unused),  # in the authors' files, where nothing reads them
+        **dict.fromkeys(f"{NAME}.{name}" for name in unused),  # unused in the authors' code too
     }
 
 

@@ -1,4 +1,4 @@
-"""Embedding lookup in a whole matrix, or in the few rows of it that a batch needs."""
+"""Embedding lookup in a whole matrix, or in only the rows that a batch needs."""
 
 from __future__ import annotations
 
@@ -12,24 +12,17 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class EmbeddingRows:
-    """Some rows of a matrix, where a layer needs no others.
+    """Some rows of a matrix."""
 
-    Attributes:
-        indices: indices of the rows, int64, rising.
-        values: values of the rows, [rows, D].
-    """
-
-    indices: Tensor
-    values: Tensor
+    indices: Tensor  # row numbers, int64, ascending
+    values: Tensor  # [rows, D]
 
 
 class Embedding(nn.Module):
-    """Look up a row per token in a matrix, or in just the `EmbeddingRows` that a pass needs.
+    """Look up one row per token in a matrix, or in `EmbeddingRows`.
 
     Args:
-        num_rows: rows of the matrix.
-        width: width of a row.
-        index: function from a batch to the rows that it looks up.
+        index: attribute of the batch with the row numbers.
     """
 
     weight: Tensor | EmbeddingRows
@@ -52,11 +45,7 @@ class Embedding(nn.Module):
 
 
 class _LookUp(torch.autograd.Function):
-    """Look up rows of a matrix; the gradient has the rows that were looked up alone, to the same bits as all of them.
-
-    Measured (30,522 rows of 384, 430 tokens, a thread of an AMD EPYC): 0.35 ms for a backward pass, not 24: a table of
-    zeros is neither made nor added.
-    """
+    """Look up rows; the gradient is sparse, with the same bits as the dense one."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, indices: Tensor) -> Tensor:
@@ -66,8 +55,10 @@ class _LookUp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        # Measured (30,522 rows of 384, 430 tokens, one thread of an AMD EPYC): 0.35 ms instead of 24, as no dense table
+        # of zeros is allocated and added.
         (indices,) = ctx.saved_tensors
-        rows, places = indices.unique(return_inverse=True)
-        sums = torch.ops.aten.embedding_dense_backward(gradients[0], places, len(rows), -1, False)
+        rows, inverse = indices.unique(return_inverse=True)
+        sums = torch.ops.aten.embedding_dense_backward(gradients[0], inverse, len(rows), -1, False)
         gradient = torch.sparse_coo_tensor(rows[None], sums, ctx.shape, check_invariants=False, is_coalesced=True)
         return gradient, None

@@ -1,7 +1,7 @@
-"""GPT-2 (https://openai.com/research/better-language-models), the architecture of Cerebras-GPT (arXiv 2304.03208), too.
+"""GPT-2 (https://openai.com/research/better-language-models), also the architecture of Cerebras-GPT (arXiv 2304.03208).
 
-x <- x + attention(ln_1(x)); x <- x + mlp(ln_2(x)); learned positions; biases everywhere but in the head, whose weight
-is the token embedding. Matrices are stored (in, out), and stay so: what is read is what is trained and written.
+x <- x + attention(ln_1(x)); x <- x + mlp(ln_2(x)); learned positions; biases everywhere except in the head, whose
+weight is the token embedding. Matrices are stored (in, out) in files, and kept so for training and export.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gptj_ft.models.heads import decoder_heads
 from gptj_ft.models.linear import Conv1D, Linear, TiedLinear
 from gptj_ft.models.registry import Family, Leaf, check_numbers
 
-# "gelu" is the exact form, by the error function; OpenAI's models have the other.
+# "gelu" is the exact form, by the error function; OpenAI's models use the approximation.
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_new": partial(F.gelu, approximate="tanh"),
@@ -33,8 +33,8 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 COLUMNS: Literal["columns"] = "columns"
 ROWS: Literal["rows"] = "rows"
-# Fields of a config that would change what is computed, and the only values of them that are known here.
-# ``reorder_and_upcast_attn`` is none of them: scores and softmax are in fp32 here anyway.
+# Config fields that change the computation -> supported values. ``reorder_and_upcast_attn`` has no effect: scores and
+# softmax are in fp32 anyway.
 ONLY: Mapping[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "position_embedding_type": ("learned", "absolute"),
@@ -44,8 +44,8 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
     "mup_scale_qk_dot_by_d": (False,),
 }
 
-# Its tensors in checkpoints of the Cerebras model zoo since 1.7. There a matrix is (out, in), and q, k, v are apart. In
-# the order in which its modules are made, by which its optimizer numbers the parameters.
+# Tensors in checkpoints of the Cerebras model zoo since 1.7, in the order of module creation: the optimizer numbers
+# parameters by it. Matrices are (out, in); q, k and v are separate.
 CEREBRAS: dict[str, str | Leaf | None] = {
     "embedding_layer.word_embeddings.weight": "transformer.wte.weight",
     "embedding_layer.position_embeddings.weight": "transformer.wpe.weight",
@@ -75,7 +75,7 @@ CEREBRAS: dict[str, str | Leaf | None] = {
         for theirs, ours in enumerate(("c_fc", "c_proj"))
         for part, join, is_turned in (("weight", COLUMNS, True), ("bias", ROWS, False))
     },
-    "lm_head.weight": "lm_head.weight",  # the embedding once more, where it is tied
+    "lm_head.weight": "lm_head.weight",  # a copy of the embedding if tied
 }
 
 
@@ -112,11 +112,7 @@ class GPT2Config:
 
 
 def read_config(raw: Mapping[str, Any]) -> GPT2Config:
-    """Read ``config.json``.
-
-    Raises:
-        DataError: a value that is not supported: it would silently compute something else.
-    """
+    """Read ``config.json``; reject unsupported values."""
     names = {field.name for field in fields(GPT2Config)}
     config = GPT2Config(**{key: value for key, value in raw.items() if key in names})
     check_numbers(config)
@@ -127,12 +123,12 @@ def read_config(raw: Mapping[str, Any]) -> GPT2Config:
         raise DataError(f"activation_function '{config.activation_function}' is not supported; known are {known}")
     for name, values in ONLY.items():
         if name in raw and raw[name] not in values:
-            raise DataError(f"{name} {raw[name]!r} is not supported: what is computed here has {name} {values[0]!r}")
+            raise DataError(f"{name} {raw[name]!r} is not supported, only {values[0]!r}")
     return config
 
 
 class Embed(nn.Module):
-    """Token embedding and a learned one of the position in the document."""
+    """Token embedding plus a learned embedding of the position in the document."""
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
@@ -146,7 +142,7 @@ class Embed(nn.Module):
 
 
 class Attention(nn.Module):
-    """Queries, keys and values from one matrix, ragged causal attention, an output projection."""
+    """Causal attention with queries, keys and values from one matrix, and an output projection."""
 
     def __init__(self, config: GPT2Config, index: int) -> None:
         super().__init__()
@@ -183,7 +179,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then MLP, each with a layer norm before it and around it a sum."""
+    """Attention, then MLP, each with a layer norm before it and a residual connection."""
 
     def __init__(self, config: GPT2Config, index: int) -> None:
         super().__init__()
@@ -200,7 +196,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Final layer norm and the output projection without bias, tied to the token embedding or not; logits in fp32."""
+    """Final layer norm and output projection without bias, usually tied to the token embedding; logits in fp32."""
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
@@ -247,7 +243,7 @@ FAMILY = Family(
         "transformer.h.{}.attn.masked_bias": None,
         "transformer.ln_f.weight": ("head", "ln_f.weight"),
         "transformer.ln_f.bias": ("head", "ln_f.bias"),
-        "lm_head.weight": ("head", "lm_head.weight"),  # in a file of its own only where it is not tied
+        "lm_head.weight": ("head", "lm_head.weight"),  # in files only if not tied
         "score.weight": ("head", "score.weight"),
         "qa_outputs.weight": ("head", "qa_outputs.weight"),
         "qa_outputs.bias": ("head", "qa_outputs.bias"),

@@ -1,4 +1,4 @@
-"""GPT-J (https://github.com/kingoflolz/mesh-transformer-jax): attention beside MLP, rotary on part of each head.
+"""GPT-J (https://github.com/kingoflolz/mesh-transformer-jax): attention parallel to MLP, rotary on part of each head.
 
 x <- x + attention(ln_1(x)) + mlp(ln_1(x)); one layer norm per block; biases in the MLP, the norms and the head only.
 """
@@ -23,8 +23,8 @@ from gptj_ft.models.heads import decoder_heads
 from gptj_ft.models.linear import Linear, project_by_all
 from gptj_ft.models.registry import Family, Leaf, check_numbers
 
-# https://github.com/kingoflolz/mesh-transformer-jax, version 1 of its checkpoints; each module's name stands behind
-# "causal_transformer_shard/~/". The linear layers of a block are numbered as they are made: q, v, k.
+# https://github.com/kingoflolz/mesh-transformer-jax, version 1 of its checkpoints, module names after
+# "causal_transformer_shard/~/". The linear layers of a block are numbered in order of creation: q, v, k.
 MESH = {
     ("embedding_shard/~/linear", "b"): Leaf("transformer.wte.weight", "added"),
     ("embedding_shard/~/linear", "w"): Leaf("transformer.wte.weight", "rows"),
@@ -44,8 +44,8 @@ MESH = {
     ("projection_shard/~/replicated_layer_norm", "scale"): Leaf("transformer.ln_f.weight", "first"),
 }
 
-# Checkpoints of the Cerebras model zoo since 1.9; before, "model." may precede every name. In the order in which its
-# modules are made, by which its optimizer numbers the parameters.
+# Checkpoints of the Cerebras model zoo since 1.9 (before, "model." may precede every name), in the order of module
+# creation: the optimizer numbers parameters by it.
 CEREBRAS: dict[str, str | Leaf | None] = {
     "embedding_layer.word_embeddings.weight": "transformer.wte.weight",
     **{f"transformer_decoder.norm.{part}": f"transformer.ln_f.{part}" for part in ("weight", "bias")},
@@ -98,11 +98,7 @@ class GPTJConfig:
 
 
 def read_config(raw: Mapping[str, Any]) -> GPTJConfig:
-    """Read ``config.json``.
-
-    Raises:
-        DataError: a value this architecture does not have: it would silently compute something else.
-    """
+    """Read ``config.json``; reject values that GPT-J does not have."""
     names = {field.name for field in fields(GPTJConfig)}
     config = GPTJConfig(**{key: value for key, value in raw.items() if key in names})
     check_numbers(config)
@@ -133,7 +129,7 @@ class Embed(nn.Module):
 
 
 class Attention(nn.Module):
-    """Ragged causal attention, and the projections without bias around it; takes what those before it give."""
+    """Causal attention and its output projection; receives the projected queries, keys and values."""
 
     def __init__(self, config: GPTJConfig, index: int) -> None:
         super().__init__()
@@ -157,7 +153,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers; takes what the first one gives, and goes on with the tanh form of GELU."""
+    """Two linear layers with tanh-approximated GELU; receives the output of the first."""
 
     def __init__(self, config: GPTJConfig, index: int) -> None:
         super().__init__()
@@ -173,12 +169,9 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer norm feeding attention and MLP side by side.
+    """One layer norm feeding attention and MLP in parallel."""
 
-    Attributes:
-        adjacent: the weights that take its output, which are to lie side by side.
-    """
-
+    # Weights with the same input, stored side by side for `project_by_all`.
     adjacent = ("attn.q_proj.weight", "attn.k_proj.weight", "attn.v_proj.weight", "mlp.fc_in.weight")
 
     def __init__(self, config: GPTJConfig, index: int) -> None:
@@ -197,7 +190,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Final layer norm and the untied output projection with bias; logits in fp32."""
+    """Final layer norm and untied output projection with bias; logits in fp32."""
 
     def __init__(self, config: GPTJConfig) -> None:
         super().__init__()
@@ -244,6 +237,6 @@ FAMILY = Family(
     },
     mesh=MESH,
     cerebras=CEREBRAS,
-    lora_targets=("q_proj", "v_proj"),  # https://arxiv.org/abs/2106.09685, section 7.1; PEFT's for GPT-J, too
+    lora_targets=("q_proj", "v_proj"),  # https://arxiv.org/abs/2106.09685, section 7.1; also PEFT's for GPT-J
     heads=decoder_heads("GPTJ", has_token_labels=False),
 )

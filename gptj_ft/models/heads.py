@@ -1,4 +1,4 @@
-"""Heads that label instead of predicting the next token, of families whose trunk ends with a layer norm."""
+"""Heads for labelling instead of predicting the next token, for families that end with a layer norm."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NORM = ("ln_f.weight", "ln_f.bias")
 
 
 class NormedOutputs(nn.Module):
-    """Final layer norm and a linear layer of few outputs, under the name that `transformers` has for it; in fp32."""
+    """Final layer norm and a linear layer of few outputs, named as in `transformers`; in fp32."""
 
     def __init__(self, config: Any, num_outputs: int, name: str, has_bias: bool, dropout: float = 0.0) -> None:
         super().__init__()
@@ -33,12 +33,7 @@ class NormedOutputs(nn.Module):
 
 
 def decoder_heads(prefix: str, has_token_labels: bool) -> tuple[HeadForm, ...]:
-    """Return the heads that a decoder can have in `transformers`.
-
-    Args:
-        prefix: beginning of the names of its classes.
-        has_token_labels: whether there is a class for labels of words.
-    """
+    """Return the heads that a decoder has in `transformers`; ``prefix`` begins the class names."""
 
     def outputs(name: str, has_bias: bool, dropout: float = 0.0) -> Callable[[Any, int], nn.Module]:
         return lambda config, num_outputs: NormedOutputs(config, num_outputs, name, has_bias, dropout)
@@ -57,13 +52,12 @@ def decoder_heads(prefix: str, has_token_labels: bool) -> tuple[HeadForm, ...]:
 
 
 def initialise_head(architecture: Architecture, name: str, view: Tensor, key: tuple[object, ...]) -> None:
-    """Initialise a parameter of a head that a checkpoint lacks: as the head has it, or matrices normal, biases zero.
+    """Initialise a head's parameter that the checkpoint lacks: as the head defines, or matrices normal, biases zero.
 
     Args:
-        architecture: model.
         name: name of the parameter in the layer.
-        view: view of its memory.
-        key: key of the random numbers; the same key gives the same numbers.
+        view: its memory.
+        key: key of the random numbers.
     """
     head, values = architecture.head, torch.empty(view.shape)
     generator = torch.Generator().manual_seed(seed_of((*key, name)))

@@ -1,8 +1,7 @@
-"""Keys and values already computed, when a model writes.
+"""Cache keys and values for decoding.
 
-Rows that go on from one prompt (its beams) form a *prefix group* and share memory: the prompt is in it once, what the
-rows add lies side by side, and a mask says which of it each row has seen. So following the beams that survive moves no
-key.
+Rows that continue the same prompt (its beams) form a *prefix group* and share memory: the prompt is stored once, the
+new tokens of all rows lie side by side, and a mask says which of them each row sees. So reordering beams moves no keys.
 
 Axis letters: G prefix groups, W rows of a group, C new columns, L = W C queries of a group, S slots, N heads,
 H head width.
@@ -17,37 +16,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-MORE_ROOM = 64  # slots, beyond what grows geometrically
+MORE_ROOM = 64  # slots added to every allocation, besides geometric growth
 
 
 class KVCache:
-    """The keys and values of every layer; a pass over the layers either fills it with prompts or goes on from them.
+    """Keys and values of every layer. A pass over the layers fills it with prompts, or extends it by the next tokens.
 
-    A prompt that is shorter than the longest leaves its first slots unused, so that all prefix groups grow at one slot.
-
-    Attributes:
-        num_slots: slots in use, of each prefix group.
-        lengths: tokens of each row, int64 [G W].
+    Prompts shorter than the longest leave their first slots unused, so that all groups grow at the same slot.
     """
 
     def __init__(self) -> None:
-        self.num_slots = 0
-        self.lengths = torch.empty(0, dtype=torch.int64)
-        self._counts: tuple[int, ...] = ()
+        self.num_slots = 0  # used slots of each group
+        self.lengths = torch.empty(0, dtype=torch.int64)  # tokens of each row, [G W]
+        self._counts: tuple[int, ...] = ()  # tokens of each prompt
         self._width = 1
         self._beams_reordered = False
-        self._compact_at = 0  # slots from which on it is worth to look for those that nobody sees
-        self._seen_GWS: Tensor | None = None  # none: every row sees every slot
-        self._mask: Tensor | None = None  # of this pass, added to the scores [G, 1, L, S]
-        self._begin = 0  # where the slots of this pass begin
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # [G, N, slots that there is room for, H]
+        self._compact_at = 0  # number of slots from which compaction may pay
+        self._seen_GWS: Tensor | None = None  # None: every row sees every slot
+        self._mask: Tensor | None = None  # of this pass, added to the scores, [G, 1, L, S]
+        self._begin = 0  # first slot of this pass
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # [G, N, allocated slots, H]
 
     def begin(self, counts: Sequence[int], width: int, device: torch.device) -> None:
-        """Announce a pass over prompts, one to a prefix group.
+        """Announce a pass over prompts, one per group.
 
         Args:
             counts: tokens of each prompt.
-            width: rows that will go on from each.
+            width: rows that will continue each prompt.
             device: device of the keys.
         """
         self.num_slots, self._width, self._counts = max(counts), width, tuple(counts)
@@ -61,17 +56,15 @@ class KVCache:
     def put(
         self, layer: int, k_TNH: Tensor, v_TNH: Tensor, cu_seqlens: Sequence[int], groups: Sequence[int] = ()
     ) -> None:
-        """Keep a layer's keys and values of prompts; what follows a prompt in its document is not kept.
+        """Store a layer's keys and values of prompts; a document's tokens after the prompt are not stored.
 
         Args:
-            layer: number of the layer.
-            k_TNH, v_TNH: keys and values of documents that begin with prompts.
-            cu_seqlens: cumulative lengths of the documents.
-            groups: numbers of the prompts among those announced; none: the first ones.
+            k_TNH, v_TNH: of documents that begin with prompts.
+            groups: group numbers of the prompts; default: the first ones.
         """
         if layer not in self._layers:
             shape = (len(self._counts), k_TNH.shape[1], self.num_slots + MORE_ROOM, k_TNH.shape[2])
-            # what no row sees has to be finite all the same
+            # Zeros: masked slots must be finite too, since 0 * inf is NaN.
             self._layers[layer] = k_TNH.new_zeros(shape), v_TNH.new_zeros(shape)
         for group, start in zip(groups or range(len(cu_seqlens) - 1), cu_seqlens, strict=False):
             count = self._counts[group]
@@ -84,7 +77,7 @@ class KVCache:
 
         Args:
             columns: tokens of each row.
-            dtype: data type of the attention scores.
+            dtype: type of the attention scores.
         """
         if self._width > 1 and (columns > 1 or not self._beams_reordered):
             self._split_groups()
@@ -105,7 +98,7 @@ class KVCache:
         return positions
 
     def attend(self, layer: int, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, scale: float | None = None) -> Tensor:
-        """Attend from the tokens of the pass to what their rows have seen, themselves among it; [T, N, H]."""
+        """Attend from the pass's tokens to all tokens that their rows have seen, themselves included; [T, N, H]."""
         groups = len(self.lengths) // self._width
         q, k, v = (x.view(groups, -1, *x.shape[1:]).transpose(1, 2) for x in (q_TNH, k_TNH, v_TNH))
         kept = self._with_room(layer)
@@ -116,7 +109,7 @@ class KVCache:
         return out.transpose(1, 2).flatten(0, 1)
 
     def select(self, rows: Tensor) -> None:
-        """Select rows: row ``i`` becomes the former ``rows[i]``; others are dropped (beams, finished rows)."""
+        """Select rows: row ``i`` becomes the former ``rows[i]``; other rows are dropped (beams, finished rows)."""
         width = self._width
         groups = torch.arange(len(self.lengths), device=rows.device) // width
         if width > 1 and len(rows) == len(groups) and torch.equal(rows // width, groups):
@@ -130,19 +123,19 @@ class KVCache:
         self._split_groups()
         self.lengths = self.lengths[rows]
         self._seen_GWS = None if self._seen_GWS is None else self._seen_GWS[rows]
-        for layer, (k, v) in self._layers.items():  # one after the other: the old ones are not kept meanwhile
+        for layer, (k, v) in self._layers.items():  # one by one, so that old tensors are freed early
             self._layers[layer] = k[rows], v[rows]
 
     def crop(self, columns: int) -> None:
         """Forget the newest tokens of every row."""
-        assert self._width == 1, "beams are not taken back"
+        assert self._width == 1, "beams cannot be cropped"
         self.num_slots -= columns
         self.lengths = self.lengths - columns
         if self._seen_GWS is not None:
             self._seen_GWS = self._seen_GWS[:, :, : self.num_slots]
 
     def _split_groups(self) -> None:
-        """Give each row a prefix group of its own."""
+        """Give each row a group of its own."""
         width, self._width = self._width, 1
         if width == 1:
             return
@@ -161,7 +154,7 @@ class KVCache:
         return kept
 
     def _forget_unseen(self, seen_GWS: Tensor) -> None:
-        """Drop slots that no row sees any more, when they are the larger part."""
+        """Drop slots that no row sees, if they are the majority."""
         if self.num_slots < self._compact_at:
             return
         live_GS = seen_GWS.any(1)
@@ -179,17 +172,17 @@ class KVCache:
 
 
 def _room_for(slots: int) -> int:
-    """Return the slots to allocate when so many are needed and there is no room."""
+    """Return the number of slots to allocate when ``slots`` are needed."""
     return slots + MORE_ROOM + slots // 2
 
 
 def slots_taken(prompt: int, new: int, width: int) -> int:
-    """Return the slots that a prefix group has in the end at most.
+    """Return the final number of allocated slots of a group.
 
     Args:
         prompt: tokens of the longest prompt.
-        new: tokens written to each row.
-        width: rows of a prefix group.
+        new: new tokens of each row.
+        width: rows of a group.
     """
     room, needed = prompt + MORE_ROOM, prompt + new * width
     while room < needed:

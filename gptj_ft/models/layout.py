@@ -1,4 +1,4 @@
-"""Lay out the parameters of a layer in flat tensors, and find the parameters that layers share."""
+"""Lay out the parameters of a layer in flat tensors, and find parameters shared between layers."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ FROZEN: Kind = "frozen"
 MOMENTS: tuple[Kind, Kind] = ("exp_avg", "exp_avg_sq")
 PARAMETER_ALIGNMENT = 32  # elements: 64 bytes in bf16, a cache line and the widest vector register
 FLAT_ALIGNMENT = 2048  # elements: a 4096-byte page in bf16, so that kinds in a file start on page boundaries
-TIED_SOURCE_LAYER = 0  # the layer whose parameters others may be tied to: the embedding
+TIED_SOURCE_LAYER = 0  # the embedding: other layers may be tied to its parameters
 
 
 class TiedParameter(NamedTuple):
-    """A parameter of the first layer that another one computes with, too."""
+    """A parameter of the first layer that another layer computes with too."""
 
-    source: str
-    """Its name in the first layer."""
+    source: str  # its name in the first layer
     shape: torch.Size
 
 
@@ -33,7 +32,7 @@ class Layout:
     """Offsets of a layer's parameters in its flat tensors, in elements.
 
     Matrices come first: weight decay applies to ``flat[:num_decayed]`` and to nothing else (biases, norms, padding).
-    A tied parameter is no part of its layer's tensors: its place, update and checksum are those of the layer it is of.
+    A tied parameter is not part of its layer's tensors: the first layer stores, updates and checksums it.
     """
 
     shapes: Mapping[str, torch.Size]
@@ -42,19 +41,18 @@ class Layout:
     numel: int
     tied: Mapping[str, TiedParameter] = field(default_factory=dict)
     copied: frozenset[str] = frozenset()
-    """Those of the shapes that are another layer's, too: what nobody changes may be here a second time."""
+    """names of tied parameters copied into this layer; allowed only for frozen ones"""
 
     def __hash__(self) -> int:
-        return hash((self.numel, self.num_decayed, tuple(self.shapes)))  # of what is compared, what can be hashed
+        return hash((self.numel, self.num_decayed, tuple(self.shapes)))  # the hashable part of what __eq__ compares
 
     @classmethod
     def of(cls, layer: nn.Module, names: Container[str] | None = None, copies: bool = False) -> Layout:
         """Lay out a layer's parameters.
 
         Args:
-            layer: layer.
-            names: those that it is about; none: all.
-            copies: whether the layer's tied parameters have a place among its own.
+            names: parameters to include; ``None``: all.
+            copies: whether tied parameters get a place in this layer too.
         """
         ties = {name: tie for name, tie in tied_parameters(layer).items() if names is None or name in names}
         shapes = {

@@ -1,4 +1,4 @@
-"""LoRA (https://arxiv.org/abs/2106.09685): beside a frozen linear layer, the product of two narrow matrices."""
+"""LoRA (https://arxiv.org/abs/2106.09685): the product of two narrow matrices parallel to a frozen linear layer."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Rank:
 class LoRALinear(nn.Module):
     """Add ``scaling * B(A(dropout(x)))`` to a linear layer.
 
-    The weight and bias keep their names; the two narrow matrices are parameters beside them.
+    Weight and bias keep their names; the two narrow matrices are additional parameters.
 
     Args:
-        linear: the linear layer that it is built from, `Linear` or `Conv1D`.
-        rank: width in between, and scaling.
+        linear: layer to build from, `Linear` or `Conv1D`.
+        rank: inner width and scaling.
         dropout: dropout of the inputs of ``lora_A``.
     """
 
@@ -51,14 +51,14 @@ class LoRALinear(nn.Module):
         self.lora_B = nn.Parameter(torch.empty(height, rank.rank, device="meta"))
 
     def forward(self, x: Tensor, rows: RowContext) -> Tensor:
-        # In this order: autograd sums the gradients of x in the reverse one, and another order rounds otherwise.
+        # Keep this order: autograd sums the gradients of x in reverse, and another order rounds differently.
         output = project(x, self.weight, self.bias, rows.kernel, self.is_transposed)
         narrow = F.linear(self.dropout(x, rows.noise), self.lora_A)
         return output + F.linear(narrow, self.lora_B) * self.scaling
 
 
 def widths(linear: nn.Module) -> tuple[int, int]:
-    """Return the input width and the output width of a linear layer."""
+    """Return the input and output width of a linear layer."""
     rows, columns = linear.get_parameter("weight").shape
     return (rows, columns) if isinstance(linear, Conv1D) else (columns, rows)
 
@@ -69,7 +69,7 @@ def is_transposed(architecture: Architecture, layer: int, local: str) -> bool:
 
 
 def is_adapter_parameter(local: str) -> bool:
-    """Tell whether a parameter, by its name in its layer, is one of an adapter's."""
+    """Tell whether a parameter, named within its layer, belongs to an adapter."""
     return local.endswith((f".{A}", f".{B}"))
 
 
@@ -85,22 +85,21 @@ def linear_layers(architecture: Architecture) -> dict[str, tuple[int, str]]:
 
 
 def targets_in(architecture: Architecture) -> dict[str, tuple[int, str]]:
-    """Return those of the linear layers that get adapters: not those of the head, which are trained whole."""
+    """Return the linear layers that can get adapters, without those trained in full."""
     whole = architecture.trained_whole
     return {name: place for name, place in linear_layers(architecture).items() if f"{name}.weight" not in whole}
 
 
 def adapted_layers(architecture: Architecture, adapters: Mapping[str, Rank], dropout: float = 0.0) -> list[nn.Module]:
-    """Return a model's layers with adapters.
+    """Build a model's layers with adapters.
 
     Args:
-        architecture: architecture of the model.
-        adapters: the linear layers that have one, by Hugging Face's names.
-        dropout: dropout probability of the adapters' inputs.
+        adapters: linear layers with an adapter, by Hugging Face's names.
+        dropout: dropout rate of the adapters' inputs.
     """
-    layers, places = architecture.layers(), linear_layers(architecture)
+    layers, modules = architecture.layers(), linear_layers(architecture)
     for name, rank in adapters.items():
-        index, local = places[name]
+        index, local = modules[name]
         parent, _, own = local.rpartition(".")
         linear = layers[index].get_submodule(local)
         setattr(layers[index].get_submodule(parent), own, LoRALinear(linear, rank, Dropout(dropout, index, local)))
@@ -108,12 +107,11 @@ def adapted_layers(architecture: Architecture, adapters: Mapping[str, Rank], dro
 
 
 def initialise(name: str, view: Tensor, key: tuple[object, ...]) -> None:
-    """Initialise a matrix of an adapter as PEFT does: A like a new linear layer's weight, B zeros.
+    """Initialise an adapter's matrix like PEFT: A like a new linear layer's weight, B zeros.
 
     Args:
-        name: name of the matrix.
-        view: view of its memory.
-        key: key of the random numbers; the same key gives the same numbers.
+        view: memory of the matrix.
+        key: key of the random numbers.
     """
     if name.endswith(B):
         view.zero_()
@@ -124,7 +122,7 @@ def initialise(name: str, view: Tensor, key: tuple[object, ...]) -> None:
 
 
 def name_of(family: Family, layer: int, local: str, num_layers: int) -> str:
-    """Return Hugging Face's, or for an adapter's matrix PEFT's, name of a layer's parameter."""
+    """Return the file name of a layer's parameter: Hugging Face's, or PEFT's for an adapter's matrix."""
     if not is_adapter_parameter(local):
         return family.name_of(layer, local, num_layers)
     module, _, matrix = local.rpartition(".")

@@ -1,4 +1,4 @@
-"""Models as they were published: their shapes, to plan with before anything is downloaded, and how they were trained.
+"""Shapes and pre-training of published models, to plan a run before downloading anything.
 
 Sources: ``config.json`` and model card of each on huggingface.co, https://arxiv.org/abs/2304.03208 (Cerebras-GPT, and
 the loss of GPT-J on the Pile), https://github.com/kingoflolz/mesh-transformer-jax (GPT-J),
@@ -19,21 +19,13 @@ from gptj_ft.models.roberta import RobertaConfig
 
 @dataclass(frozen=True)
 class Published:
-    """A model and its pre-training on the Pile.
+    """A published model. The pre-training figures are ``None`` for models not trained on the Pile."""
 
-    Attributes:
-        repository: repository on the Hub.
-        config: ``config.json``, as far as it matters.
-        tokens: tokens of its pre-training; this and what follows ``None``, where that was on other texts.
-        flops: FLOPs of its pre-training, as published.
-        pile_loss: loss on the Pile's test set, nats per token.
-    """
-
-    repository: str
-    config: Mapping[str, Any]
+    repository: str  # on the Hub
+    config: Mapping[str, Any]  # the relevant part of config.json
     tokens: float | None = None
     flops: float | None = None
-    pile_loss: float | None = None
+    pile_loss: float | None = None  # on the Pile's test set, nats per token
 
     @property
     def architecture(self) -> Architecture:
@@ -41,12 +33,12 @@ class Published:
         return Architecture(family, family.read_config(self.config), self.config)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it for `--json`."""
+        """Convert to JSON values."""
         return asdict(self)
 
 
-# Layers, width, heads; sequences of 2,048 tokens in a batch, batches; FLOPs, loss. What the 13B model was trained with
-# is given as batches of one size.
+# Layers, width, heads; sequences of 2,048 tokens in a batch, batches; FLOPs, loss. The 13B model had two batch sizes,
+# given here as an equivalent number of batches of one size.
 CEREBRAS_GPT: Mapping[str, tuple[int, int, int, int, int, float, float]] = {
     "111M": (10, 768, 12, 120, 9_037, 2.6e18, 2.608),
     "256M": (14, 1088, 17, 264, 9_468, 1.3e19, 2.349),
@@ -77,7 +69,7 @@ ROBERTA_SIZES: Mapping[str, tuple[str, int, int, int, int]] = {
 
 
 def find_published(name: str) -> Published | None:
-    """Return the published model of a name, with or without its owner, in any case of letters."""
+    """Return a published model by name, with or without its owner, ignoring case."""
     wanted = name.lower()
     for each in _published():
         repository = each.repository.lower()

@@ -1,7 +1,7 @@
-"""RoBERTa (https://arxiv.org/abs/1907.11692) and XLM-R (https://arxiv.org/abs/1911.02116): BERT, otherwise trained.
+"""RoBERTa (https://arxiv.org/abs/1907.11692) and XLM-R (https://arxiv.org/abs/1911.02116): BERT, trained differently.
 
-Positions begin behind the number of the padding token, all tokens are of one type, and the classifier has the layer
-that is BERT's pooler.
+Positions start behind the padding token's id, all tokens have one type, and the classifier includes the layer that is
+BERT's pooler.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from gptj_ft.models.registry import Family, HeadForm
 
 PREFIX = "roberta."
 POOLER = f"{PREFIX}pooler.dense"
-PRETRAINING_HEAD = (  # the head of pre-training, which no task here has a use for
+PRETRAINING_HEAD = (  # tensors of the pre-training head, which no task uses
     "lm_head.bias", "lm_head.dense.weight", "lm_head.dense.bias", "lm_head.layer_norm.weight",
     "lm_head.layer_norm.bias", "lm_head.decoder.weight", "lm_head.decoder.bias",
 )  # fmt: skip
@@ -49,19 +49,15 @@ class RobertaConfig(BertConfig):
 
     @property
     def first_position(self) -> int:
-        """Row of the first token's position: those before it are padding's."""
+        """Position embedding row of the first token; earlier rows belong to padding."""
         return (self.pad_token_id or 0) + 1
 
 
 def read_roberta(raw: Mapping[str, Any]) -> BertConfig:
-    """Read ``config.json``.
-
-    Raises:
-        DataError: a value that is not supported: it would silently compute something else.
-    """
+    """Read ``config.json``; reject unsupported values."""
     padding = raw.get("pad_token_id", RobertaConfig.pad_token_id)
     if type(padding) is not int or padding < 0:
-        raise DataError(f"pad_token_id must be the number of a token, which positions begin behind, not {padding!r}")
+        raise DataError(f"pad_token_id must be a token id (positions start behind it), not {padding!r}")
     return read_config(raw, RobertaConfig)
 
 
@@ -94,7 +90,7 @@ class TextClassifier(nn.Module):
 
 
 def _family(model_type: str, prefix: str) -> Family:
-    """Return the family of a ``model_type``, whose classes begin with a prefix."""
+    """Return the family of a ``model_type``; ``prefix`` begins its class names."""
     texts = HeadForm(
         f"{prefix}ForSequenceClassification", TextClassifier, "classifier", (),
         ("classification", "multi-label", "regression"),

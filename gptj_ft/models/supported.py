@@ -8,8 +8,7 @@ from gptj_ft.errors import UsageError
 from gptj_ft.system.plain_text import one_line
 
 MODEL_TYPES = ("gptj", "gpt2", "bert", "roberta", "xlm-roberta")  # keys of `registry.families`
-# Made from the rows of a run: name -> ``model_type``.
-TINY_MODELS = {
+TINY_MODELS = {  # random models made from the rows of a run: name -> ``model_type``
     "tiny": "gptj", "tiny-gpt2": "gpt2", "tiny-bert": "bert", "tiny-roberta": "roberta",
     "tiny-xlm-roberta": "xlm-roberta",
 }  # fmt: skip
@@ -19,7 +18,7 @@ DEFAULTS = (DEFAULT_REPOSITORY, f"{DEFAULT_REPOSITORY}-fp16")  # as `download --
 
 
 def unsupported_family(config: Path, model_type: object) -> UsageError:
-    """Return the error for a model that is not of a supported family."""
+    """Return the error for a model of an unsupported family."""
     what = f"this is a {one_line(str(model_type))} model" if model_type else "it names no model_type"
     return UsageError(
         f"{config}: {what}; supported: {', '.join(MODEL_TYPES)} (GPT-J, GPT-2, Cerebras-GPT, BERT, RoBERTa, XLM-R)\n"

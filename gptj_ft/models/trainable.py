@@ -1,4 +1,4 @@
-"""Which parameters of a model a run trains, and which it leaves as they are."""
+"""Choose the parameters of a model that a run trains."""
 
 from __future__ import annotations
 
@@ -18,23 +18,16 @@ from gptj_ft.models.registry import Architecture
 
 @dataclass(frozen=True)
 class Selection:
-    """The layers of a model and, for each of them, where what is trained of it lies, and where the rest.
+    """Layouts of the trained and the frozen parameters of each layer."""
 
-    Attributes:
-        build: makes the layers, on the ``meta`` device.
-        trained: layouts of what has gradients, moments and a place in checkpoints; empty where that is nothing.
-        frozen: layouts of the other parameters.
-        adapters: the linear layers that have one, by Hugging Face's names; then these are what is trained.
-    """
-
-    build: Callable[[], Sequence[nn.Module]]
-    trained: Sequence[Layout]
-    frozen: Sequence[Layout]
-    adapters: Mapping[str, lora.Rank] = field(default_factory=dict)
+    build: Callable[[], Sequence[nn.Module]]  # builds the layers on the ``meta`` device
+    trained: Sequence[Layout]  # parameters with gradients, moments and a place in checkpoints; may be empty
+    frozen: Sequence[Layout]  # all other parameters
+    adapters: Mapping[str, lora.Rank] = field(default_factory=dict)  # by Hugging Face's names of linear layers
 
     @classmethod
     def of(cls, build: Callable[[], Sequence[nn.Module]], is_trained: Callable[[int, str], bool]) -> Selection:
-        """Return the selection in which those parameters are trained of which layer and name say so."""
+        """Select the parameters for which ``is_trained(layer, name)`` is true."""
         trained, frozen = [], []
         for index, layer in enumerate(build()):
             homes = {name: (index, name) for name, _ in layer.named_parameters()}
@@ -46,28 +39,22 @@ class Selection:
 
 
 def select(architecture: Architecture, recipe: Recipe) -> Selection:
-    """Select the parameters that a recipe trains.
-
-    Raises:
-        UsageError: a pattern that matches nothing.
-    """
+    """Select the parameters that a recipe trains."""
     if recipe.method == "lora":
         if recipe.train:
-            raise UsageError(
-                "train chooses what of the model is trained, with --method full; with lora use lora.targets"
-            )
+            raise UsageError("train selects parameters for --method full; with --method lora use lora.targets")
         targets = recipe.lora.targets or architecture.family.lora_targets
         chosen = match(targets, lora.targets_in(architecture), "--set lora.targets", "linear layer")
         rank = lora.Rank(recipe.lora.rank, recipe.lora.alpha / recipe.lora.rank)
         return adapted(architecture, dict.fromkeys(chosen, rank), architecture.trained_whole, recipe.lora.dropout)
-    names = places_of(architecture)
+    names = locate_parameters(architecture)
     patterns = recipe.train or ("*",)
     trained = {names[name] for name in (*match(patterns, names, "--train", "parameter"), *architecture.new)}
-    return Selection.of(architecture.layers, lambda *place: place in trained)
+    return Selection.of(architecture.layers, lambda *position: position in trained)
 
 
-def places_of(architecture: Architecture) -> dict[str, tuple[int, str]]:
-    """Return the layer and the name in it of each parameter, by Hugging Face's name."""
+def locate_parameters(architecture: Architecture) -> dict[str, tuple[int, str]]:
+    """Return each parameter's layer and name inside it, by Hugging Face's name."""
     layers = architecture.skeleton
     return {
         architecture.family.name_of(index, local, len(layers)): (index, local)
@@ -79,48 +66,43 @@ def places_of(architecture: Architecture) -> dict[str, tuple[int, str]]:
 def adapted(
     architecture: Architecture, adapters: Mapping[str, lora.Rank], whole: Collection[str] = (), dropout: float = 0.0
 ) -> Selection:
-    """Return a model with adapters on some of its linear layers, of which only these are trained.
+    """Select the adapters of some linear layers, and parameters trained in full.
 
     Args:
-        architecture: architecture of the model.
-        adapters: the linear layers that have one, by Hugging Face's names.
-        whole: names of parameters that are trained, too: PEFT's ``modules_to_save``.
-        dropout: dropout probability of the adapters' inputs.
+        adapters: linear layers with an adapter, by Hugging Face's names.
+        whole: names of parameters trained in full: PEFT's ``modules_to_save``.
+        dropout: dropout rate of the adapters' inputs.
     """
-    build, places = partial(lora.adapted_layers, architecture, adapters, dropout), places_of(architecture)
-    chosen = {places[name] for name in whole}
-    selection = Selection.of(build, lambda *place: place in chosen or lora.is_adapter_parameter(place[1]))
+    build, positions = partial(lora.adapted_layers, architecture, adapters, dropout), locate_parameters(architecture)
+    chosen = {positions[name] for name in whole}
+    selection = Selection.of(build, lambda *position: position in chosen or lora.is_adapter_parameter(position[1]))
     return replace(selection, adapters=adapters)
 
 
-def match(patterns: Sequence[str], names: Iterable[str], option: str, what: str) -> list[str]:
-    """Return the names that a pattern matches, in their order.
+def match(patterns: Sequence[str], names: Iterable[str], option: str, kind: str) -> list[str]:
+    """Return the names that match any pattern, in order; fail for a pattern without a match.
 
     Args:
-        patterns: shell patterns (``*``, ``?``, ``[0-7]``; ``*`` goes across dots) for whole names, or for what follows
-            any dot in them: ``h.2[0-7].*`` matches ``transformer.h.20.ln_1.weight``.
-        names: dotted.
-        option: name of the option that has the patterns.
-        what: is named.
-
-    Raises:
-        UsageError: a pattern that matches no name; says which name is like it.
+        patterns: shell patterns (``*``, ``?``, ``[0-7]``; ``*`` matches dots too) for whole names, or for endings after
+            a dot: ``h.2[0-7].*`` matches ``transformer.h.20.ln_1.weight``.
+        option: name of the option with the patterns, for messages.
+        kind: kind of the names, for messages.
     """
     names = list(names)
-    found = set()
+    matches = set()
     for pattern in patterns:
         matching = {name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")}
         if not matching:
             hint = did_you_mean(pattern, dict.fromkeys(each for name in names for each in _patterns_of(name)))
             raise UsageError(
-                f"{option} '{pattern}' matches no {what} of this model{hint}; there are {names[0]} to {names[-1]}"
+                f"{option} '{pattern}' matches no {kind} of this model{hint}; there are {names[0]} to {names[-1]}"
             )
-        found |= matching
-    return [name for name in names if name in found]
+        matches |= matching
+    return [name for name in names if name in matches]
 
 
 def _patterns_of(name: str) -> Iterator[str]:
-    """Yield the patterns that match a name: its endings, whole or with ``*`` for the last parts."""
+    """Yield the patterns that match a name: its endings, complete or with ``*`` for the last parts."""
     parts = name.split(".")
     for start in range(len(parts)):
         yield ".".join(parts[start:])

@@ -18,7 +18,7 @@ from gptj_ft.models.heads import initialise_head
 from gptj_ft.models.layout import FROZEN, MOMENTS, NO_PARAMETERS, Kind, Layout
 from gptj_ft.models.lora import A, B, initialise, is_adapter_parameter, linear_layers
 from gptj_ft.models.registry import Architecture
-from gptj_ft.models.trainable import Selection, adapted, places_of
+from gptj_ft.models.trainable import Selection, adapted, locate_parameters
 from gptj_ft.streaming.activations import OffloadedActivations
 from gptj_ft.streaming.buffers import BufferBudget
 from gptj_ft.streaming.exchange import LOCAL, Exchange
@@ -219,7 +219,7 @@ def load_adapter(model: OffloadedModel, architecture: Architecture, adapter: Ada
         if module in adapter.ranks:
             for matrix in (A, B):
                 views_of(layer)[f"{local}.{matrix}"].copy_(adapter.read(module, matrix))
-    places = places_of(architecture)
+    places = locate_parameters(architecture)
     for name in adapter.whole:
         layer, local = places[name]
         views_of(layer)[local].copy_(adapter.read_whole(name))

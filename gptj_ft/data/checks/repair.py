@@ -221,11 +221,7 @@ class RepairReport:
 
 
 def choose_target(source: Path, named: Path | None) -> Path:
-    """Choose the file of repaired rows: the one named, else ``NAME.fixed.jsonl`` next to the source.
-
-    Raises:
-        UsageError: it or its diff exists, it does not end with .jsonl, or the source has no single name.
-    """
+    """Choose the file of repaired rows: the one named, else ``NAME.fixed.jsonl`` next to the source."""
     if named is None and glob.has_magic(str(source)) and not source.exists():
         raise UsageError(f"{source} matches several files: name the new file with --fixed FILE.jsonl")
     if named is not None and SUFFIXES.get(named.suffix.lower()) != "jsonl":
@@ -255,11 +251,6 @@ def fix_rows(
     Args:
         target: the new file; see `choose_target`.
         progress: called with the number of rows done.
-
-    Raises:
-        UsageError: the target exists or cannot be written.
-        DataError: nothing can be read, a column is missing, or no row is left.
-        ResourceError: the disk is full; no partial file remains.
     """
     check_templates(recipe)
     columns = find_columns(source, recipe.model_copy(update={"max_bad_rows": sys.maxsize}))

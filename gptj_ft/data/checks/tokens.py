@@ -27,9 +27,6 @@ def check_tokens(prepared: Prepared, where: Path, vocab_size: int, max_length: i
         where: folder of the rows.
         vocab_size: token ids of the model.
         max_length: most inputs of a row; its last target may be one token beyond.
-
-    Raises:
-        DataError: names the first bad row and its problem, and counts the others.
     """
     bad, targetless, first, start = 0, 0, "", 0
     for batch in prepared.rows.batches(*CHECKED):

@@ -109,11 +109,7 @@ def windows_of(count: int, room: int, stride: int) -> list[tuple[int, int]]:
 
 
 def check_stride(stride: int, max_length: int, frame: Frame, is_pair: bool) -> None:
-    """Check that windows advance.
-
-    Raises:
-        UsageError: consecutive windows would share all their tokens.
-    """
+    """Check that windows advance."""
     room = max_length - frame_tokens(frame, is_pair)
     if stride >= room:
         raise UsageError(

@@ -67,15 +67,10 @@ class TaskReader(ABC):
 
         Raises:
             RowSkipped: the row is too long, or cannot be labelled.
-            DataError: the row is too long, and the policy is `error`.
         """
 
     def finish(self, table: TokenTable, counts: RowCounts) -> TokenTable:
-        """Return the rows with their final targets, after reading all rows.
-
-        Raises:
-            DataError: the labels cannot be learnt.
-        """
+        """Return the rows with their final targets, after reading all rows."""
         return table
 
     def warnings(self) -> dict[str, Occurrences]:
@@ -178,9 +173,6 @@ def with_labels(prepared: Prepared, labels: Sequence[str], where: Path) -> Prepa
     Args:
         labels: names in the order of ids, as in the training rows.
         where: folder of the rows.
-
-    Raises:
-        DataError: the rows have a label that is missing in ``labels``.
     """
     report = prepared.report
     if not report.labels or report.labels == tuple(labels):

@@ -77,11 +77,7 @@ class LabelSet:
         return name
 
     def add(self, name: str, where: str) -> int:
-        """Count a label of a kept row; return its id, which `order` may change.
-
-        Raises:
-            DataError: there are too many labels.
-        """
+        """Count a label of a kept row; return its id, which `order` may change."""
         self.expect((name,))
         if len(self.rows) > MOST_LABELS:
             raise DataError(f"more than {MOST_LABELS:,} labels: probably this is not the column of labels")
@@ -124,9 +120,6 @@ class LabelSet:
             num_rows: kept rows.
             fewest: labels needed.
             unit: the labelled things, in the plural.
-
-        Raises:
-            DataError: there are too few labels, or too many.
         """
         labels = [name for name, rows in self.rows.items() if rows.count]
         if self._is_fixed or not num_rows:

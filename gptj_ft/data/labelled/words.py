@@ -113,7 +113,6 @@ class WordReader(TaskReader):
 
         Raises:
             RowSkipped: the row is too long and may not be split.
-            DataError: the row is too long, and the policy is `error`.
         """
         spans, start, used = list[tuple[int, int]](), 0, 0
         for number, length in enumerate(lengths):
@@ -148,9 +147,6 @@ def only_field(template: str, option: str, example: str) -> str:
     Args:
         option: name of the option, for the message.
         example: a correct template, for the message.
-
-    Raises:
-        UsageError: there are other numbers of fields.
     """
     fields = fields_of(template)
     if len(fields) != 1:

@@ -38,10 +38,6 @@ def read_samples(file: File, findings: Findings) -> Iterator[Row]:
       number; a document starts where the positions restart at 0.
     * (T): a corpus; all tokens except the first are targets. A row has `PIECE_TOKENS` tokens and repeats the last token
       of the row before, so that its successor is a target too.
-
-    Raises:
-        UsageError: h5py is not installed.
-        DataError: the file is truncated, or has another layout; names the expected one.
     """
     if file.compression:
         raise DataError(f"{file.path}: compressed HDF5 cannot be read; decompress the file ({file.compression}) first")
@@ -57,12 +53,7 @@ def read_samples(file: File, findings: Findings) -> Iterator[Row]:
 
 @contextmanager
 def open_hdf5(path: Path) -> Iterator[h5py.File]:
-    """Open an HDF5 file.
-
-    Raises:
-        UsageError: h5py is not installed.
-        DataError: the file is damaged; raised also while its content is read.
-    """
+    """Open an HDF5 file."""
     try:
         import h5py
     except ImportError as error:

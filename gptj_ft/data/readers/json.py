@@ -123,11 +123,7 @@ def _only_wraps(values: dict[str, Any]) -> bool:
 
 
 def _unwrapped(file: File, findings: Findings, lists: dict[str, Decoded], is_one_line: bool) -> Iterator[Row]:
-    """Yield the rows of the only list of objects in an object.
-
-    Raises:
-        DataError: there are several lists.
-    """
+    """Yield the rows of the only list of objects in an object."""
     if len(lists) > 1:
         names = ", ".join(f"'{shortened(name)}'" for name in list(lists)[:LISTS_SHOWN])
         raise DataError(f"{file.path}: the rows may be in any of {names}: write the right list to a file of its own")
@@ -180,21 +176,13 @@ class JsonText:
         self._advance(self._position + 1)
 
     def expect(self, character: str, complaint: str) -> None:
-        """Skip the next character, which must be the given one.
-
-        Raises:
-            DataError: it is another one.
-        """
+        """Skip the next character, which must be the given one."""
         if self.peek() != character:
             raise self._error(complaint, self._position)
         self.take()
 
     def value(self) -> Decoded:
-        """Decode the next value.
-
-        Raises:
-            DataError: it is not JSON.
-        """
+        """Decode the next value."""
         self.peek()
         while True:
             try:

@@ -23,10 +23,6 @@ def read_rows(source: Source, findings: Findings | None = None) -> Iterator[Row]
 
     Args:
         findings: collects warnings, and unreadable records up to its limit; default: fail at the first one.
-
-    Raises:
-        UsageError: a file cannot be read.
-        DataError: a file is empty, in another encoding or malformed; with file:line.
     """
     findings = findings or Findings()
     for file in source.files:

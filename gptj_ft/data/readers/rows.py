@@ -93,11 +93,7 @@ class Findings:
         self.notes[text] = None
 
     def check(self) -> None:
-        """Fail if there are too many unreadable records.
-
-        Raises:
-            DataError: names the first record and counts the others.
-        """
+        """Fail if there are too many unreadable records."""
         if len(self.bad) > self.most_bad:
             where, problem = self.bad[0]
             more = len(self.bad) - 1
@@ -125,11 +121,7 @@ def _pieces(file: File) -> Iterator[bytes]:
 
 
 def numbered_lines(file: File, findings: Findings) -> Iterator[tuple[int, str]]:
-    """Yield (number, line with its ending). Lines end at ``\\n`` only, as in JSON lines.
-
-    Raises:
-        DataError: the file is empty, is not UTF-8 (names the byte), or has a line that is too long.
-    """
+    """Yield (number, line with its ending). Lines end at ``\\n`` only, as in JSON lines."""
     number = blank = 0
     most = file.options.max_record
     with opened_text(file, findings) as opened:
@@ -158,11 +150,7 @@ def too_long(file: File, line: int) -> DataError:
 
 
 def text_chunks(file: File, findings: Findings) -> Iterator[str]:
-    """Yield a text in chunks of about `CHUNK_BYTES`, regardless of lines.
-
-    Raises:
-        DataError: see `numbered_lines`.
-    """
+    """Yield a text in chunks of about `CHUNK_BYTES`, regardless of lines."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     with opened_text(file, findings) as opened:
         raw = _without_mark(opened.read(CHUNK_BYTES), file, findings)

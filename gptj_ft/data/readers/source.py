@@ -197,10 +197,6 @@ def identify(path: Path, options: FileOptions = FileOptions()) -> Source:
     """Find the files of a path, a folder or a glob pattern, and detect their formats.
 
     Call this once, where a command receives the path: everything below takes the `Source`.
-
-    Raises:
-        UsageError: no such file (suggests the nearest name), or no rows in the folder.
-        DataError: a file's format is not supported.
     """
     if path.is_dir():
         if is_prepared(path):
@@ -228,12 +224,7 @@ def identify(path: Path, options: FileOptions = FileOptions()) -> Source:
 
 
 def identify_file(path: Path, options: FileOptions = FileOptions()) -> File:
-    """Detect a file's format and compression from its name; its content takes precedence.
-
-    Raises:
-        UsageError: the file cannot be read.
-        DataError: neither the name nor the content belongs to a supported format.
-    """
+    """Detect a file's format and compression from its name; its content takes precedence."""
     with opened_file(File(path, "")) as raw:
         head = raw.read(SNIFFED_BYTES)
         parts = names_in_zip(raw) if head.startswith(ZIP_MAGIC) else frozenset()
@@ -279,12 +270,7 @@ def _with_index(path: Path, options: FileOptions) -> list[File]:
 
 @contextmanager
 def opened_file(file: File) -> Iterator[BinaryIO]:
-    """Open a file for reading, decompressed.
-
-    Raises:
-        UsageError: the file cannot be read.
-        DataError: the compressed content is damaged or truncated.
-    """
+    """Open a file for reading, decompressed."""
     try:
         with file.path.open("rb") as raw, decompressed(raw, file.compression) as opened:
             yield opened
@@ -297,11 +283,7 @@ def opened_file(file: File) -> Iterator[BinaryIO]:
 
 
 def _require_file(path: Path) -> None:
-    """Check that a path exists; if not, suggest the nearest name, or a dataset on the Hub.
-
-    Raises:
-        UsageError: it does not exist, or is no regular file.
-    """
+    """Check that a path exists; if not, suggest the nearest name, or a dataset on the Hub."""
     if path.exists() and not path.is_file() and not path.is_dir():
         raise UsageError(
             f"{path} is a pipe, a device or a socket; rows are read more than once: save them to a file first"
@@ -338,11 +320,7 @@ def _files_in(folder: Path, options: FileOptions) -> list[Path]:
 
 
 def _files_of_index(index: File) -> list[File]:
-    """Return the TFRecords files that an index names, one per line, relative to its folder.
-
-    Raises:
-        DataError: a file is missing; names the line of the index.
-    """
+    """Return the TFRecords files that an index names, one per line, relative to its folder."""
     files = []
     with opened_file(index) as opened:
         for number, line in enumerate(opened, 1):

@@ -35,10 +35,6 @@ def read_workbook(file: File, findings: Findings) -> Iterator[Row]:
     most 15 digits, without percent or currency), dates and times as ISO 8601, formulas as their saved values, errors
     (``#N/A``) as empty. The first of merged cells has the text. Hidden rows and columns are read; unnamed columns are
     not.
-
-    Raises:
-        UsageError: openpyxl is not installed, or there is no such sheet.
-        DataError: the workbook is damaged, or larger than `MOST_BYTES` decompressed.
     """
     if file.compression:
         raise DataError(
@@ -123,11 +119,7 @@ def _text_of(cell: Any) -> str:
 
 
 def _check_size(file: File, opened: BinaryIO) -> None:
-    """Check the decompressed size of a workbook before reading it.
-
-    Raises:
-        DataError: it is too large.
-    """
+    """Check the decompressed size of a workbook before reading it."""
     if not names_in_zip(opened):
         raise DataError(f"{file.path}: damaged workbook: it has no parts, or too many")
     with zipfile.ZipFile(opened) as archive:

@@ -28,11 +28,7 @@ def read_story(file: File, findings: Findings) -> Iterator[Row]:
 
 
 def read_presumm(file: File, findings: Findings) -> Iterator[Row]:
-    """Read the tokenized documents that PreSumm saves with ``torch.save``; no pickled code is run.
-
-    Raises:
-        DataError: the file is not a list of dictionaries of lists, texts and numbers.
-    """
+    """Read the tokenized documents that PreSumm saves with ``torch.save``; no pickled code is run."""
     import torch
 
     try:

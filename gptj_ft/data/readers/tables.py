@@ -125,11 +125,7 @@ def _cells(dialect: Dialect, beginning: Sequence[str]) -> list[list[str]]:
 
 
 def check_header(file: File, header: Header, findings: Findings) -> None:
-    """Check that column names are unique, and note a table that seems to lack a header.
-
-    Raises:
-        DataError: a name occurs twice.
-    """
+    """Check that column names are unique, and note a table that seems to lack a header."""
     if looks_like_a_row(header.names, header.sample):
         findings.headless[str(file.path)] = header.delimiter
     repeated = sorted({name for name in header.names if name and header.names.count(name) > 1})
@@ -156,11 +152,7 @@ def looks_like_a_row(header: Sequence[str], records: Sequence[Sequence[str]]) ->
 
 
 def check_headers(findings: Findings, names: Sequence[str]) -> None:
-    """Check that the tables have headers; called when no known column was found.
-
-    Raises:
-        DataError: a table begins with a row. The message does not quote the row.
-    """
+    """Check that the tables have headers; called when no known column was found."""
     for path, delimiter in findings.headless.items():
         raise DataError(
             f"{path}: the first line looks like a row, not like column names: add a header line, e.g. "

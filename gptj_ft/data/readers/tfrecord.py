@@ -35,9 +35,6 @@ def read_tfrecords(file: File, findings: Findings) -> Iterator[Row]:
     """Read records whose int64 feature `text` is a window of tokens; a row's line is its record number.
 
     As in mesh-transformer-jax, all tokens except the first are targets.
-
-    Raises:
-        DataError: the file is empty, not TFRecords, lacks the feature, or is damaged beyond the current record.
     """
     for number, payload in _payloads(file, findings):
         tokens = _tokens(file, number, payload)
@@ -82,11 +79,7 @@ def _payload(file: File, number: int, header: bytes, opened: BinaryIO) -> bytes 
 
 
 def _tokens(file: File, number: int, payload: bytes) -> list[int] | str:
-    """Return a record's tokens, or a description of the problem.
-
-    Raises:
-        DataError: the record has other features.
-    """
+    """Return a record's tokens, or a description of the problem."""
     from google.protobuf.message import DecodeError
 
     try:
