@@ -19,7 +19,7 @@ def test_an_epoch_takes_each_row_once(num_rows, batch_size):
         assert 1 <= len(batches[-1]) <= batch_size
 
 
-def test_any_step_can_be_addressed_without_the_ones_before():
+def test_any_step_is_addressable_directly():
     forward = [rows_of_step(step, 23, 4, seed=1) for step in range(30)]
     assert [rows_of_step(step, 23, 4, seed=1) for step in reversed(range(30))] == forward[::-1]
     assert rows_of_step(17, 23, 4, seed=1) == forward[17]
@@ -34,7 +34,7 @@ def test_order_depends_on_seed_and_epoch():
     assert len(orders) == 6
 
 
-def test_order_is_the_same_on_every_machine_and_version():
+def test_order_is_platform_independent():
     # Written down once: a resumed run must see these rows whatever numpy it finds.
     assert rows_of_step(0, 10, 10, seed=0) == [3, 2, 1, 8, 6, 0, 7, 4, 5, 9]
 
@@ -43,7 +43,7 @@ def packed_ids(documents, budget):
     return [batch.tokens_T.tolist() for batch in micro_batches(documents, [0] * len(documents), budget)]
 
 
-def test_packed_documents_have_no_padding_and_as_few_micro_batches_as_fit():
+def test_packing_wastes_few_micro_batches():
     documents = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [10, 11]]
     packed = micro_batches(documents, [0] * 4, budget_tokens=6)
     assert [batch.tokens_T.tolist() for batch in packed] == [[1, 2, 3, 10, 11], [4, 5, 6, 7, 8, 9]]
@@ -52,7 +52,7 @@ def test_packed_documents_have_no_padding_and_as_few_micro_batches_as_fit():
 
 
 @pytest.mark.parametrize("budget", [1, 7, 40, 100])
-def test_every_document_of_a_step_is_in_one_micro_batch_and_none_is_above_the_budget(budget):
+def test_every_document_fits_one_micro_batch(budget):
     documents = [[index] * (index * 37 % 41 + 1) for index in range(60)]
     packed = packed_ids(documents, budget)
     assert sorted(token for batch in packed for token in batch) == sorted(token for ids in documents for token in ids)
@@ -68,13 +68,13 @@ def test_targets_are_the_tokens_after_the_prompt():
     assert batch.positions_T.tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 3]
 
 
-def test_what_is_not_trained_on_after_the_prompt_is_no_target():
+def test_masked_spans_are_no_targets():
     [batch] = micro_batches([[9, 9], [1, 2, 3, 4, 5, 6, 7]], [0, 2], 9, [[], [3, 5]])
     assert batch.targets_T.tolist() == [9, *[NO_TARGET] * 2, 3, *[NO_TARGET] * 2, 6, 7, NO_TARGET]
     assert batch.num_targets == num_targets(2, 0) + num_targets(7, 2, [3, 5]) == 4
 
 
-def test_a_document_above_the_budget_is_a_micro_batch_of_its_own():
+def test_oversized_document_gets_own_micro_batch():
     assert packed_ids([[1], [2, 2, 2, 2], [3], [4]], 2) == [[1, 3], [2, 2, 2, 2], [4]]
 
 
@@ -82,7 +82,7 @@ LENGTHS = [3, 9, 2, 1, 14, 5, 5, 2, 30]
 
 
 @pytest.mark.parametrize("length", [2, 3, 7, 8, 100])
-def test_windows_of_documents_apart_have_every_token_once_as_target_and_are_full_but_the_last(length):
+def test_apart_windows_are_full_with_all_targets(length):
     windows = windows_apart(LENGTHS, length)
     targets = [(document, at) for window in windows for document, start, end in window for at in range(start + 1, end)]
     assert targets == [(document, at) for document, tokens in enumerate(LENGTHS) for at in range(1, tokens)]
@@ -94,7 +94,7 @@ def test_windows_of_documents_apart_have_every_token_once_as_target_and_are_full
 
 
 @pytest.mark.parametrize("length", [2, 3, 7, 8, 100])
-def test_windows_of_documents_joined_have_every_token_but_the_first_once_as_target(length):
+def test_joined_windows_have_all_targets_once(length):
     # The third document begins with the token that the second ends with, which is not read twice.
     continues = [number == 2 for number in range(len(LENGTHS))]
     windows = windows_joined(LENGTHS, continues, length)
@@ -105,7 +105,7 @@ def test_windows_of_documents_joined_have_every_token_but_the_first_once_as_targ
     assert 2 <= len(read[-1]) <= length
 
 
-def test_packed_rows_are_windows_and_attention_stays_inside_documents_or_does_not():
+def test_packing_mode_decides_attention_boundaries():
     rows = table_of(input_ids=[[1, 2, 3], [4, 5], [6, 7]])
     of = {packing: Rows.of(rows, packing, 4) for packing in ("off", "apart", "joined")}
     assert {packing: len(each) for packing, each in of.items()} == {"off": 3, "apart": 2, "joined": 2}
@@ -119,7 +119,7 @@ def test_packed_rows_are_windows_and_attention_stays_inside_documents_or_does_no
     assert of["joined"].num_targets == 6
 
 
-def test_a_row_one_longer_than_the_window_has_as_many_inputs_and_its_last_token_is_a_target_only():
+def test_row_longer_by_one_keeps_last_target():
     table = table_of(input_ids=[[1, 2, 3, 4, 5], [6, 7, 8, 9], [1, 2, 3, 4, 5]], prompt_length=[0, 0, 3])
     rows = Rows.of(table, length=4)
     assert (rows.lengths, rows.num_targets) == ([4, 4, 4], 4 + 3 + 2)
@@ -131,7 +131,7 @@ def test_a_row_one_longer_than_the_window_has_as_many_inputs_and_its_last_token_
     assert [batch.cu_seqlens for batch in rows.batches([1, 2], budget_tokens=4)] == [(0, 4), (0, 4)]
 
 
-def test_windows_of_other_systems_are_windows_of_packed_rows():
+def test_foreign_windows_equal_packed_rows():
     windows = [list(range(9))] * 3
     rows = Rows.of(table_of(input_ids=[*windows, [1, 2, 3], *windows[:1]]), "apart", 8)
     assert rows.windows == [[(0, 0, 9)], [(1, 0, 9)], [(2, 0, 9)], [(3, 0, 3), (4, 0, 5)], [(4, 4, 9)]]
@@ -141,17 +141,17 @@ def test_windows_of_other_systems_are_windows_of_packed_rows():
     assert max(len(batch.tokens_T) for batch in batches) == 8
 
 
-def test_rows_with_a_prompt_are_never_packed_into_windows():
+def test_rows_with_prompts_are_never_packed():
     rows = table_of(input_ids=[[1, 2], [3, 4]], prompt_length=[0, 1])
     assert len(Rows.of(rows, "apart", 8)) == 2
 
 
-def test_the_prompt_of_a_conversation_is_all_before_its_last_answer():
+def test_chat_prompt_ends_before_last_answer():
     rows = Rows([[1, 2, 3, 4, 5, 6]] * 2, [2, 2], [[3, 4], []])
     assert [rows.prompt(index) for index in range(2)] == [[1, 2, 3, 4], [1, 2]]
 
 
-def test_rows_of_a_table_are_packed_in_the_order_asked_for():
+def test_table_rows_are_packed_in_order():
     rows = Rows.of(table_of(input_ids=[[1, 2], [3, 4, 5], [6, 7]], prompt_length=[0, 1, 1]))
     assert len(rows) == 3
     [batch] = rows.batches([2, 0], budget_tokens=9)

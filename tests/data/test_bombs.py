@@ -48,9 +48,7 @@ BOMBS: dict[str, tuple[str, bytes, str, int]] = {
 
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("name", BOMBS)
-def test_what_is_too_long_is_refused_with_file_line_and_limit_in_little_memory(
-    name: str, packing: str, tmp_path: Path
-) -> None:
+def test_oversized_record_is_rejected_in_little_memory(name: str, packing: str, tmp_path: Path) -> None:
     file, content, documents, line = BOMBS[name]
     if packing != ".gz" and name not in ("zeros", "a long value"):
         return
@@ -72,7 +70,7 @@ def test_what_is_too_long_is_refused_with_file_line_and_limit_in_little_memory(
     assert peak < MANY
 
 
-def test_a_record_up_to_the_limit_is_read_and_the_limit_is_an_option(tmp_path: Path) -> None:
+def test_record_limit_is_an_option(tmp_path: Path) -> None:
     (path := tmp_path / "a.jsonl").write_text(json.dumps({"text": "x" * 1000}) + "\n")
     assert resolve({}, environment={}).recipe.max_record == 256 * 2**20
     assert resolve({}, None, ("max_record=2GiB",), environment={}).recipe.max_record == 2**31
@@ -81,14 +79,14 @@ def test_a_record_up_to_the_limit_is_read_and_the_limit_is_an_option(tmp_path: P
         list(read_rows(identify(path, FileOptions(max_record=1012))))
 
 
-def test_packed_parquet_is_unpacked_up_to_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compressed_parquet_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "MOST_UNPACKED_BYTES", LIMIT)
     (path := tmp_path / "a.parquet.gz").write_bytes(gzip.compress(b"PAR1" + bytes(MANY), 1))
     with pytest.raises(DataError, match=r"a\.parquet\.gz: longer than .* decompress the file first"):
         list(read_rows(identify(path)))
 
 
-def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+def test_special_files_are_rejected_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo.jsonl")
     with socket.socket(socket.AF_UNIX) as server:
         os.chdir(tmp_path)

@@ -47,7 +47,7 @@ def recipe(**options: object) -> Recipe:
     return resolve({"recipe": "summarization", **options}, environment={}).recipe
 
 
-def test_the_same_rows_are_prepared_once_and_come_out_the_same(rows: Path, made: list[Path]) -> None:
+def test_equal_rows_are_prepared_once(rows: Path, made: list[Path]) -> None:
     tokenizer = make_tokenizer()
     first = prepare(recipe(), tokenizer, rows, made)
     again = prepare(recipe(lr=1e-3, batch_size=2, seed=9), tokenizer, rows, made)
@@ -58,7 +58,7 @@ def test_the_same_rows_are_prepared_once_and_come_out_the_same(rows: Path, made:
 
 
 @pytest.mark.parametrize("change", ["data", "tokenizer", "template", "limit", "map", "place"])
-def test_a_change_of_anything_that_matters_prepares_again(change: str, rows: Path, made: list[Path]) -> None:
+def test_relevant_change_prepares_again(change: str, rows: Path, made: list[Path]) -> None:
     prepare(recipe(), make_tokenizer(), rows, made)
     tokenizer, other = make_tokenizer(), recipe()
     if change == "data":
@@ -77,7 +77,7 @@ def test_a_change_of_anything_that_matters_prepares_again(change: str, rows: Pat
     assert len(made) == 2
 
 
-def test_nothing_is_kept_where_that_is_not_wanted(rows: Path, made: list[Path]) -> None:
+def test_disabled_cache_keeps_nothing(rows: Path, made: list[Path]) -> None:
     for _ in range(2):
         prepare(recipe(cache=False), make_tokenizer(), rows, made)
     assert len(made) == 2
@@ -94,9 +94,7 @@ def test_what_is_damaged_is_made_again(rows: Path, made: list[Path]) -> None:
     assert len(made) == 2
 
 
-def test_a_folder_that_cannot_be_written_costs_the_work_again_and_nothing_else(
-    rows: Path, made: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_cache_only_repeats_work(rows: Path, made: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     from gptj_ft.errors import ResourceError
 
     def refuse(*_: object) -> None:
@@ -135,9 +133,7 @@ print(len(made.rows), sum(map(sum, made.rows["input_ids"])), made.rows.path)
 """
 
 
-def test_two_processes_that_prepare_the_same_new_file_both_succeed_and_one_result_is_kept(
-    rows: Path, made: list[Path]
-) -> None:
+def test_concurrent_preparations_keep_one_result(rows: Path, made: list[Path]) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     both = [
         subprocess.Popen(
@@ -157,9 +153,7 @@ def test_two_processes_that_prepare_the_same_new_file_both_succeed_and_one_resul
     assert not made
 
 
-def test_what_processes_that_were_killed_left_behind_goes_and_what_others_are_writing_stays(
-    rows: Path, made: list[Path]
-) -> None:
+def test_stale_drafts_are_removed_live_ones_stay(rows: Path, made: list[Path]) -> None:
     prepare(recipe(), make_tokenizer(), rows, made)
     (kept,) = cache.cache_entries()
     name = kept.folder.name

@@ -49,7 +49,7 @@ def trained(tokenizer: PreTrainedTokenizerFast, recipe: Recipe, values: dict[str
     return tokenizer.decode(ids), [tokenizer.decode(span) for span in spans]
 
 
-def test_every_answer_of_the_assistant_is_trained_on_and_nothing_else(tokenizer) -> None:
+def test_every_assistant_answer_is_a_target(tokenizer) -> None:
     text, answers = trained(tokenizer, chat(), read({"messages": MESSAGES}).values)
     assert text == (
         "System: Be brief.\n\nUser: Who came?\n\nAssistant: A patient.\n\n"
@@ -58,7 +58,7 @@ def test_every_answer_of_the_assistant_is_trained_on_and_nothing_else(tokenizer)
     assert answers == [" A patient.", " A cough.<|endoftext|>"]
 
 
-def test_the_prompt_that_is_answered_is_the_one_that_was_trained(tokenizer) -> None:
+def test_inference_prompt_equals_training_prompt(tokenizer) -> None:
     values = read({"messages": MESSAGES}).values
     encoded = encode(chat(), tokenizer, values)
     asked = encode_prompt(chat(), tokenizer, {"messages": values["messages"][:-1]}, 500)
@@ -81,11 +81,11 @@ def test_the_prompt_that_is_answered_is_the_one_that_was_trained(tokenizer) -> N
         [{"role": m["role"].upper(), "content": [{"type": "text", "text": f" {m['content']}\n"}]} for m in MESSAGES],
     ],
 )  # fmt: skip
-def test_the_usual_forms_of_messages_are_the_same_conversation(cell) -> None:
+def test_usual_message_formats_are_equivalent(cell) -> None:
     assert list(read_conversation(cell)) == MESSAGES
 
 
-def test_an_instruction_with_its_input_and_output_is_a_conversation() -> None:
+def test_instruction_input_output_is_a_conversation() -> None:
     row = {"instruction": "Sum up.", "input": "A long note.", "output": "A note."}
     found = read(row)
     assert list(found.values["messages"]) == [
@@ -109,18 +109,18 @@ def test_an_instruction_with_its_input_and_output_is_a_conversation() -> None:
         ([{"role": "assistant", "content": "x"}], "nothing comes before"),
     ],
 )
-def test_what_is_no_conversation_is_left_out_with_its_reason(cell, reason) -> None:
+def test_malformed_conversation_is_skipped_with_reason(cell, reason) -> None:
     with pytest.raises(RowSkipped, match=reason):
         read({"messages": cell})
 
 
-def test_messages_after_the_last_answer_are_left_out_and_that_is_said() -> None:
+def test_messages_after_last_answer_are_dropped() -> None:
     found = read({"messages": [*MESSAGES, {"role": "user", "content": "Thanks."}]})
     assert list(found.values["messages"]) == MESSAGES
     assert found.warnings == ("messages after the assistant's last one, which are left out",)
 
 
-def test_a_conversation_that_is_too_long_loses_its_oldest_messages_and_never_the_system_s(tokenizer) -> None:
+def test_long_conversation_loses_oldest_messages(tokenizer) -> None:
     values = read({"messages": MESSAGES}).values
     whole = len(encode(chat(), tokenizer, values).documents[0])
     text, answers = trained(tokenizer, chat(max_length=whole - 1), values)
@@ -132,7 +132,7 @@ def test_a_conversation_that_is_too_long_loses_its_oldest_messages_and_never_the
         encode(chat(max_length=5), tokenizer, values)
 
 
-def test_a_template_that_rewrites_what_was_said_before_is_refused(tokenizer) -> None:
+def test_template_rewriting_history_is_rejected(tokenizer) -> None:
     count = chat(prompt="{{ messages | length }} messages\n\nAssistant:")
     with pytest.raises(UsageError, match="must only append text for further messages"):
         encode(count, tokenizer, read({"messages": MESSAGES}).values)

@@ -54,7 +54,7 @@ def note(number: int, text: str = "", summary: str = "") -> dict[str, str]:
         (note(0, summary="Another."), "the same question as another row, with another answer"),
     ],
 )
-def test_a_planted_fault_is_said_with_its_place(fault: dict[str, str], says: str, tmp_path: Path) -> None:
+def test_planted_fault_is_reported_with_place(fault: dict[str, str], says: str, tmp_path: Path) -> None:
     report = prepared(tmp_path, [note(0), fault, note(2)]).report
     ((what, rows),) = report.warnings.items()
     assert says in what
@@ -76,7 +76,7 @@ def test_nothing_is_said_of_plain_rows(tmp_path: Path) -> None:
     assert not prepared(tmp_path, [*rows, read_only]).report.warnings
 
 
-def test_nothing_is_said_of_labels_of_short_and_lower_case_sentences_as_they_are_published(tmp_path: Path) -> None:
+def test_short_lower_case_labels_give_no_warning(tmp_path: Path) -> None:
     rows = [{"sentence": "fun", "label": "1"}, {"sentence": NOTE.lower(), "label": "0"}]
     assert not prepared(tmp_path, rows, "sst2").report.warnings
 
@@ -91,7 +91,7 @@ def test_personal_data_is_counted_and_never_repeated(shell, tmp_path: Path) -> N
     assert re.search(r"rows\.jsonl: lines 1, 2, 3, 4, 5 \.\.\.", done.said), done.said[:900]
 
 
-def test_borders_are_what_lines_of_a_prompt_begin_with() -> None:
+def test_delimiters_are_lines_ending_with_colon() -> None:
     def borders(name: str) -> tuple[str, ...]:
         return delimiters_of(resolve({"recipe": name}, environment={}).recipe)
 
@@ -100,7 +100,7 @@ def test_borders_are_what_lines_of_a_prompt_begin_with() -> None:
     assert borders("continuous-pretraining") == ()
 
 
-def test_rows_are_shown_with_what_is_trained_on_and_how_long_they_are(shell, tmp_path: Path) -> None:
+def test_preview_shows_targets_and_lengths(shell, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(note(number, "word " * (7 * number % 40))) + "\n" for number in range(64)))
     done = shell(f"prepare-data --data {path} --recipe summarization --model tiny --output out --show 2")
@@ -124,7 +124,7 @@ def test_a_histogram_counts_every_row_once() -> None:
     assert len(histogram([3, 3])) == 1
 
 
-def test_what_padding_would_cost_is_that_of_the_batches_of_the_run(tmp_path: Path) -> None:
+def test_padding_cost_matches_the_runs_batches(tmp_path: Path) -> None:
     data = prepared(tmp_path, [note(number, "word " * (number % 9)) for number in range(21)])
     lengths = [len(ids) for ids in data.rows["input_ids"]]
     batches = [[lengths[row] for row in rows_of_step(step, 21, 4, seed=5)] for step in range(6)]
@@ -132,7 +132,7 @@ def test_what_padding_would_cost_is_that_of_the_batches_of_the_run(tmp_path: Pat
     assert Lengths.of(data).padding(4, seed=5) == pytest.approx(expected)
 
 
-def test_a_document_in_both_parts_is_said_before_training(shell, tmp_path: Path) -> None:
+def test_document_in_both_splits_is_reported(shell, tmp_path: Path) -> None:
     for name, numbers in (("train", range(12)), ("val", range(10, 16))):
         Path(f"{name}.jsonl").write_text("".join(json.dumps(note(number)) + "\n" for number in numbers))
     done = shell("finetune --recipe summarization --data train.jsonl --val-data val.jsonl --model tiny --dry-run")
@@ -151,7 +151,7 @@ ODD = [
 
 @settings(max_examples=300, derandomize=True, database=None, deadline=None)
 @given(text=st.lists(st.one_of(st.sampled_from(ODD), st.text(max_size=3)), max_size=6).map("".join))
-def test_what_is_odd_shows_in_what_is_not_plain(text: str) -> None:
+def test_plain_bytes_hide_no_oddity(text: str) -> None:
     rest = text.encode(errors="replace").translate(None, PLAIN)
     missed = [what for what, (may_show, shows) in CHECKS.items() if shows(text) and not may_show(rest)]
     assert not missed

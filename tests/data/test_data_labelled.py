@@ -77,7 +77,7 @@ def robertas(folder: Path) -> Path:
 
 @pytest.mark.parametrize("kind", ["bert", "roberta"])
 @pytest.mark.parametrize("length", [7, 8, 64])
-def test_pairs_have_the_tokens_and_types_of_transformers(kind: str, length: int, tmp_path: Path) -> None:
+def test_pair_tokens_and_types_match_transformers(kind: str, length: int, tmp_path: Path) -> None:
     if kind == "bert":
         ours, theirs = make_wordpiece(tmp_path), BertTokenizer(vocab=str(tmp_path / "vocab.txt"))
     else:
@@ -100,14 +100,14 @@ def test_pairs_have_the_tokens_and_types_of_transformers(kind: str, length: int,
     assert done.report.rows_kept == len(kept)
 
 
-def test_a_single_text_has_the_tokens_of_transformers(bert: Any) -> None:
+def test_single_text_tokens_match_transformers(bert: Any) -> None:
     done = prepared(bert, labelled("a", "b"), max_length=6)
     (ids,) = tokenize(bert, ["the patient came 0"])
     assert next(iter(done.rows))["input_ids"] == [CLS, *ids[:4], SEP]
     assert next(iter(done.rows))["borders"] == []
 
 
-def test_both_texts_of_a_pair_are_cut_as_the_tokenizers_library_cuts_them(bert: Any) -> None:
+def test_pair_truncation_matches_tokenizers_library(bert: Any) -> None:
     backend = BertTokenizer(vocab=bert.get_vocab()).backend_tokenizer
     texts = [" ".join(["the"] * count) for count in range(1, 15)]
     differing = 0
@@ -133,7 +133,7 @@ def test_windows_are_those_of_the_tokenizers_library(room: int, stride: int, ber
         assert [(each[0][0] // 4, each[-1][0] // 4 + 1) for each in spans] == windows_of(count, room, stride)
 
 
-def test_a_long_text_is_split_into_windows_with_its_label(bert: Any) -> None:
+def test_long_text_becomes_labelled_windows(bert: Any) -> None:
     rows = [*labelled("a", "b"), {"text": "the " * 11, "label": "b"}]
     done = prepared(bert, rows, on_long="split", stride=2, max_length=7)
     last = list(done.rows)[-3:]
@@ -150,7 +150,7 @@ def test_a_long_text_is_split_into_windows_with_its_label(bert: Any) -> None:
     assert done.report.windows == 2 * 3
 
 
-def test_windows_that_cannot_move_on_and_no_room_for_them_are_said(bert: Any) -> None:
+def test_impossible_windows_are_reported(bert: Any) -> None:
     with pytest.raises(UsageError, match="stride: windows that share 128 tokens cannot be moved"):
         prepared(bert, labelled("a", "b"), on_long="split", max_length=130)
     rows = [{"one": "the " * 20, "other": "a cough came from the river", "label": "a"}]
@@ -161,14 +161,14 @@ def test_windows_that_cannot_move_on_and_no_room_for_them_are_said(bert: Any) ->
 @pytest.mark.parametrize(
     ("cut", "kept"), [("end", "the a of and"), ("start", "of and in to"), ("middle", "the a in to")]
 )
-def test_the_end_the_start_or_the_middle_is_cut(cut: str, kept: str, bert: Any) -> None:
+def test_cut_option_chooses_the_truncated_part(cut: str, kept: str, bert: Any) -> None:
     rows = [{"text": "the a of and in to", "label": label} for label in "ab"]
     done = prepared(bert, rows, cut=cut, max_length=6)
     assert next(iter(done.rows))["input_ids"][1:-1] == tokenize(bert, [kept])[0]
     assert (done.report.rows_cut, done.report.tokens_cut) == (2, 4)
 
 
-def test_the_one_text_that_may_be_cut_is_cut(bert: Any) -> None:
+def test_only_the_shorten_text_is_truncated(bert: Any) -> None:
     rows = [{"one": "the a of and", "other": "in to is was where", "label": label} for label in "ab"]
     for shorten, lengths in (("one", (2, 5)), ("other", (4, 3)), ("", (3, 4))):
         done = prepared(bert, rows, **PAIR | {"shorten": shorten, "max_length": 10})
@@ -178,7 +178,7 @@ def test_the_one_text_that_may_be_cut_is_cut(bert: Any) -> None:
         prepared(bert, rows, **PAIR | {"shorten": "one", "max_length": 8})
 
 
-def test_long_rows_are_left_out_or_refused_if_asked_for(bert: Any) -> None:
+def test_long_rows_are_skipped_or_rejected(bert: Any) -> None:
     rows = [*labelled("a", "b"), {"text": "the " * 11, "label": "b"}]
     done = prepared(bert, rows, on_long="skip", max_length=8)
     assert {why: of.count for why, of in done.report.rows_skipped.items()} == {"longer than max_length": 1}
@@ -186,7 +186,7 @@ def test_long_rows_are_left_out_or_refused_if_asked_for(bert: Any) -> None:
         prepared(bert, rows, on_long="error", max_length=8)
 
 
-def test_gpts_tokenizer_has_its_label_at_the_last_token_and_a_line_end_between_two_texts() -> None:
+def test_gpt_labels_at_last_token() -> None:
     tokenizer = make_tokenizer()
     done = prepared(tokenizer, labelled("a", "b"), max_length=5)
     (ids,) = tokenize(tokenizer, ["the patient came 0"])
@@ -215,7 +215,7 @@ def test_gpts_tokenizer_has_its_label_at_the_last_token_and_a_line_end_between_t
         ([["a"], ["b"]], {}, {}, ("a", "b")),
     ],
 )
-def test_labels_have_the_order_of_the_recipe_the_model_their_numbers_or_their_names(
+def test_label_order_has_four_sources(
     labels: list[Any], options: dict[str, Any], asked: dict[str, Any], wanted: tuple[str, ...], bert: Any
 ) -> None:
     done = prepared(bert, labelled(*labels), asked, **options)
@@ -231,7 +231,7 @@ def test_labels_have_the_order_of_the_recipe_the_model_their_numbers_or_their_na
         assert list(skipped) == ["label 'x' is none of 'b', 'a', 'c', the labels of the training rows"]
 
 
-def test_rows_without_a_label_or_with_several_are_left_out_with_the_reason(bert: Any) -> None:
+def test_unlabelled_rows_are_skipped_with_reason(bert: Any) -> None:
     rows = [*labelled("a", "b", None, "", "  ", ["a", "b"], {"of": "a"}), {"text": " ", "label": "a"}, {"text": "the"}]
     done = prepared(bert, rows)
     assert {why: of.first for why, of in done.report.rows_skipped.items()} == {
@@ -262,11 +262,11 @@ def test_labels_that_cannot_be_learnt_are_refused(
     assert said in str(caught.value)
 
 
-def test_many_labels_with_a_few_rows_each_are_labels(bert: Any) -> None:
+def test_many_labels_with_enough_rows_pass(bert: Any) -> None:
     assert len(prepared(bert, labelled(*[f"fold {n % 60}" for n in range(300)])).report.labels) == 60
 
 
-def test_rare_and_absent_labels_and_spellings_are_warned_of_with_their_places(bert: Any) -> None:
+def test_odd_labels_are_warned_of_with_places(bert: Any) -> None:
     done = prepared(bert, labelled(*"aaaaaabbA"), labels={"a": "a", "A ": "A", "b": "b", "c": "c"})
     found = {what: (of.count, of.first) for what, of in done.report.warnings.items()}
     assert found["labels of fewer than 5 rows: 'b' 2"] == (2, ["rows.jsonl:7", "rows.jsonl:8"])
@@ -277,7 +277,7 @@ def test_rare_and_absent_labels_and_spellings_are_warned_of_with_their_places(be
     assert found["labels of fewer than 5 rows: 'b' 2, 'A' 1"] == (3, [f"rows.jsonl:{line}" for line in (7, 8, 9)])
 
 
-def test_the_same_text_with_another_label_is_warned_of(bert: Any) -> None:
+def test_equal_text_with_other_label_warns(bert: Any) -> None:
     rows = [*labelled("a", "b"), {"text": "the patient came 0", "label": "b"}]
     assert "the same question as another row, with another answer" in prepared(bert, rows).report.warnings
 
@@ -294,9 +294,7 @@ def test_the_same_text_with_another_label_is_warned_of(bert: Any) -> None:
         ([{"a": 1, "b": True, "c": 0}, {"a": "no"}, {"c": "yes"}], [{"a", "b"}, set(), {"c"}]),
     ],
 )
-def test_several_labels_are_read_from_lists_texts_and_objects(
-    cells: list[Any], wanted: list[set[str]], bert: Any
-) -> None:
+def test_label_sets_come_in_several_forms(cells: list[Any], wanted: list[set[str]], bert: Any) -> None:
     done = prepared(bert, labelled(*cells), task="multi-label")
     names = done.report.labels
     assert list(names) == sorted(set.union(*wanted), key=int if "11" in names else str)
@@ -308,7 +306,7 @@ def test_several_labels_are_read_from_lists_texts_and_objects(
     assert done.report.label_counts == tuple(sum(name in row for row in wanted) for name in names)
 
 
-def test_texts_that_are_split_into_labels_are_said_and_names_with_commas_stay(bert: Any) -> None:
+def test_split_label_texts_are_reported(bert: Any) -> None:
     done = prepared(bert, labelled("a,b", "b"), task="multi-label")
     assert done.report.warnings["a text with several labels, separated by ','"].count == 1
     labels = {"arts, crafts": "arts, crafts", "sport": "sport"}
@@ -316,7 +314,7 @@ def test_texts_that_are_split_into_labels_are_said_and_names_with_commas_stay(be
     assert [row["values"] for row in done.rows] == [[1.0, 0.0], [1.0, 1.0]]
 
 
-def test_labels_with_a_column_each_are_those_that_say_yes(bert: Any) -> None:
+def test_label_columns_hold_yes_or_no(bert: Any) -> None:
     rows = [
         {"text": "the", "rude": 1, "kind": "0"}, {"text": "a", "rude": "false", "kind": True},
         {"text": "of", "rude": 0, "kind": None}, {"text": "and", "rude": "perhaps", "kind": 1},
@@ -327,7 +325,7 @@ def test_labels_with_a_column_each_are_those_that_say_yes(bert: Any) -> None:
     assert list(done.report.rows_skipped) == ["column 'rude' has 'perhaps', which is neither 1 nor 0"]
 
 
-def test_numbers_are_learnt_as_they_are_and_what_is_none_is_left_out(bert: Any) -> None:
+def test_numbers_are_targets_others_are_skipped(bert: Any) -> None:
     done = prepared(bert, labelled(3, "2.50", -1e-3, "nan", "inf", "0,5", None, "good"), task="regression")
     assert [row["values"] for row in done.rows] == [[3.0], [2.5], [-0.001]]
     assert [(row["label"], row["references"]) for row in done.rows] == [("", ["3.0"]), ("", ["2.5"]), ("", ["-0.001"])]
@@ -353,7 +351,7 @@ def test_rows_to_predict_need_no_label(task: str, bert: Any) -> None:
 
 
 @pytest.mark.parametrize("task", ["classification", "multi-label"])
-def test_a_label_that_no_prepared_row_has_is_no_reason_to_refuse_them(task: str, bert: Any) -> None:
+def test_unused_label_does_not_reject_rows(task: str, bert: Any) -> None:
     recipe = Recipe(task=task, **PLAIN, labels={"a": "a", "b": "b", "x": "x"})
     save_dataset(
         tokenize_rows(TokenizeJob.of(recipe, bert, write(labelled("a", "b", "b")), VOCABULARY)), Path("folder")
@@ -365,7 +363,7 @@ def test_a_label_that_no_prepared_row_has_is_no_reason_to_refuse_them(task: str,
 
 
 @pytest.mark.parametrize("task", ["classification", "multi-label"])
-def test_prepared_rows_get_the_order_of_the_training_rows(task: str, bert: Any) -> None:
+def test_prepared_rows_adopt_training_label_order(task: str, bert: Any) -> None:
     recipe = Recipe(task=task, **PLAIN)
     save_dataset(
         tokenize_rows(TokenizeJob.of(recipe, bert, write(labelled("a", "b", "b")), VOCABULARY)), Path("folder")
@@ -380,7 +378,7 @@ def test_prepared_rows_get_the_order_of_the_training_rows(task: str, bert: Any) 
         read_or_prepare(TokenizeJob.of(recipe, bert, Path("folder"), VOCABULARY, labels=("a", "c")))
 
 
-def test_the_cache_tells_apart_what_was_asked_for(bert: Any) -> None:
+def test_cache_distinguishes_label_arguments(bert: Any) -> None:
     recipe, path = Recipe(task="classification", **PLAIN), write(labelled("a", "b", "b"))
     for asked in (
         {},
@@ -409,13 +407,13 @@ def test_the_cache_tells_apart_what_was_asked_for(bert: Any) -> None:
         ({"max_length": 2}, "max_length: 2 tokens leave no room for a text"),
     ],
 )
-def test_templates_that_a_task_cannot_use_are_refused(options: dict[str, Any], said: str, bert: Any) -> None:
+def test_unusable_task_templates_are_rejected(options: dict[str, Any], said: str, bert: Any) -> None:
     with pytest.raises(UsageError) as caught:
         prepared(bert, labelled("a", "b"), **options)
     assert said in str(caught.value)
 
 
-def test_each_label_is_held_out_in_its_share_and_the_only_row_of_one_is_not(bert: Any) -> None:
+def test_labels_are_held_out_proportionally(bert: Any) -> None:
     done = prepared(bert, labelled(*"a" * 60, *"b" * 30, *"c" * 9, "d"))
     for seed in range(5):
         train, held = split(done, 0.1, seed)
@@ -433,14 +431,14 @@ def test_each_label_is_held_out_in_its_share_and_the_only_row_of_one_is_not(bert
     assert (len(train.rows), len(held.rows)) == (1, 2) or (len(train.rows), len(held.rows)) == (2, 1)
 
 
-def test_rows_with_the_same_first_text_are_on_one_side(bert: Any) -> None:
+def test_rows_sharing_first_text_stay_together(bert: Any) -> None:
     rows = [{"one": f"the {n // 3}", "other": f"a {n}", "label": n % 3} for n in range(60)]
     train, held = split(prepared(bert, rows, **PAIR), 0.2, 0)
     assert held is not None
     assert not set(train.rows["group"]) & set(held.rows["group"])
 
 
-def test_a_label_set_counts_what_it_is_told() -> None:
+def test_label_set_counts_added_labels() -> None:
     labels = LabelSet()
     assert [labels.add(labels.name_of(text), "f:1") for text in ("b", " a ", "b")] == [0, 1, 0]
     assert labels.order() == ("a", "b")
@@ -448,7 +446,7 @@ def test_a_label_set_counts_what_it_is_told() -> None:
     assert labels.counts() == (1, 2)
 
 
-def test_a_vocabulary_larger_than_the_models_is_refused(tmp_path: Path) -> None:
+def test_oversized_vocabulary_is_rejected(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_vocabulary(tmp_path / "bert"))
     with pytest.raises(DataError, match=r"rows\.jsonl:1: token id \d+, but the model's ids end at 9"):
         tokenize_rows(TokenizeJob.of(Recipe(task="classification", **PLAIN), tokenizer, write(labelled("a", "b")), 10))

@@ -112,7 +112,7 @@ ANSWERS = (
 
 @pytest.mark.parametrize("kind", ["bert", "roberta"])
 @pytest.mark.parametrize(("length", "stride"), [(24, 6), (20, 0), (22, 9), (40, 12), (300, 50)])
-def test_windows_targets_and_offsets_are_those_of_run_qa(kind: str, length: int, stride: int, tmp_path: Path) -> None:
+def test_span_windows_match_run_qa(kind: str, length: int, stride: int, tmp_path: Path) -> None:
     if kind == "bert":
         ours, theirs = make_wordpiece(tmp_path), BertTokenizer(vocab=str(tmp_path / "vocab.txt"))
     else:
@@ -135,7 +135,7 @@ COUNTS = {
 
 
 @pytest.mark.parametrize("name", ["dev-v1.1.json", pytest.param("train-v1.1-subset.json", marks=pytest.mark.slow)])
-def test_squads_windows_are_as_many_as_transformers_makes(name: str) -> None:
+def test_squad_window_count_matches_transformers(name: str) -> None:
     tokenizer = load_tokenizer(real_data("tokenizers/bert-base-uncased/vocab.txt").parent)
     recipe = resolve({"recipe": "squad-bert"}, environment={}).recipe
     done = tokenize_rows(TokenizeJob.of(recipe, tokenizer, real_data(f"squad/{name}"), 30522))
@@ -155,7 +155,7 @@ def test_squads_windows_are_as_many_as_transformers_makes(name: str) -> None:
         assert shown(done) == theirs
 
 
-def test_the_span_of_each_window_reads_as_the_answer(bert: Any) -> None:
+def test_window_spans_read_as_the_answer(bert: Any) -> None:
     done = prepared(bert, questions(*ANSWERS))
     found = 0
     for row in done.rows:
@@ -171,7 +171,7 @@ def test_the_span_of_each_window_reads_as_the_answer(bert: Any) -> None:
     assert (row["references"], row["label"], row["marks"]) == (["The patient", "another"], "", [])
 
 
-def test_a_question_that_has_no_answer_is_left_out_or_learnt_as_such(bert: Any) -> None:
+def test_unanswerable_question_is_skipped_or_learnt(bert: Any) -> None:
     rows = [*questions("river"), {"question": "why", "context": PASSAGE, "answers": {"text": [], "answer_start": []}}]
     done = prepared(bert, rows)
     assert {why: of.count for why, of in done.report.rows_skipped.items()} == {"no value for column 'answers'": 1}
@@ -181,7 +181,7 @@ def test_a_question_that_has_no_answer_is_left_out_or_learnt_as_such(bert: Any) 
     assert all(row["targets"] == [0, 0] and row["references"] == [""] for row in last)
 
 
-def test_answers_in_other_places_are_searched_and_those_not_in_the_passage_reported(bert: Any) -> None:
+def test_misplaced_answers_are_searched(bert: Any) -> None:
     place = PASSAGE.rindex("came")
     rows = [
         {"question": "a", "context": PASSAGE, "answers": {"text": ["came"], "answer_start": [place - 3]}},
@@ -209,7 +209,7 @@ def test_rows_to_predict_need_no_answer(bert: Any) -> None:
     assert all(row["targets"] == [0, 0] and row["references"] == [] for row in done.rows)
 
 
-def test_questions_too_long_and_windows_that_cannot_move_are_said(bert: Any) -> None:
+def test_oversized_questions_and_strides_are_reported(bert: Any) -> None:
     rows = [*questions("river"), {**questions("river")[0], "question": "the " * 30}]
     done = prepared(bert, rows)
     reasons = list(done.report.rows_skipped)
@@ -223,7 +223,7 @@ def test_questions_too_long_and_windows_that_cannot_move_are_said(bert: Any) -> 
         prepared(bert, questions("river"), on_long="error")
 
 
-def test_gpts_tokenizer_has_a_line_end_between_question_and_passage() -> None:
+def test_gpt_separates_question_and_passage_by_newline() -> None:
     tokenizer = make_tokenizer()
     row = next(iter(prepared(tokenizer, questions("river"), max_length=300).rows))
     assert tokenizer.decode(row["input_ids"]) == "where did the patient 0 rest\n" + PASSAGE
@@ -231,7 +231,7 @@ def test_gpts_tokenizer_has_a_line_end_between_question_and_passage() -> None:
     assert tokenizer.decode(row["input_ids"][start : end + 1]).strip() == "river"
 
 
-def test_the_questions_of_a_passage_are_on_one_side(bert: Any) -> None:
+def test_questions_of_a_passage_stay_together(bert: Any) -> None:
     rows = [row for n in range(12) for row in questions("river", "cough", passage=f"{n} the river and a cough")]
     train, held = split(prepared(bert, rows), 0.25, 0)
     assert held is not None

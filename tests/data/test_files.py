@@ -42,7 +42,7 @@ PACKERS = {".gz": gzip.compress, ".xz": lzma.compress, ".zst": packed_by_zstanda
 
 
 @pytest.mark.parametrize("suffix", PACKERS)
-def test_packed_files_are_read_and_keep_their_line_numbers(suffix: str, tmp_path: Path) -> None:
+def test_compressed_files_keep_line_numbers(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"rows.jsonl{suffix}"
     path.write_bytes(PACKERS[suffix](LINES))
     rows = list(read_rows(identify(path)))
@@ -51,7 +51,7 @@ def test_packed_files_are_read_and_keep_their_line_numbers(suffix: str, tmp_path
 
 
 @pytest.mark.parametrize("suffix", PACKERS)
-def test_a_packed_file_that_is_cut_short_or_damaged_is_named(suffix: str, tmp_path: Path) -> None:
+def test_damaged_compressed_file_is_named(suffix: str, tmp_path: Path) -> None:
     whole = PACKERS[suffix](LINES)
     path = tmp_path / f"rows.jsonl{suffix}"
     for content in (whole[: len(whole) // 2], whole[:40] + bytes(20) + whole[60:]):
@@ -60,7 +60,7 @@ def test_a_packed_file_that_is_cut_short_or_damaged_is_named(suffix: str, tmp_pa
             values(path)
 
 
-def test_a_packed_file_under_a_plain_name_is_read_and_that_is_said(tmp_path: Path) -> None:
+def test_compressed_file_with_plain_name_is_noted(tmp_path: Path) -> None:
     path, findings = tmp_path / "rows.jsonl", Findings()
     path.write_bytes(gzip.compress(LINES))
     assert values(path, findings) == ROWS
@@ -107,14 +107,14 @@ def test_json_is_recognised_without_a_suffix(suffix: str, tmp_path: Path) -> Non
         (tarfile.TarInfo("rows.jsonl").tobuf(), "tar archive: unpack it"),
     ],
 )
-def test_files_of_other_kinds_are_refused_with_what_to_do(content: bytes, says: str, tmp_path: Path) -> None:
+def test_foreign_files_are_rejected_with_advice(content: bytes, says: str, tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_bytes(content)
     with pytest.raises(DataError, match=f"a.csv is an? {says}"):
         values(path)
 
 
-def test_a_document_of_an_office_is_told_by_its_name_where_its_content_does_not(tmp_path: Path) -> None:
+def test_office_document_is_recognized_by_name(tmp_path: Path) -> None:
     old = b"\xd0\xcf\x11\xe0old"
     for name, content, says in [
         ("a.doc", old, "is an old Word document"),
@@ -127,7 +127,7 @@ def test_a_document_of_an_office_is_told_by_its_name_where_its_content_does_not(
             values(tmp_path / name)
 
 
-def test_a_mark_and_the_line_endings_of_windows_are_said(tmp_path: Path) -> None:
+def test_byte_order_mark_and_crlf_are_noted(tmp_path: Path) -> None:
     path, findings = tmp_path / "a.jsonl", Findings()
     path.write_bytes(b'\xef\xbb\xbf{"a": "1"}\r\n{"a": "2"}\r\n')
     assert [row["a"] for row in values(path, findings)] == ["1", "2"]
@@ -140,7 +140,7 @@ def test_a_mark_and_the_line_endings_of_windows_are_said(tmp_path: Path) -> None
 # Several files
 
 
-def test_a_folder_and_a_pattern_are_all_their_files_in_order(tmp_path: Path) -> None:
+def test_folder_and_pattern_give_sorted_files(tmp_path: Path) -> None:
     for name, text in [("b.jsonl", "2"), ("a.txt", "1"), ("sub/c.csv", "text\n3"), (".hidden.txt", "x"), ("x.md", "x")]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(json.dumps({"text": text}) if name.endswith("jsonl") else text)
@@ -157,7 +157,7 @@ def test_a_folder_without_rows_is_refused(tmp_path: Path) -> None:
         values(tmp_path)
 
 
-def test_the_digest_of_a_folder_changes_with_each_of_its_files(tmp_path: Path) -> None:
+def test_folder_digest_covers_every_file(tmp_path: Path) -> None:
     folder = tmp_path / "rows"
     folder.mkdir()
     (folder / "a.txt").write_text("a")
@@ -174,7 +174,7 @@ def test_the_digest_of_a_folder_changes_with_each_of_its_files(tmp_path: Path) -
 # Tables
 
 
-def test_parquet_is_read_in_batches_with_the_number_of_each_row(tmp_path: Path) -> None:
+def test_parquet_rows_are_numbered(tmp_path: Path) -> None:
     import pyarrow
     from pyarrow import parquet
 
@@ -190,7 +190,7 @@ def test_parquet_is_read_in_batches_with_the_number_of_each_row(tmp_path: Path) 
         values(path)
 
 
-def test_a_saved_dataset_is_read_and_of_several_splits_train(tmp_path: Path) -> None:
+def test_saved_dataset_gives_its_train_split(tmp_path: Path) -> None:
     from datasets import Dataset, DatasetDict
 
     train, other = Dataset.from_list(ROWS), Dataset.from_list(ROWS[:3])
@@ -209,7 +209,7 @@ def test_a_saved_dataset_is_read_and_of_several_splits_train(tmp_path: Path) -> 
 @pytest.mark.parametrize(("name", "quotes", "first"), [
     ("a.csv", "auto", "x,y"), ("a.csv", "off", '"x'), ("a.tsv", "auto", '"x'), ("a.tsv", "on", "x\ty"),
 ])  # fmt: skip
-def test_quotes_enclose_cells_where_that_is_asked_for(name: str, quotes: str, first: str, tmp_path: Path) -> None:
+def test_quotes_enclose_cells_if_requested(name: str, quotes: str, first: str, tmp_path: Path) -> None:
     separator = "," if name.endswith("csv") else "\t"
     path = tmp_path / name
     header = "a" if first.startswith("x") else f"a{separator}b"
@@ -220,7 +220,7 @@ def test_quotes_enclose_cells_where_that_is_asked_for(name: str, quotes: str, fi
 # Plain text
 
 
-def test_a_document_is_a_paragraph_a_line_or_the_file(tmp_path: Path) -> None:
+def test_document_is_paragraph_line_or_file(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"one\r\ntwo\r\n\r\nthree\r\n")
     assert [row["text"] for row in values(path)] == ["one\ntwo", "three"]
@@ -231,7 +231,7 @@ def test_a_document_is_a_paragraph_a_line_or_the_file(tmp_path: Path) -> None:
 # Records that cannot be read
 
 
-def test_some_unreadable_records_are_allowed_if_that_is_asked_for(tmp_path: Path) -> None:
+def test_some_unreadable_records_can_be_allowed(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"a": 1}\noops\n{"a": 2}\n[3]\n')
     findings = Findings(most_bad=2)
@@ -245,7 +245,7 @@ def test_some_unreadable_records_are_allowed_if_that_is_asked_for(tmp_path: Path
 
 
 @pytest.mark.parametrize("form", ["[{}]", '{{"data": [{}]}}'], ids=["list", "data"])
-def test_a_long_json_list_is_never_held_as_a_whole(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_json_list_is_streamed(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from gptj_ft.data.readers import rows
     from gptj_ft.data.readers.json import JsonText
 
@@ -268,9 +268,7 @@ def test_a_long_json_list_is_never_held_as_a_whole(form: str, tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7])
-def test_where_a_text_is_cut_into_pieces_makes_no_difference(
-    chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunk_boundaries_do_not_change_rows(chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from gptj_ft.data.readers import rows
 
     content = '{"v": 1, "data": [\n {"a": 123.5e2, "é": "\\u00e9x"},\n  {"a": -17, "b": [true, null]}, {"a": "ü"}\n]}'

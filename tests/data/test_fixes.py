@@ -96,7 +96,7 @@ def test_what_only_looks_alike_is_left_alone(text: str) -> None:
     assert fix_texts([text])[0].fixes == ()
 
 
-def test_the_texts_of_a_row_are_joined_together_so_that_an_answer_still_stands_in_its_passage() -> None:
+def test_texts_of_a_row_are_joined_together() -> None:
     answer, passage = fix_texts(["did n't go", "<s> He did n't go to -lrb- X -rrb- . </s>"])
     assert answer.text == "didn't go"
     assert answer.text in passage.text
@@ -142,7 +142,7 @@ def decode_wrongly(text: str) -> str:
 
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.sampled_from(WORDS), max_size=8).map(" ".join), st.lists(st.sampled_from(WORDS)).map(" ".join))
-def test_a_wrongly_decoded_text_comes_back_exactly_beside_a_right_one(wrong: str, right: str) -> None:
+def test_mojibake_is_repaired_beside_correct_text(wrong: str, right: str) -> None:
     for text in (wrong, wrong.upper()):
         assert fixed(f"{decode_wrongly(text)} {right}") == f"{text} {right}"
         assert fixed(decode_wrongly(decode_wrongly(text))) == text
@@ -150,7 +150,7 @@ def test_a_wrongly_decoded_text_comes_back_exactly_beside_a_right_one(wrong: str
 
 @settings(deadline=None, max_examples=150)
 @given(texts)
-def test_letters_are_decoded_again_only_if_they_turn_back_into_the_same(text: str) -> None:
+def test_only_reversible_letters_are_decoded_again(text: str) -> None:
     before = "".join(WINDOWS.get(letter, letter) for letter in text.replace("ï»¿", ""))
 
     def ends(letter: str, starts: set[int], depth: int = 4) -> set[int]:
@@ -171,7 +171,7 @@ def test_letters_are_decoded_again_only_if_they_turn_back_into_the_same(text: st
 # A file
 
 
-def test_all_columns_are_kept_in_order_and_only_those_of_the_recipe_are_mended(tmp_path: Path) -> None:
+def test_only_recipe_columns_are_repaired(tmp_path: Path) -> None:
     row = {
         "id": 7,
         "other": "cafÃ©",
@@ -185,13 +185,13 @@ def test_all_columns_are_kept_in_order_and_only_those_of_the_recipe_are_mended(t
     assert list(written) == list(row)
 
 
-def test_texts_inside_lists_and_objects_are_mended_where_they_are(tmp_path: Path) -> None:
+def test_nested_texts_are_repaired_in_place(tmp_path: Path) -> None:
     row = {"context": "cafÃ© here", "question": "Where?", "answers": {"text": ["cafÃ©"], "answer_start": [0]}}
     _, (written,) = fix(write_rows(tmp_path / "rows.jsonl", [row]), recipe="qa")
     assert written == {"context": "café here", "question": "Where?", "answers": {"text": ["café"], "answer_start": [0]}}
 
 
-def test_what_is_dropped_and_what_is_changed_is_said_row_by_row(tmp_path: Path) -> None:
+def test_diff_lists_dropped_and_changed_rows(tmp_path: Path) -> None:
     rows = [
         {"note": "One.", "summary": "1"},
         {"note": "Two\x07.", "summary": "2"},
@@ -234,7 +234,7 @@ def test_what_is_dropped_and_what_is_changed_is_said_row_by_row(tmp_path: Path) 
     ]
 
 
-def test_of_a_long_line_the_report_shows_what_is_near_the_change(tmp_path: Path) -> None:
+def test_diff_of_long_line_shows_the_change(tmp_path: Path) -> None:
     source = write_rows(tmp_path / "rows.jsonl", [{"note": "a" * 5000 + " cafÃ© " + "b" * 5000, "summary": "x"}])
     report, _ = fix(source)
     *_, removed, added, _ = Path(report.diff).read_text().split("\n")
@@ -245,7 +245,7 @@ def test_of_a_long_line_the_report_shows_what_is_near_the_change(tmp_path: Path)
     assert len(added) < 150
 
 
-def test_what_only_its_owner_can_judge_is_left_as_it_is(tmp_path: Path) -> None:
+def test_ambiguous_text_is_left_unchanged(tmp_path: Path) -> None:
     rows = [
         {"note": "Where is it?", "summary": "Here."},
         {"note": "Where is it?", "summary": "There, which is an answer longer than its document."},
@@ -261,7 +261,7 @@ def test_what_only_its_owner_can_judge_is_left_as_it_is(tmp_path: Path) -> None:
     assert written == labels
 
 
-def test_a_row_is_the_same_wherever_it_stands(tmp_path: Path) -> None:
+def test_duplicate_is_found_wherever_it_stands(tmp_path: Path) -> None:
     row = json.dumps({"note": "a", "summary": "b"})
     (tmp_path / "rows.json").write_text(f"[\n{row}, {row},\n{row}]\n")
     report, written = fix(tmp_path / "rows.json")
@@ -269,7 +269,7 @@ def test_a_row_is_the_same_wherever_it_stands(tmp_path: Path) -> None:
     assert report.rows_dropped["the same row again"].count == 2
 
 
-def test_rows_with_other_references_are_not_the_same(tmp_path: Path) -> None:
+def test_rows_with_other_references_are_distinct(tmp_path: Path) -> None:
     rows = [{"context": "c", "question": "q", "answers": {"text": answers}} for answers in (["a"], ["a", "b"], ["a"])]
     _, written = fix(write_rows(tmp_path / "rows.jsonl", rows), recipe="qa")
     assert written == rows[:2]
@@ -282,9 +282,7 @@ lines = st.lists(rows | st.sampled_from(["{broken", "[1]", "", "7"]), max_size=8
 
 @settings(deadline=None, max_examples=150)
 @given(lines)
-def test_every_row_is_written_or_dropped_and_a_fixed_file_is_left_as_it_is(
-    tmp_path_factory: Any, lines: list[Any]
-) -> None:
+def test_fixing_is_complete_and_idempotent(tmp_path_factory: Any, lines: list[Any]) -> None:
     folder = tmp_path_factory.mktemp("fix")
     source = write_rows(folder / "rows.jsonl", [{"note": "Good.", "summary": "fine", "id": 1}, *lines])
     report, written = fix(source)
@@ -339,7 +337,7 @@ def test_squad_and_plain_text_become_rows(tmp_path: Path) -> None:
     assert written == [{"text": "One café.\nmore"}, {"text": "Two."}]
 
 
-def test_cells_that_json_has_no_words_for_are_written_all_the_same(tmp_path: Path) -> None:
+def test_cells_beyond_json_are_written(tmp_path: Path) -> None:
     import datetime
 
     import pyarrow
@@ -401,7 +399,7 @@ def test_wrong_use_is_said_and_writes_nothing(options: str, says: str, tmp_path:
     assert left == {"rows.jsonl", "a.jsonl"}
 
 
-def test_a_missing_model_is_said_before_anything_is_written(tmp_path: Path, shell: Any) -> None:
+def test_missing_model_is_reported_before_writing(tmp_path: Path, shell: Any) -> None:
     source = write_rows(tmp_path / "rows.jsonl", [{"note": "a", "summary": "b"}])
     done = shell(f"prepare-data --recipe summarization --model absent --fix --data {source}")
     assert done.code == 2
@@ -425,9 +423,7 @@ def test_a_full_disk_leaves_nothing(call: int, tmp_path: Path, shell: Any, monke
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["rows.jsonl"]
 
 
-def test_a_second_name_that_cannot_be_given_takes_the_first_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_second_rename_undoes_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_rows(tmp_path / "rows.jsonl", [{"note": "a", "summary": "b"}])
     rename = Path.rename
 
@@ -442,7 +438,7 @@ def test_a_second_name_that_cannot_be_given_takes_the_first_back(
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
-def test_a_file_of_which_no_row_is_left_is_refused(tmp_path: Path) -> None:
+def test_file_without_remaining_rows_is_rejected(tmp_path: Path) -> None:
     source = write_rows(tmp_path / "rows.jsonl", [{"note": "a", "summary": " "}, "{broken"])
     with pytest.raises(DataError, match=r"none of the 2 rows is left: a field is empty \(1\), cannot be read \(1\)"):
         fix(source)
@@ -452,7 +448,7 @@ def test_a_file_of_which_no_row_is_left_is_refused(tmp_path: Path) -> None:
 # As typed
 
 
-def test_prepare_data_goes_on_with_the_fixed_file(tmp_path: Path, shell: Any) -> None:
+def test_prepare_data_continues_with_fixed_file(tmp_path: Path, shell: Any) -> None:
     note = {"note": "The cafÃ© of the <b>first</b> floor is closed.", "summary": "Closed."}
     lines = [note, "{broken", "[]", note, {"note": "Open.\r\n", "summary": "Open."}]
     source = write_rows(tmp_path / "rows.jsonl", lines)

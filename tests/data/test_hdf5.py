@@ -27,14 +27,14 @@ def read(path: Path, findings: Findings | None = None) -> list[tuple[list[int], 
 # Samples
 
 
-def test_a_packed_window_is_trained_on_whole_with_its_last_label(tmp_path: Path) -> None:
+def test_packed_window_includes_its_last_label(tmp_path: Path) -> None:
     path = write_hdf5(tmp_path / "a.h5", [sample([7, 8, EOS, 9, 10], {1, 2, 3, 4}, 4)] * 3, stated=3)
     assert list(read_rows(identify(path))) == [
         Row(str(path), number, {"input_ids": [7, 8, EOS, 9, 10], "trained": [1, 5]}) for number in (1, 2, 3)
     ]
 
 
-def test_of_a_summary_the_completion_and_its_end_are_trained_and_padding_is_gone(tmp_path: Path) -> None:
+def test_summary_targets_are_completion_and_eos(tmp_path: Path) -> None:
     prompt, completion = [1, 2, 3], [4, 5]
     tokens = [*prompt, SEP, *completion, EOS]
     # Where the input ends in EOS (mask 0) and its label is the first padding, as that system writes it.
@@ -44,18 +44,18 @@ def test_of_a_summary_the_completion_and_its_end_are_trained_and_padding_is_gone
     assert read(path) == [(tokens, [4, 7]), ([6, *tokens], [5, 8])]
 
 
-def test_several_answers_in_a_dialogue_are_several_intervals(tmp_path: Path) -> None:
+def test_dialogue_answers_become_separate_spans(tmp_path: Path) -> None:
     tokens = list(range(100, 112))
     path = write_hdf5(tmp_path / "a.h5", [sample(tokens, {3, 4, 5, 8, 10, 11}, 11)])
     assert read(path) == [(tokens, [3, 6, 8, 9, 10, 12])]
 
 
-def test_a_sample_without_a_target_is_given_as_it_is(tmp_path: Path) -> None:
+def test_sample_without_target_is_kept_whole(tmp_path: Path) -> None:
     path = write_hdf5(tmp_path / "a.h5", [sample([1, 2, 3], set(), 4)])
     assert read(path) == [([1, 2, PAD, PAD], [])]
 
 
-def test_the_number_of_samples_is_compared_with_the_one_stated(tmp_path: Path) -> None:
+def test_sample_count_is_compared_with_attribute(tmp_path: Path) -> None:
     one = sample([1, 2, 3], {1, 2}, 4)
     for stated, notes in [(2, 0), (np.int64(2), 0), (3, 1), ("many", 1), ([2, 2], 1), (None, 0)]:
         findings = Findings()
@@ -88,7 +88,7 @@ def several(documents: list[tuple[list[int], set[int]]], length: int, joined: bo
 
 
 @pytest.mark.parametrize("joined", [False, True])
-def test_samples_behind_each_other_are_documents_of_their_own(joined: bool, tmp_path: Path) -> None:
+def test_packed_samples_are_separate_documents(joined: bool, tmp_path: Path) -> None:
     documents = [([1, 2, 3, EOS], {2, 3}), ([5, 6, EOS], {1, 2}), ([8, 9, 10, 11, EOS], {4})]
     path = write_hdf5(tmp_path / "a.h5", [several(documents, 14, joined), several(documents[:1], 14, joined)])
     rows = list(read_rows(identify(path)))
@@ -97,7 +97,7 @@ def test_samples_behind_each_other_are_documents_of_their_own(joined: bool, tmp_
     assert [row.values["trained"] for row in rows] == [[2, 4], [1, 3], [4, 5], [2, 4]]
 
 
-def test_a_sample_among_several_that_has_no_target_is_not_taken_for_padding(tmp_path: Path) -> None:
+def test_targetless_sample_is_not_padding(tmp_path: Path) -> None:
     path = write_hdf5(tmp_path / "a.h5", [several([([1, 2, 3], set()), ([5, 6, EOS], {1, 2})], 9)])
     assert read(path) == [([1, 2], []), ([5, 6, EOS], [1, 3])]
 
@@ -110,9 +110,7 @@ def test_padding_alone_is_a_row_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 9, 10, 11, 12, 20, 21, 25])
-def test_of_a_corpus_every_token_but_the_first_is_trained_once(
-    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_corpus_tokens_are_targets_once(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hdf5, "PIECE_TOKENS", 10)
     corpus = list(range(1000, 1000 + count))
     rows = read(write_hdf5(tmp_path / "a.h5", corpus, dtype="uint16"))
@@ -136,9 +134,7 @@ def test_of_a_corpus_every_token_but_the_first_is_trained_once(
         (4, 0, 3, "positions neither continue nor restart at 0"),
     ],
 )
-def test_a_bad_sample_is_reported_and_the_others_are_read(
-    row: int, at: int, value: int, says: str, tmp_path: Path
-) -> None:
+def test_bad_sample_is_reported_others_are_read(row: int, at: int, value: int, says: str, tmp_path: Path) -> None:
     good = several([([1, 2, 3, EOS], {1, 2, 3}), ([5, 6, EOS], {1, 2})], 9)
     bad = [list(cells) for cells in good]
     bad[row][at] = value
@@ -155,7 +151,7 @@ def test_a_bad_sample_is_reported_and_the_others_are_read(
     (np.zeros((2, 3, 5)), "float32", r"float32, \(2, 3, 5\)"), (np.zeros((2, 3, 0)), "int32", r"int32, \(2, 3, 0\)"),
     (3, "int32", r"int32, \(\)"),
 ])  # fmt: skip
-def test_another_form_is_refused_with_the_one_expected(data: object, dtype: str, found: str, tmp_path: Path) -> None:
+def test_other_layout_is_rejected_with_expected_one(data: object, dtype: str, found: str, tmp_path: Path) -> None:
     path = tmp_path / "a.h5"
     with h5py.File(path, "w") as opened:
         opened.create_dataset("data", data=np.array(data, dtype))
@@ -164,7 +160,7 @@ def test_another_form_is_refused_with_the_one_expected(data: object, dtype: str,
         read(path)
 
 
-def test_a_file_of_other_things_is_refused_with_what_it_has(tmp_path: Path) -> None:
+def test_foreign_hdf5_is_rejected_with_content(tmp_path: Path) -> None:
     path = tmp_path / "model.mdl"
     with h5py.File(path, "w") as opened:
         for number in range(12):
@@ -186,7 +182,7 @@ def test_a_file_without_samples_is_refused(tmp_path: Path) -> None:
         read(write_hdf5(tmp_path / "a.h5", np.zeros((0, 3, 4)), chunks=None, compression=None))
 
 
-def test_a_packed_file_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_compressed_hdf5_is_rejected_with_advice(tmp_path: Path) -> None:
     import gzip
 
     path = tmp_path / "a.h5.gz"
@@ -197,14 +193,14 @@ def test_a_packed_file_is_refused_with_what_to_do(tmp_path: Path) -> None:
         read(path)
 
 
-def test_without_h5py_it_is_said_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_h5py_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_hdf5(tmp_path / "a.h5", [1, 2, 3])
     monkeypatch.setitem(sys.modules, "h5py", None)
     with pytest.raises(UsageError, match=r"pip install 'gptj-ft\[hdf5\]'"):
         read(path)
 
 
-def test_hdf5_is_known_by_its_content_and_by_its_name_alone_damaged(tmp_path: Path) -> None:
+def test_hdf5_is_recognized_by_content(tmp_path: Path) -> None:
     findings = Findings()
     path = write_hdf5(tmp_path / "a.jsonl", [1, 2, 3])
     assert read(path, findings) == [([1, 2, 3], [1, 3])]
@@ -216,7 +212,7 @@ def test_hdf5_is_known_by_its_content_and_by_its_name_alone_damaged(tmp_path: Pa
             read(named)
 
 
-def test_a_damaged_file_is_refused_or_read_but_never_breaks(tmp_path: Path) -> None:
+def test_damaged_hdf5_never_crashes(tmp_path: Path) -> None:
     documents = [([1, 2, 3, EOS], {2, 3}), ([5, 6, EOS], {1, 2})]
     whole = write_hdf5(tmp_path / "a.h5", [several(documents, 9)] * 20, stated=20).read_bytes()
     draw, refused = random.Random(0), 0
@@ -237,7 +233,7 @@ def test_a_damaged_file_is_refused_or_read_but_never_breaks(tmp_path: Path) -> N
 # Memory
 
 
-def test_slices_are_bounded_and_no_chunk_is_unpacked_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices_are_bounded_chunks_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hdf5, "SLICE_BYTES", 20 * 3 * 4 * 4)
     monkeypatch.setattr(hdf5, "MOST_CHUNK_BYTES", 100 * 3 * 4 * 4)
     one = sample([1, 2, 3, 4, 5], {1, 2, 3, 4}, 4)
@@ -248,7 +244,7 @@ def test_slices_are_bounded_and_no_chunk_is_unpacked_twice(tmp_path: Path, monke
         assert len(read(path)) == 1000
 
 
-def test_a_folder_is_its_samples_without_what_tells_how_they_were_made(tmp_path: Path) -> None:
+def test_folder_ignores_data_params(tmp_path: Path) -> None:
     write_hdf5(tmp_path / "b.h5", [4, 5])
     write_hdf5(tmp_path / "a.h5", [1, 2])
     (tmp_path / "data_params.json").write_text(json.dumps({"n_examples": 2}))

@@ -60,7 +60,7 @@ def test_splits_and_configurations_are_told_by_names(names: str, expected: dict[
     assert found == expected
 
 
-def test_of_several_formats_of_a_split_the_best_is_taken() -> None:
+def test_best_format_of_a_split_wins() -> None:
     names = "train.csv train.jsonl data/train-00000-of-00001.parquet test.csv test.json.gz"
     assert parts(names)["default"] == {"train": ("data/train-00000-of-00001.parquet",), "test": ("test.json.gz",)}
 
@@ -78,7 +78,7 @@ def test_of_several_formats_of_a_split_the_best_is_taken() -> None:
         ({"data_files": "hf://datasets/x/y/z.csv"}, {}),
     ],
 )
-def test_the_card_tells_the_files_of_a_configuration(entry: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_card_names_files_of_a_configuration(entry: dict[str, Any], expected: dict[str, Any]) -> None:
     names = "top.csv x/a.csv x/b.csv x/z/d.csv y/c.csv train.py"
     assert parts(names, configs({"config_name": "c", **entry})) == {"c": expected}
 
@@ -118,7 +118,7 @@ def test_splits_by_name_are_those_of_datasets(tmp_path: Path) -> None:
         assert {split: set(files) for split, files in parts(names)["default"].items()} == theirs, names
 
 
-def test_the_default_configuration_is_the_only_one_or_the_one_marked_or_named_so() -> None:
+def test_default_configuration_is_single_or_marked() -> None:
     def default(*entries: dict[str, Any]) -> str | None:
         return layout_of(NAME, ["train.csv"], configs(*entries)).default
 
@@ -138,12 +138,12 @@ def test_the_default_configuration_is_the_only_one_or_the_one_marked_or_named_so
         ("hub:o/n/3.0.0", "hub:o/n/3.0.0:train"),
     ],
 )
-def test_names_are_read_in_full_and_in_short(data: str, expected: str) -> None:
+def test_references_have_full_and_short_forms(data: str, expected: str) -> None:
     assert str(parse_reference(data)) == expected
 
 
 @pytest.mark.parametrize("data", ["hub:", "hub:name", "hub:/n", "hub:o/", "hub:o/n:", "hub:o/n@", "hub:o//n"])
-def test_what_names_nothing_is_refused_with_the_form(data: str) -> None:
+def test_malformed_reference_is_rejected(data: str) -> None:
     with pytest.raises(UsageError, match="write hub:owner/name"):
         parse_reference(data)
 
@@ -193,7 +193,7 @@ def rows_of(pinned: str) -> list[str]:
     return [row.values["short_summary"] for row in read_rows(identify(local_folder(pinned)))]
 
 
-def test_only_the_files_of_the_split_are_fetched_and_read_as_a_folder(hub: Hub, said: list[str]) -> None:
+def test_only_files_of_the_split_are_downloaded(hub: Hub, said: list[str]) -> None:
     steps: list[tuple[int, int]] = []
     pinned = fetch(f"hub:{NAME}", False, said.append, lambda done, total: steps.append((done, total)))
     assert pinned == f"hub:{NAME}/default:train@{FIRST}"
@@ -205,7 +205,7 @@ def test_only_the_files_of_the_split_are_fetched_and_read_as_a_folder(hub: Hub, 
     assert rows_of(fetch(f"hub:{NAME}:validation", False, said.append)) == [f"letter {n}." for n in range(12)]
 
 
-def test_a_second_use_asks_for_the_commit_and_fetches_nothing(hub: Hub, said: list[str]) -> None:
+def test_second_use_downloads_nothing(hub: Hub, said: list[str]) -> None:
     pinned = fetch(f"hub:{NAME}", False, said.append)
     hub.requests.clear()
     assert fetch(f"hub:{NAME}", False, said.append) == pinned
@@ -215,7 +215,7 @@ def test_a_second_use_asks_for_the_commit_and_fetches_nothing(hub: Hub, said: li
     assert hub.requests == [], "a commit never changes, so there is nothing to ask"
 
 
-def test_a_new_commit_is_fetched_and_the_old_one_stays(hub: Hub, said: list[str], tmp_path: Path) -> None:
+def test_new_commit_keeps_the_old_one(hub: Hub, said: list[str], tmp_path: Path) -> None:
     old = fetch(f"hub:{NAME}", False, said.append)
     write_split(tmp_path / "new" / "train.parquet", 5, "box")
     hub.datasets[NAME] = {"main": Revision(tmp_path / "new", SECOND)}
@@ -225,9 +225,7 @@ def test_a_new_commit_is_fetched_and_the_old_one_stays(hub: Hub, said: list[str]
 
 
 @pytest.mark.parametrize("way", ["--offline", "down", "HF_HUB_OFFLINE", "503"])
-def test_without_a_network_what_was_fetched_last_is_taken_and_said(
-    way: str, hub: Hub, said: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offline_use_takes_last_download(way: str, hub: Hub, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="has not been downloaded yet, and --offline forbids it"):
         fetch(f"hub:{NAME}", True, said.append)
     pinned = fetch(f"hub:{NAME}", False, said.append)
@@ -247,7 +245,7 @@ def test_without_a_network_what_was_fetched_last_is_taken_and_said(
         fetch(f"hub:{NAME}:validation", way == "--offline", said.append)
 
 
-def test_a_transfer_that_was_cut_off_is_no_data_and_goes_on_where_it_stopped(hub: Hub, said: list[str]) -> None:
+def test_interrupted_download_resumes(hub: Hub, said: list[str]) -> None:
     def stop(done: int, total: int) -> None:
         if done > 0.7 * total:
             raise KeyboardInterrupt
@@ -270,9 +268,7 @@ def test_files_that_were_removed_are_fetched_again(hub: Hub, said: list[str]) ->
     assert hub.fetched() == ["train-00001-of-00002.parquet"]
 
 
-def test_several_configurations_are_listed_and_one_is_fetched_by_its_name(
-    hub: Hub, said: list[str], tmp_path: Path
-) -> None:
+def test_several_configurations_are_listed(hub: Hub, said: list[str], tmp_path: Path) -> None:
     card = configs(
         *({"config_name": c, "data_files": [{"split": "train", "path": f"{c}/t*"}]} for c in ("de", "en/us"))
     )
@@ -287,14 +283,12 @@ def test_several_configurations_are_listed_and_one_is_fetched_by_its_name(
     assert rows_of(fetch(f"hub:{NAME}/en/us", False, said.append))[0] == "en/us 0."
 
 
-def test_a_split_that_is_not_there_is_named_with_those_that_are(hub: Hub, said: list[str]) -> None:
+def test_missing_split_lists_existing_ones(hub: Hub, said: list[str]) -> None:
     with pytest.raises(UsageError, match=r"no split 'test'; there are train, validation: write hub:some/notes:train"):
         fetch(f"hub:{NAME}:test", False, said.append)
 
 
-def test_a_script_is_refused_unless_the_hub_has_converted_what_it_makes(
-    hub: Hub, said: list[str], tmp_path: Path
-) -> None:
+def test_script_is_rejected_unless_hub_converted(hub: Hub, said: list[str], tmp_path: Path) -> None:
     scripted = tmp_path / "scripted"
     scripted.mkdir()
     (scripted / "notes.py").write_text("raise SystemExit('run')")
@@ -321,7 +315,7 @@ def test_a_script_is_refused_unless_the_hub_has_converted_what_it_makes(
         (401, "RepoNotFound", "no repository some/notes .*if it is private, set HF_TOKEN"),
     ],
 )
-def test_no_access_is_said_as_for_models_whatever_was_fetched_before(
+def test_missing_access_is_reported_despite_cache(
     hub: Hub, said: list[str], status: int, code: str, message: str
 ) -> None:
     fetch(f"hub:{NAME}", False, said.append)
@@ -330,7 +324,7 @@ def test_no_access_is_said_as_for_models_whatever_was_fetched_before(
         fetch(f"hub:{NAME}", False, said.append)
 
 
-def test_names_that_lead_out_of_the_folder_are_not_files(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_leaving_the_folder_are_ignored(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     from support import hub_server
 
     listed = hub_server._siblings
@@ -343,14 +337,14 @@ def test_names_that_lead_out_of_the_folder_are_not_files(hub: Hub, monkeypatch: 
     assert len(hub_download.look_up(NAME, kind="dataset").files) == 5
 
 
-def test_a_configuration_cannot_lead_out_of_the_folder(hub: Hub, said: list[str], tmp_path: Path) -> None:
+def test_configuration_cannot_leave_the_folder(hub: Hub, said: list[str], tmp_path: Path) -> None:
     card = configs({"config_name": "..", "data_files": "train.csv"})
     hub.datasets[NAME]["main"].card = card
     pinned = fetch(f"hub:{NAME}", False, said.append)
     assert local_folder(pinned).resolve().is_relative_to(datasets() / f"some--notes@{FIRST}")
 
 
-def test_prepare_data_finetune_and_evaluate_take_a_data_set_by_its_name(hub: Hub, typed) -> None:
+def test_commands_accept_a_hub_reference(hub: Hub, typed) -> None:
     done = typed(f"prepare-data --data hub:{NAME}:validation --recipe summarization --model tiny --json")
     assert done.code == 0, done.err
     assert (done.json["folder"], done.json["rows_kept"]) == ("some-notes_validation.prepared", 12)
@@ -373,7 +367,7 @@ def test_prepare_data_finetune_and_evaluate_take_a_data_set_by_its_name(hub: Hub
     assert len(hub.requests) == 1
 
 
-def test_errors_of_the_hub_have_their_exit_codes(hub: Hub, typed, shell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_errors_have_exit_codes(hub: Hub, typed, shell, monkeypatch: pytest.MonkeyPatch) -> None:
     line = "prepare-data --recipe summarization --model tiny --data"
     done = typed(f"{line} hub:some/thing")
     assert (done.code, "no repository some/thing" in done.err) == (5, True)
@@ -389,7 +383,7 @@ def test_errors_of_the_hub_have_their_exit_codes(hub: Hub, typed, shell, monkeyp
     assert hub.requests == []
 
 
-def test_a_name_that_is_no_file_but_may_be_a_data_set_is_answered_with_how_to_write_that(shell, tmp_path: Path) -> None:
+def test_missing_file_suggests_hub_reference(shell, tmp_path: Path) -> None:
     line = "prepare-data --recipe summarization --model tiny --data"
     assert f"for a dataset on the Hugging Face Hub write hub:{NAME}" in shell(f"{line} {NAME}").err
     for data in ("some/notes.jsonl", "notes", "/some/notes", "a/b/c"):
@@ -399,7 +393,7 @@ def test_a_name_that_is_no_file_but_may_be_a_data_set_is_answered_with_how_to_wr
     assert "did you mean 'note'" in shell(f"{line} {NAME}").err
 
 
-def test_no_command_opens_a_socket_unless_a_data_set_of_the_hub_is_named(
+def test_sockets_open_only_for_hub_references(
     hub: Hub, typed, rows_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[object] = []

@@ -51,7 +51,7 @@ def prepared(tokenizer, notes):
 # Rows
 
 
-def test_rows_carry_tokens_prompt_length_references_and_origin(tokenizer, notes, prepared):
+def test_rows_carry_tokens_references_and_origin(tokenizer, notes, prepared):
     row = list(prepared.rows)[3]
     assert row["source"] == str(notes)
     assert row["line"] == 4
@@ -60,13 +60,13 @@ def test_rows_carry_tokens_prompt_length_references_and_origin(tokenizer, notes,
     assert tokenizer.decode(row["input_ids"][row["prompt_length"] :]) == " cough 3<|endoftext|>"
 
 
-def test_every_row_ends_with_eos_and_no_row_has_padding(tokenizer, prepared):
+def test_every_row_ends_with_eos(tokenizer, prepared):
     for ids in prepared.rows["input_ids"]:
         assert ids[-1] == tokenizer.eos_token_id
         assert Counter(ids)[tokenizer.eos_token_id] == 1
 
 
-def test_counts_add_up_over_good_cut_and_skipped_rows(tokenizer, tmp_path):
+def test_report_counts_add_up(tokenizer, tmp_path):
     rows = [
         {"note": WORDS, "summary": "cough"},
         {"note": WORDS * 30, "summary": "cough"},
@@ -98,7 +98,7 @@ def test_counts_add_up_over_good_cut_and_skipped_rows(tokenizer, tmp_path):
     assert seen == [8]
 
 
-def test_a_report_whose_counts_do_not_add_up_cannot_be_made(prepared):
+def test_inconsistent_report_is_impossible(prepared):
     with pytest.raises(AssertionError):
         dataclasses.replace(prepared.report, rows_read=21)
 
@@ -120,7 +120,7 @@ def test_one_row_is_enough(tokenizer, tmp_path):
     assert split(done, 0.5, seed=0) == (done, None)
 
 
-def test_split_windows_train_every_token_of_every_document_once(tokenizer, tmp_path):
+def test_split_windows_train_every_token_once(tokenizer, tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("\n\n".join(WORDS * n for n in (1, 9, 4)))
     done = tokenize_rows(TokenizeJob.of(recipe("continuous-pretraining", max_length=16), tokenizer, path, VOCAB))
@@ -134,7 +134,7 @@ def test_split_windows_train_every_token_of_every_document_once(tokenizer, tmp_p
     assert all(references == [] for references in done.rows["references"])
 
 
-def test_questions_keep_all_answers_and_unanswerable_ones_are_reported(tokenizer, tmp_path):
+def test_unanswerable_questions_are_reported(tokenizer, tmp_path):
     questions = [
         {"id": "1", "question": "Where from?", "answers": [{"text": "the village"}, {"text": "village"}]},
         {"id": "2", "question": "Why?", "answers": [], "is_impossible": True},
@@ -147,7 +147,7 @@ def test_questions_keep_all_answers_and_unanswerable_ones_are_reported(tokenizer
     assert done.report.rows_skipped["no value for column 'answers'"].first == [f"{path}:2"]
 
 
-def test_a_column_that_turns_up_late_is_found_but_does_not_win(tokenizer, tmp_path, monkeypatch):
+def test_late_column_is_found_but_loses(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr("gptj_ft.data.prepare.SURVEY_ROWS", 2)
     rows = [{"note": "a", "summary": "x"}] * 3
     late = json_lines(tmp_path / "late.jsonl", [*rows, {"document": "b", "note": "c", "summary": "x"}])
@@ -156,7 +156,7 @@ def test_a_column_that_turns_up_late_is_found_but_does_not_win(tokenizer, tmp_pa
     assert tokenize_rows(TokenizeJob.of(recipe(), tokenizer, only_late, VOCAB)).report.rows_kept == 3
 
 
-def test_columns_of_a_pattern_may_turn_up_late(tokenizer, tmp_path, monkeypatch):
+def test_pattern_columns_may_appear_late(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr("gptj_ft.data.prepare.SURVEY_ROWS", 1)
     path = json_lines(tmp_path / "a.jsonl", [{"note": "a", "s1": "x"}, {"note": "b", "s1": "x", "s2": "y"}])
     done = tokenize_rows(TokenizeJob.of(recipe(map="summary=s*"), tokenizer, path, VOCAB))
@@ -174,7 +174,7 @@ def test_csv_with_quoted_newlines_keeps_its_lines(tokenizer, tmp_path):
 # What is refused
 
 
-def test_unreadable_lines_are_found_before_any_row_is_tokenised(tokenizer, tmp_path):
+def test_unreadable_lines_fail_before_tokenizing(tokenizer, tmp_path):
     path = json_lines(tmp_path / "a.jsonl", [{"note": "a", "summary": "b"}] * 5)
     path.write_text(path.read_text() + "oops\n")
     seen = []
@@ -203,12 +203,12 @@ def test_policy_error_names_file_and_line(tokenizer, tmp_path):
         tokenize_rows(TokenizeJob.of(recipe(on_long="error", max_length=60), tokenizer, path, VOCAB))
 
 
-def test_a_token_the_model_does_not_have_is_refused(tokenizer, notes):
+def test_foreign_token_is_rejected(tokenizer, notes):
     with pytest.raises(DataError, match=r"notes\.jsonl:1: token id \d+, but the model's ids end at 279"):
         tokenize_rows(TokenizeJob.of(recipe(), tokenizer, notes, vocab_size=280))
 
 
-def test_a_tokenizer_without_eos_is_refused_before_reading(notes):
+def test_missing_eos_fails_before_reading(notes):
     with pytest.raises(UsageError, match="has no EOS token"):
         tokenize_rows(TokenizeJob.of(recipe(), make_tokenizer(eos=None), notes, VOCAB))
 
@@ -237,13 +237,13 @@ def test_prepared_data_is_never_overwritten(prepared, tmp_path):
         save_dataset(prepared, tmp_path / "data")
 
 
-def test_a_place_that_cannot_be_written_is_a_usage_error(prepared, tmp_path):
+def test_unwritable_folder_is_usage_error(prepared, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot write"):
         save_dataset(prepared, tmp_path / "file" / "data")
 
 
-def test_a_full_disk_is_a_resource_error_and_leaves_nothing(prepared, tmp_path, monkeypatch):
+def test_full_disk_leaves_no_files(prepared, tmp_path, monkeypatch):
     def full(self, *_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -253,7 +253,7 @@ def test_a_full_disk_is_a_resource_error_and_leaves_nothing(prepared, tmp_path, 
     assert [path.name for path in tmp_path.iterdir() if path.name != "home"] == ["notes.jsonl"]
 
 
-def test_the_file_of_rows_that_were_not_saved_goes_with_them_or_with_the_next_after_a_crash(tokenizer, notes):
+def test_unsaved_rows_are_deleted_after_crash(tokenizer, notes):
     (home() / ".rows-999999999-x.arrow").parent.mkdir(parents=True, exist_ok=True)
     (home() / ".rows-999999999-x.arrow").touch()
     made = tokenize_rows(TokenizeJob.of(recipe(), tokenizer, notes, VOCAB))
@@ -263,7 +263,7 @@ def test_the_file_of_rows_that_were_not_saved_goes_with_them_or_with_the_next_af
     assert not [*home().iterdir()]
 
 
-def test_saving_rows_that_are_a_file_links_it_and_loading_gives_the_same(tokenizer, notes, tmp_path):
+def test_saving_links_an_existing_file(tokenizer, notes, tmp_path):
     made = tokenize_rows(TokenizeJob.of(recipe(), tokenizer, notes, VOCAB))
     save_dataset(made, tmp_path / "a")
     save_dataset(load_dataset(tmp_path / "a"), tmp_path / "b")
@@ -278,7 +278,7 @@ def test_saving_rows_that_are_a_file_links_it_and_loading_gives_the_same(tokeniz
         assert loaded.report == made.report
 
 
-def test_a_folder_that_is_not_prepared_data_is_refused(tmp_path):
+def test_folder_without_manifest_is_rejected(tmp_path):
     with pytest.raises(UsageError, match=r"not prepared data: it has no manifest\.json"):
         load_dataset(tmp_path)
 
@@ -310,7 +310,7 @@ def _edit(folder, **changes):
 # Fit for a recipe
 
 
-def test_the_recipe_it_was_prepared_with_is_compatible(prepared, tokenizer):
+def test_same_recipe_is_compatible(prepared, tokenizer):
     check_compatible(prepared, recipe(lr=1.0, epochs=9), tokenizer)
 
 
@@ -339,13 +339,13 @@ def test_another_tokenizer_is_named(prepared):
 
 
 @pytest.mark.parametrize(("holdout", "held_rows"), [(0.05, 1), (0.001, 1), (0.25, 5), (1.0, 19)])
-def test_each_side_of_a_split_gets_at_least_one_row_and_none_is_lost(prepared, holdout, held_rows):
+def test_both_splits_get_rows_none_is_lost(prepared, holdout, held_rows):
     train, held = split(prepared, holdout, seed=3)
     assert len(held.rows) == held_rows
     assert sorted([*train.rows["line"], *held.rows["line"]]) == list(range(1, 21))
 
 
-def test_two_rows_are_split_and_one_stays_whole(prepared):
+def test_two_rows_split_one_stays_whole(prepared):
     assert [len(part.rows) for part in split(select_rows(prepared, [0, 1]), 0.5, seed=3)] == [1, 1]
     assert split(select_rows(prepared, [0]), 0.5, seed=3)[1] is None
 
@@ -355,7 +355,7 @@ def test_a_split_depends_on_the_seed_alone(prepared):
     assert lines[0] == lines[1] != lines[2]
 
 
-def test_nothing_is_held_out_when_nothing_is_asked_for(prepared):
+def test_zero_holdout_holds_out_nothing(prepared):
     assert split(prepared, 0.0, seed=0) == (prepared, None)
 
 
@@ -372,7 +372,7 @@ def rows_of_contract(tokenizer, folder, order):
     return tokenize_rows(TokenizeJob.of(recipe("qa"), tokenizer, path, VOCAB)), [rows[index] for index in order]
 
 
-def test_rows_that_share_a_document_stay_on_one_side_and_the_order_of_rows_does_not_matter(tokenizer, tmp_path):
+def test_shared_documents_stay_together_in_any_order(tokenizer, tmp_path):
     held = []
     for name, order in (("a", range(30)), ("b", range(29, -1, -1))):
         done, rows = rows_of_contract(tokenizer, tmp_path / name, order)
@@ -391,7 +391,7 @@ def test_rows_that_share_a_document_stay_on_one_side_and_the_order_of_rows_does_
         pytest.param((54, 29, 17), (5, 3, 2), id="what rounding down leaves goes to those that lost most"),
     ],
 )
-def test_each_label_is_held_out_in_its_share(counts, expected, tokenizer, tmp_path):
+def test_each_label_is_held_out_proportionally(counts, expected, tokenizer, tmp_path):
     path = tmp_path / "a.jsonl"
     names = ("positive", "negative", "neutral")
     labels = [name for name, count in zip(names, counts, strict=True) for _ in range(count)]
@@ -403,7 +403,7 @@ def test_each_label_is_held_out_in_its_share(counts, expected, tokenizer, tmp_pa
     assert done.rows["references"][0] == ["positive"]
 
 
-def test_windows_of_one_document_stay_on_one_side(tokenizer, tmp_path):
+def test_windows_of_a_document_stay_together(tokenizer, tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("\n\n".join(f"{number} {WORDS * 5}" for number in range(6)))
     done = tokenize_rows(TokenizeJob.of(recipe("continuous-pretraining", max_length=16), tokenizer, path, VOCAB))
@@ -412,7 +412,7 @@ def test_windows_of_one_document_stay_on_one_side(tokenizer, tmp_path):
     assert len(set(train.rows["line"])) == len(set(held.rows["line"])) == 3
 
 
-def test_the_windows_of_a_single_document_are_divided(tokenizer, tmp_path):
+def test_single_document_splits_by_window(tokenizer, tmp_path):
     path = tmp_path / "a.txt"
     path.write_text(WORDS * 9)
     done = tokenize_rows(TokenizeJob.of(recipe("continuous-pretraining", max_length=16), tokenizer, path, VOCAB))
@@ -421,7 +421,7 @@ def test_the_windows_of_a_single_document_are_divided(tokenizer, tmp_path):
     assert len(train.rows) + len(held.rows) == done.report.windows
 
 
-def test_a_held_out_part_has_its_own_counts_and_can_be_saved(prepared, tmp_path):
+def test_held_out_part_is_counted_and_saved(prepared, tmp_path):
     parts = split(prepared, 0.3, seed=0)
     for name in ("tokens", "target_tokens", "windows"):
         assert sum(getattr(part.report, name) for part in parts) == getattr(prepared.report, name)
@@ -461,7 +461,7 @@ def test_real_files_are_prepared_with_the_presets(name, recipe_name, kept):
     assert done.report.rows_kept == kept
 
 
-def test_a_column_that_is_null_in_every_row_is_said_to_be_empty(tmp_path, tokenizer):
+def test_all_null_column_is_reported_empty(tmp_path, tokenizer):
     columns = {"document": ["A note."] * 100, "summary": pyarrow.nulls(100, pyarrow.string())}
     parquet.write_table(pyarrow.table(columns), tmp_path / "rows.parquet")
     for options in ({}, {"map": "summary=summary"}):

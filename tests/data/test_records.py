@@ -35,19 +35,19 @@ def real_data(name):
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.ndjson", "rows.json", "ROWS.JSONL"])
-def test_json_lines_know_their_lines_and_pass_over_blank_ones(write, name):
+def test_json_lines_skip_blanks_and_keep_numbers(write, name):
     path = write(name, '{"a": 1}\n\n{"a": "two"}\n')
     assert rows(path) == [(1, {"a": 1}), (3, {"a": "two"})]
     assert [row.where for row in read_rows(identify(path))] == [f"{path}:1", f"{path}:3"]
 
 
 @pytest.mark.parametrize("name", ["one.jsonl", "one.json"])
-def test_one_row_without_a_newline_is_a_file(write, name):
+def test_one_row_without_newline_is_read(write, name):
     assert rows(write(name, '{"a": "b"}')) == [(1, {"a": "b"})]
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 2**20])
-def test_json_lines_under_the_name_of_json_are_read_in_one_go(write, monkeypatch, chunk):
+def test_json_lines_named_json_are_read(write, monkeypatch, chunk):
     from gptj_ft.data.readers import rows as rows_module
 
     monkeypatch.setattr(rows_module, "CHUNK_BYTES", chunk)
@@ -68,7 +68,7 @@ def test_a_byte_order_mark_is_accepted(write):
     assert rows(write("a.tsv", b"\xef\xbb\xbfa\tb\n1\t2\n")) == [(2, {"a": "1", "b": "2"})]
 
 
-def test_a_json_list_knows_the_line_of_each_object(write):
+def test_json_list_keeps_line_of_each_object(write):
     text = json.dumps([{"a": "x\n}"}, {"a": [1, {"b": 2}]}], indent=1)
     assert rows(write("a.json", "\n" + text)) == [(3, {"a": "x\n}"}), (6, {"a": [1, {"b": 2}]})]
 
@@ -83,7 +83,7 @@ def test_flat_rows_under_data_are_rows(write):
 
 
 @pytest.mark.parametrize("indent", [None, 1])
-def test_rows_that_one_object_wraps_are_read_and_that_is_said(write, indent):
+def test_wrapped_rows_are_read_and_noted(write, indent):
     items = [{"document": "a", "tags": [{"n": 1}]}, {"document": "b"}]
     path = write("wrap.json", json.dumps({"version": 2, "items": items, "empty": [], "about": {"n": 1}}, indent=indent))
     findings = Findings()
@@ -110,7 +110,7 @@ def test_rows_that_one_object_wraps_are_read_and_that_is_said(write, indent):
         {"a": [{"b": 1}, 2]},
     ],
 )
-def test_one_object_that_is_a_row_is_a_row(write, row):
+def test_single_object_is_one_row(write, row):
     assert rows(write("a.json", json.dumps(row))) == [(1, row)]
     several = json.dumps(row) + "\n" + json.dumps({"a": [{"b": 1}]}) + "\n"
     assert [values for _, values in rows(write("a.json", several))] == [row, {"a": [{"b": 1}]}]
@@ -123,7 +123,7 @@ def test_places_name_a_file_once():
     assert format_places(["/a/x.csv:1", "/b/x.csv:7"], 3) == "/a/x.csv:1; /b/x.csv:7 ..."
 
 
-def test_squad_is_one_row_per_question_and_impossible_ones_have_no_answers(write):
+def test_squad_gives_one_row_per_question(write):
     squad = {
         "version": "v2.0",
         "data": [
@@ -164,7 +164,7 @@ def test_squad_is_one_row_per_question_and_impossible_ones_have_no_answers(write
     assert [pretty.splitlines()[line - 1].strip() for line in lines] == ['"id": "q1",', '"id": "q2",']
 
 
-def test_csv_cells_may_hold_newlines_commas_and_long_texts(write):
+def test_csv_cells_may_hold_newlines_and_commas(write):
     long = "x" * 200_000
     path = write("a.csv", f'id,text\r\n1,"one\r\ntwo, ""three"""\r\n\r\n2,{long}\r\n')
     assert rows(path) == [(2, {"id": "1", "text": 'one\ntwo, "three"'}), (5, {"id": "2", "text": long})]
@@ -214,13 +214,13 @@ def test_an_unknown_suffix_names_the_known_ones(write):
         rows(write("a.wav", "x"))
 
 
-def test_the_first_line_that_is_not_json_is_named_and_the_others_counted(write):
+def test_first_bad_json_line_is_named(write):
     path = write("a.jsonl", '{"a": 1}\n{"a": \n{"a": 2}\n[1]\noops\n')
     with pytest.raises(DataError, match=r"a\.jsonl:2: not JSON: Expecting value \(column 7\); 2 more bad lines"):
         rows(path)
 
 
-def test_a_line_that_is_no_object_is_refused(write):
+def test_json_line_without_object_is_rejected(write):
     with pytest.raises(DataError, match=r"a\.jsonl:1: expected an object \{\.\.\.\}, found a list$"):
         rows(write("a.jsonl", '["x"]\n'))
     with pytest.raises(DataError, match=r"a\.json:2: expected an object \{\.\.\.\}, found a number"):
@@ -240,7 +240,7 @@ def test_broken_json_is_named_with_its_line(write, content, line):
 
 @pytest.mark.parametrize("content", ["[" * 100_000, '{"a": ' + "[" * 100_000, '{"a": ' + "1" * 10_000 + "}"])
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
-def test_json_made_to_break_parsers_is_a_data_error(write, name, content):
+def test_hostile_json_raises_data_error(write, name, content):
     with pytest.raises(DataError, match=r"not JSON"):
         rows(write(name, content))
 
@@ -251,28 +251,28 @@ def test_squad_without_its_parts_is_refused(write):
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.tsv", "a.txt"])
-def test_broken_utf8_is_named_with_line_and_column(write, name):
+def test_broken_utf8_is_named_with_column(write, name):
     with pytest.raises(DataError, match=rf"{name}:2: not UTF-8: byte 0xe9 at column 4\nsave it as UTF-8"):
         rows(write(name, b"a\ncaf\xe9\x81\n") if name != "a.jsonl" else write(name, b"{}\ncaf\xe9\x81\n"))
 
 
-def test_a_csv_row_with_another_number_of_cells_is_refused(write):
+def test_csv_row_of_other_width_is_rejected(write):
     path = write("a.csv", 'a,b\n1,"x\ny"\n1,2,3\n4,5\n6\n')
     with pytest.raises(DataError, match=r"a\.csv:4: 3 cells, the header has 2; 1 more bad line"):
         rows(path)
 
 
-def test_a_quote_that_is_never_closed_is_named_where_it_starts(write):
+def test_unclosed_quote_is_named_at_its_start(write):
     with pytest.raises(DataError, match=r"a\.csv:3: malformed table: unexpected end of data"):
         rows(write("a.csv", 'a,b\n1,2\n3,"x\n5,6\n'))
 
 
-def test_a_header_that_names_a_column_twice_is_refused(write):
+def test_repeated_column_name_is_rejected(write):
     with pytest.raises(DataError, match="names column 'a' twice"):
         rows(write("a.csv", "a,b,a\n1,2,3\n"))
 
 
-def test_a_digest_is_of_the_bytes_and_of_files_only(write, tmp_path):
+def test_digest_covers_bytes_and_files_only(write, tmp_path):
     assert identify(write("a.txt", "abc")).sha256 == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
     with pytest.raises(UsageError, match=r"no such file: .*b\.txt \(did you mean 'a\.txt'\?\)"):
         _ = identify(tmp_path / "b.txt").sha256
@@ -294,5 +294,5 @@ def test_a_digest_is_of_the_bytes_and_of_files_only(write, tmp_path):
         ("sentiment/sst2/dev.tsv", 6735),
     ],
 )
-def test_real_files_have_the_rows_they_are_known_to_have(name, count):
+def test_real_files_have_known_rows(name, count):
     assert len(rows(real_data(name))) == count

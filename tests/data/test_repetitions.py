@@ -12,7 +12,7 @@ from gptj_ft.data.checks.texts import Duplicates
 
 @pytest.mark.parametrize("bucket", [1, 7, 100, 10**6])
 @pytest.mark.parametrize("held", [1, 13, 1000])
-def test_what_repeats_is_what_a_look_at_all_rows_finds(bucket: int, held: int, monkeypatch) -> None:
+def test_duplicates_match_a_full_comparison(bucket: int, held: int, monkeypatch) -> None:
     monkeypatch.setattr(texts, "HELD", held)
     draw = random.Random(0)
     rows = [(draw.randrange(2**64 - 40, 2**64), draw.randrange(3), f"file{n % 3}", n) for n in range(200)]

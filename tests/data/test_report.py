@@ -65,7 +65,7 @@ def rows(tmp_path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def test_the_json_is_what_json_prints_and_lengths_and_splits(tmp_path: Path, shell: Any) -> None:
+def test_json_report_adds_lengths_and_splits(tmp_path: Path, shell: Any) -> None:
     done = shell(f"{TYPED} --report out.json --json --output folder")
     assert done.code == 0, done.err
     facts = json.loads((tmp_path / "out.json").read_text())
@@ -85,7 +85,7 @@ def test_the_json_is_what_json_prints_and_lengths_and_splits(tmp_path: Path, she
     assert "examples" not in facts
 
 
-def test_the_split_is_the_one_of_the_run(tmp_path: Path) -> None:
+def test_report_split_equals_the_runs(tmp_path: Path) -> None:
     recipe = resolve(
         {"recipe": "summarization", "model": "tiny", "data": "rows.jsonl", "holdout": 0.2}, environment={}
     ).recipe
@@ -99,7 +99,7 @@ def test_the_split_is_the_one_of_the_run(tmp_path: Path) -> None:
     assert list(data_facts(whole, other)["splits"]) == ["train"]
 
 
-def test_the_page_says_what_became_of_every_row(shell: Any, tmp_path: Path) -> None:
+def test_page_accounts_for_every_row(shell: Any, tmp_path: Path) -> None:
     done = shell(f"{TYPED} --report out.html")
     assert done.code == 0, done.err
     assert "report out.html" in done.said
@@ -118,7 +118,7 @@ def test_the_page_says_what_became_of_every_row(shell: Any, tmp_path: Path) -> N
     assert "width: 100.0%" in widths
 
 
-def test_the_page_needs_nothing_else_and_is_made_for_everyone(shell: Any, tmp_path: Path) -> None:
+def test_page_is_standalone_and_accessible(shell: Any, tmp_path: Path) -> None:
     assert shell(f"{TYPED} --report out.html").code == 0
     text = (tmp_path / "out.html").read_text(encoding="utf-8")
     page = Page(text)
@@ -137,7 +137,7 @@ def test_the_page_needs_nothing_else_and_is_made_for_everyone(shell: Any, tmp_pa
 
 
 @pytest.mark.parametrize("suffix", ["json", "html"])
-def test_texts_are_in_the_report_only_if_they_are_asked_for(suffix: str, shell: Any, tmp_path: Path) -> None:
+def test_page_shows_texts_only_if_requested(suffix: str, shell: Any, tmp_path: Path) -> None:
     for number, (show, there) in enumerate({"": 0, "--show 0": 0, "--show 2": 2}.items()):
         done = shell(f"{TYPED} --report {number}.{suffix} --output folder{number} {show}")
         assert done.code == 0, done.err
@@ -146,7 +146,7 @@ def test_texts_are_in_the_report_only_if_they_are_asked_for(suffix: str, shell: 
         assert ("Pump" in text) == (there > 0)
 
 
-def test_what_is_in_the_data_is_text_on_the_page() -> None:
+def test_page_escapes_data() -> None:
     path = Path("odd.jsonl")
     row = {"<script>alert(1)</script>": "x", "note": "</pre><img src=x onerror=alert(2)>", "summary": "<b>&amp;"}
     path.write_text(json.dumps(row) + "\n")
@@ -161,7 +161,7 @@ def test_what_is_in_the_data_is_text_on_the_page() -> None:
     assert "«<b>&amp;»" in page.text
 
 
-def test_the_page_begins_with_a_sentence_has_no_folder_and_marks_max_length(tmp_path: Path) -> None:
+def test_page_starts_with_summary_without_folders(tmp_path: Path) -> None:
     with Path("rows.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps({"note": "Call 555-867-5309 or mail ann@example.org", "summary": "Call."}) + "\n")
     recipe = resolve({"recipe": "summarization", "max_length": 60}, environment={}).recipe
@@ -180,7 +180,7 @@ def test_the_page_begins_with_a_sentence_has_no_folder_and_marks_max_length(tmp_
     assert "windows" not in page.text
 
 
-def test_a_count_that_is_new_is_on_the_page() -> None:
+def test_new_count_appears_on_the_page() -> None:
     recipe = resolve({"recipe": "summarization"}, environment={}).recipe
     facts = data_facts(tokenize_rows(TokenizeJob.of(recipe, make_tokenizer(), Path("rows.jsonl"), 50400)), recipe)
     page = Page(data_report(".html", {**facts, "tokens_lost": 1234567}))
@@ -213,7 +213,7 @@ def test_a_report_that_exists_is_left_alone(tmp_path: Path, shell: Any, own_home
     assert not own_home.exists()
 
 
-def test_a_full_disk_leaves_no_part_of_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_leaves_no_partial_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = resolve({"recipe": "summarization"}, environment={}).recipe
     facts = data_facts(tokenize_rows(TokenizeJob.of(recipe, make_tokenizer(), Path("rows.jsonl"), 50400)), recipe)
     before = {path.name for path in tmp_path.iterdir()}
@@ -228,7 +228,7 @@ def test_a_full_disk_leaves_no_part_of_a_report(tmp_path: Path, monkeypatch: pyt
     assert {path.name for path in tmp_path.iterdir()} == before
 
 
-def test_a_file_name_that_is_no_text_can_be_reported() -> None:
+def test_undecodable_file_name_is_reported() -> None:
     recipe = resolve({"recipe": "summarization"}, environment={}).recipe
     facts = data_facts(tokenize_rows(TokenizeJob.of(recipe, make_tokenizer(), Path("rows.jsonl"), 50400)), recipe)
     for name in ("a.json", "a.html"):

@@ -75,7 +75,7 @@ def test_no_template_repeats_or_writes_without_end(name: str, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("source", REFUSED)
-def test_what_goes_wrong_with_a_template_is_one_line(source: str) -> None:
+def test_template_error_is_one_line(source: str) -> None:
     with pytest.raises(UsageError, match=f"^template .*{REFUSED[source].replace('*', '[*]')}") as caught:
         render(source, VALUES)
     assert len(str(caught.value)) < 400
@@ -106,7 +106,7 @@ def test_what_prompts_and_chat_templates_use_works(source: str, text: str) -> No
 
 
 @pytest.mark.parametrize("replacing", ["a.replace('a', a)", "a | replace('a', a)", "a.join(a | list)", "a | join(a)"])
-def test_what_would_be_too_long_is_not_made_first(replacing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_huge_replacement_is_stopped_in_advance(replacing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "UNITS", 2**15)
     tracemalloc.start()
     with pytest.raises(UsageError, match="repeats or writes far more"):
@@ -179,7 +179,7 @@ ANY = st.lists(PIECES, max_size=30).map("".join) | STATEMENTS.map(lambda body: "
 
 @settings(max_examples=40, **QUIET)
 @given(source=ANY)
-def test_a_template_of_any_pieces_ends_in_a_text_or_a_line(source: str) -> None:
+def test_random_template_gives_text_or_error(source: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sandbox, "UNITS", 2**13)
         ends(source)
@@ -188,5 +188,5 @@ def test_a_template_of_any_pieces_ends_in_a_text_or_a_line(source: str) -> None:
 @pytest.mark.slow
 @settings(max_examples=5000, **QUIET)
 @given(source=ANY)
-def test_thousands_of_templates_end_in_a_text_or_a_line(source: str) -> None:
+def test_thousands_of_templates_give_text_or_error(source: str) -> None:
     ends(source)

@@ -65,7 +65,7 @@ def prepared(tokenizer: Any, rows: list[dict[str, Any]] | Path, needs_target: bo
     return done
 
 
-def test_presumms_sample_has_the_labels_filters_and_cuts_of_presumm() -> None:
+def test_presumm_sample_matches_presumm() -> None:
     """Sentences kept, tokens before the cut, sentences after it, labels left: from PreSumm's code on the same file."""
     tokenizer = load_tokenizer(real_data("tokenizers/bert-base-uncased/vocab.txt").parent)
     file = real_data("summarization/cnndm-sample/cnndm_sample.train.0.json")
@@ -90,7 +90,7 @@ def test_presumms_sample_has_the_labels_filters_and_cuts_of_presumm() -> None:
         assert len(row["texts"]) == len(row["marks"])
 
 
-def test_short_sentences_are_left_out_and_types_alternate(bert: Any) -> None:
+def test_short_sentences_are_dropped_types_alternate(bert: Any) -> None:
     (row,) = prepared(bert, [{"document": SENTENCES, "summary": SUMMARY}]).rows
     kept = [text for text in SENTENCES if text != "It rains ."]
     assert row["texts"] == kept
@@ -101,7 +101,7 @@ def test_short_sentences_are_left_out_and_types_alternate(bert: Any) -> None:
     assert row["references"] == ["\n".join(SUMMARY)]
 
 
-def test_lists_of_words_lists_of_sentences_and_texts_are_the_same_document(bert: Any) -> None:
+def test_document_forms_are_equivalent(bert: Any) -> None:
     forms = [
         {"document": [sentence.split() for sentence in SENTENCES], "summary": [text.split() for text in SUMMARY]},
         {"document": SENTENCES, "summary": SUMMARY},
@@ -113,7 +113,7 @@ def test_lists_of_words_lists_of_sentences_and_texts_are_the_same_document(bert:
         assert {**row, "line": 0} == {**rows[0], "line": 0}
 
 
-def test_words_of_presumms_files_become_pieces_without_splitting_at_punctuation(bert: Any) -> None:
+def test_presumm_words_are_not_split_at_punctuation(bert: Any) -> None:
     words = ["the", "--river", "café", "was", "good", "and", "bad"]
     rows = [
         {"document": [words] * 3, "summary": [words]},
@@ -125,7 +125,7 @@ def test_words_of_presumms_files_become_pieces_without_splitting_at_punctuation(
     assert first["input_ids"][2:4] == [vocabulary["-"], bert.unk_token_id] or "##-" not in vocabulary
 
 
-def test_a_long_document_keeps_its_last_token_and_the_sentences_that_begin_before_the_cut(bert: Any) -> None:
+def test_long_document_keeps_its_last_token(bert: Any) -> None:
     rows = [{"document": SENTENCES, "summary": SUMMARY}]
     (whole,) = prepared(bert, rows).rows
     (row,) = prepared(bert, rows, max_length=30).rows
@@ -144,7 +144,7 @@ def test_a_long_document_keeps_its_last_token_and_the_sentences_that_begin_befor
         prepared(bert, rows, on_long="split")
 
 
-def test_documents_and_summaries_that_are_too_short_are_left_out_of_training_only(bert: Any) -> None:
+def test_short_documents_are_skipped_in_training_only(bert: Any) -> None:
     rows = [
         {"document": SENTENCES, "summary": SUMMARY}, {"document": SENTENCES[:2], "summary": SUMMARY},
         {"document": SENTENCES, "summary": "the"}, {"document": "", "summary": SUMMARY},
@@ -162,7 +162,7 @@ def test_documents_and_summaries_that_are_too_short_are_left_out_of_training_onl
     assert [(row["texts"], row["targets"]) for row in done.rows] == [([SENTENCES[0]], [0]), (["It rains ."], [0])]
 
 
-def test_a_sentence_of_many_words_is_cut_and_of_many_sentences_the_first_hundred_are_kept(bert: Any) -> None:
+def test_sentence_limits_match_presumm(bert: Any) -> None:
     rows = [{"document": ["the river " * 150, *SENTENCES * 40], "summary": SUMMARY}]
     (row,) = prepared(bert, rows, max_length=5000).rows
     assert len(row["texts"]) == 100
@@ -179,7 +179,7 @@ def test_stories_are_articles_with_their_highlights(bert: Any) -> None:
 
 
 @pytest.mark.parametrize("is_zip", [False, True])
-def test_presumms_prepared_files_are_taken_as_they_are(is_zip: bool, bert: Any) -> None:
+def test_presumm_files_keep_their_tokens(is_zip: bool, bert: Any) -> None:
     ids = [CLS, 5, 6, SEP, CLS, 7, SEP, CLS, 8, 9, SEP]
     row = {
         "src": ids, "tgt": [1, 2], "src_sent_labels": [1, 0, 1], "segs": [0] * 4 + [1] * 3 + [0] * 4, "clss": [0, 4, 7],
@@ -203,7 +203,7 @@ class _Evil:
         return Path.touch, (Path("touched"),)
 
 
-def test_a_prepared_file_with_more_than_data_in_it_is_refused_and_not_run(bert: Any) -> None:
+def test_malicious_presumm_file_is_not_run(bert: Any) -> None:
     torch.save([{"src": _Evil()}], "evil.bert.pt")
     with pytest.raises(DataError, match=r"evil\.bert\.pt: not a PreSumm file"):
         prepared(bert, Path("evil.bert.pt"))
@@ -213,7 +213,7 @@ def test_a_prepared_file_with_more_than_data_in_it_is_refused_and_not_run(bert: 
         prepared(bert, Path("model.pt"))
 
 
-def test_files_of_weights_in_a_folder_are_rows_of_no_other_task() -> None:
+def test_weight_files_are_rows_of_no_task() -> None:
     Path("folder").mkdir()
     torch.save([], "folder/model.pt")
     Path("folder/rows.jsonl").write_text("{}\n")
@@ -224,7 +224,7 @@ def test_files_of_weights_in_a_folder_are_rows_of_no_other_task() -> None:
     ]
 
 
-def test_a_tokenizer_without_marks_between_sentences_is_refused() -> None:
+def test_tokenizer_without_markers_is_rejected() -> None:
     with pytest.raises(UsageError, match=r"has no \[CLS\] and \[SEP\], which task=sentences needs"):
         prepared(make_tokenizer(), [{"document": SENTENCES, "summary": SUMMARY}])
 
@@ -280,27 +280,27 @@ TEXT = st.lists(st.sampled_from(WORDS), max_size=6).map(" ".join)
 
 
 @given(st.lists(TEXT, max_size=8), TEXT, st.integers(1, 4))
-def test_oracle_is_the_greedy_choice_worked_out_from_scratch(sentences: list[str], summary: str, most: int) -> None:
+def test_oracle_equals_a_naive_greedy_search(sentences: list[str], summary: str, most: int) -> None:
     assert oracle_sentences(sentences, summary, most) == greedy(sentences, summary, most)
 
 
-def test_oracle_takes_one_sentence_where_a_second_lowers_the_score() -> None:
+def test_oracle_stops_when_the_score_drops() -> None:
     # The first: 2 of 2 words, 1 of 1 bigram: 2. Another one adds words that are not the summary's.
     assert oracle_sentences(["a dog barks", "the cat", "the cat"], "the cat") == [1]
 
 
-def test_oracle_is_empty_where_nothing_is_in_common_and_says_at_most_so_many() -> None:
+def test_oracle_respects_limit_and_may_be_empty() -> None:
     assert oracle_sentences(["a b", ""], "c d") == oracle_sentences([], "c") == oracle_sentences(["a"], "") == []
     assert oracle_sentences(["a", "b", "c", "d"], "d c b a", most=2) == [0, 1]
 
 
-def test_only_letters_digits_and_blanks_make_words_and_case_counts() -> None:
+def test_only_letters_digits_blanks_make_words() -> None:
     assert oracle_sentences(["it s", "its"], "it's") == [1]
     assert oracle_sentences(["The", "the"], "the") == [1]
     assert oracle_sentences(["x", "one\ntwo"], "one\ttwo") == [1], "white space of any kind separates"
 
 
-def test_bigrams_reach_over_the_sentences_of_the_summary_but_not_over_those_chosen() -> None:
+def test_bigrams_cross_only_summary_sentences() -> None:
     assert oracle_sentences(["b", "a", "b c"], ["a b", "c d"], most=1) == [2]
     # The unigrams of both are the summary's; only the second has the bigram between its sentences.
     assert oracle_sentences(["c b", "b c"], ["a b", "c d"], most=1) == [1]
@@ -312,7 +312,7 @@ def test_sentences_beyond_the_hundredth_are_no_candidates() -> None:
     assert oracle_sentences(sentences[1:], "a b") == [MAX_SENTENCES - 1]
 
 
-def test_oracle_of_the_cnn_dailymail_sample_is_that_of_presumm() -> None:
+def test_oracle_matches_presumm_on_cnn_dailymail() -> None:
     stories = json.loads(real_data("summarization/cnndm-sample/cnndm_sample.train.0.json").read_text(encoding="utf-8"))
     documents = [[" ".join(words) for words in story["src"]] for story in stories]
     summaries = [[" ".join(words) for words in story["tgt"]] for story in stories]

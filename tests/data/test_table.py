@@ -35,7 +35,7 @@ VALUES = {
 
 @settings(max_examples=100, derandomize=True, database=None, deadline=None)
 @given(data=st.data(), kind=st.sampled_from(list(VALUES)))
-def test_values_are_in_arrow_as_arrow_itself_would_have_them(data: st.DataObject, kind: pyarrow.DataType) -> None:
+def test_values_match_arrows_own_conversion(data: st.DataObject, kind: pyarrow.DataType) -> None:
     values = data.draw(st.lists(VALUES[kind], max_size=20))
     array = to_arrow(kind, values)
     array.validate(full=True)
@@ -67,7 +67,7 @@ def test_datasets_opens_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("repeats", [1, 3])
-def test_some_rows_are_these_rows_in_this_order(repeats: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_selected_rows_keep_their_order(repeats: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table_module, "BATCH_BYTES", 1)
     with TableWriter(tmp_path / "rows.arrow") as writer:
         for _ in range(repeats):
@@ -93,7 +93,7 @@ def test_some_rows_are_these_rows_in_this_order(repeats: int, tmp_path: Path, mo
             table.select([outside])
 
 
-def test_a_file_from_before_there_were_labels_opens_with_none(tmp_path: Path) -> None:
+def test_unlabelled_old_file_opens(tmp_path: Path) -> None:
     (batch,) = table_of(**{name: COLUMNS[name] for name in COLUMNS if name not in LABELLED}).batches()
     old = batch.select([name for name in SCHEMA.names if name not in LABELLED])
     with pyarrow.ipc.new_stream(tmp_path / "rows.arrow", old.schema) as stream:

@@ -81,7 +81,7 @@ def columns(path: Path, **flags: Any) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("language", TEXTS)
-def test_a_table_has_the_same_rows_however_it_is_written(language: str, tmp_path: Path) -> None:
+def test_table_rows_are_equal_in_any_dialect(language: str, tmp_path: Path) -> None:
     rows, count = rows_of(TEXTS[language]), 0
     for separator, ending, quoting in product(SEPARATORS, ("\n", "\r\n"), (csv.QUOTE_ALL, csv.QUOTE_MINIMAL)):
         for encoding in ENCODINGS:
@@ -106,7 +106,7 @@ CELLS = st.text(st.sampled_from("ab Zäöüßéèñ€’“”,;|\t\n\"'.!?-"),
 @pytest.mark.slow
 @settings(max_examples=1500, **QUIET)
 @given(data=st.data())
-def test_any_table_has_the_same_rows_however_it_is_written(tmp_path: Path, data: st.DataObject) -> None:
+def test_random_table_is_read_in_any_dialect(tmp_path: Path, data: st.DataObject) -> None:
     table = data.draw(st.lists(st.tuples(CELLS, CELLS), min_size=1, max_size=6))
     rows = [{"document": one, "summary": two} for one, two in table]
     encoding = data.draw(st.sampled_from(ENCODINGS))
@@ -121,7 +121,7 @@ def test_any_table_has_the_same_rows_however_it_is_written(tmp_path: Path, data:
     assert read(tmp_path / "a.xlsx") == [{"document": f"_{one}", "summary": f"_{two}"} for one, two in table]
 
 
-def test_the_line_of_a_bad_row_is_that_of_the_file_in_every_encoding(tmp_path: Path) -> None:
+def test_bad_row_line_survives_any_encoding(tmp_path: Path) -> None:
     text = 'document;summary\r\n"größer\r\nals";b\r\n\r\nzu;viel;hier\r\n'
     for encoding in ENCODINGS:
         path = tmp_path / f"{encoding}.csv"
@@ -133,7 +133,7 @@ def test_the_line_of_a_bad_row_is_that_of_the_file_in_every_encoding(tmp_path: P
         read(path)
 
 
-def test_the_separator_that_is_named_is_taken_and_so_is_the_one_of_excels_first_line(tmp_path: Path) -> None:
+def test_named_and_excel_separators_are_used(tmp_path: Path) -> None:
     path, findings = tmp_path / "a.csv", Findings()
     path.write_text("a^b\nx,y^1\n")
     assert read(path, findings, delimiter="^") == [{"a": "x,y", "b": "1"}]
@@ -147,7 +147,7 @@ def test_the_separator_that_is_named_is_taken_and_so_is_the_one_of_excels_first_
         resolve({"delimiter": "--"}, environment={})
 
 
-def test_a_table_whose_texts_hold_separators_is_still_separated_as_its_name_says(tmp_path: Path) -> None:
+def test_separators_in_texts_do_not_mislead(tmp_path: Path) -> None:
     path, findings = tmp_path / "a.csv", Findings(most_bad=9)
     for text in ("text\none; two\nthree; four | five\n", "a,b\nx;y,1\nz;w,2\n", "a;x,b;y\n1;2,3;4\n",
                  "a,b\n1,2\n3\n4\n", "note; free text\none\ntwo; three\n"):  # fmt: skip
@@ -161,7 +161,7 @@ def test_a_table_whose_texts_hold_separators_is_still_separated_as_its_name_says
 
 @pytest.mark.parametrize("form", ["jsonl", "json", "txt"])
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_texts_and_json_are_read_in_every_encoding_too(form: str, encoding: str, tmp_path: Path) -> None:
+def test_texts_and_json_support_all_encodings(form: str, encoding: str, tmp_path: Path) -> None:
     texts = [text.replace("\n", " ") for text in TEXTS["French"]]
     path, findings = tmp_path / f"a.{form}", Findings()
     lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts] if form != "txt" else texts
@@ -182,9 +182,7 @@ def test_texts_and_json_are_read_in_every_encoding_too(form: str, encoding: str,
     ("euc_jp", "Japanese", False), ("mac_roman", "French", False), ("cp850", "German", False),
     ("cp1253", "Greek", False),
 ])  # fmt: skip
-def test_what_is_not_windows_1252_by_its_letters_is_not_read_as_such(
-    encoding: str, language: str, is_taken: bool, tmp_path: Path
-) -> None:
+def test_unlikely_windows_1252_is_not_assumed(encoding: str, language: str, is_taken: bool, tmp_path: Path) -> None:
     texts = {"Russian": ["Привет, как дела?"], "Greek": ["Καλημέρα σας, τι κάνετε"],
              "French": ["L'été a été très long, déjà", "Où ça ?"]}.get(language) or TEXTS[language]  # fmt: skip
     path = tmp_path / "a.txt"
@@ -203,11 +201,11 @@ def test_what_is_not_windows_1252_by_its_letters_is_not_read_as_such(
     ([b"caf\xe9"], "cp1252"), ([b"caf\xc3", b"\xa9 ", b"ol\xc3\xa9"], "utf-8"), ([b"\xc3", b"ab", b"\xa9"], "cp1252"),
     ([b"abc", b""], "utf-8"), ([], "utf-8"),
 ])  # fmt: skip
-def test_an_encoding_is_guessed_wherever_a_text_is_cut_into_pieces(pieces: list[bytes], encoding: str) -> None:
+def test_guessed_encoding_ignores_chunk_boundaries(pieces: list[bytes], encoding: str) -> None:
     assert guess_encoding(lambda: pieces) == encoding
 
 
-def test_a_damaged_text_in_utf8_is_not_taken_for_another_encoding(tmp_path: Path) -> None:
+def test_damaged_utf8_stays_utf8(tmp_path: Path) -> None:
     content = ("déjà vu, " * 9).encode() + b"\xe9 " + "été".encode()
     path = tmp_path / "a.txt"
     path.write_bytes(content)
@@ -218,7 +216,7 @@ def test_a_damaged_text_in_utf8_is_not_taken_for_another_encoding(tmp_path: Path
         read(tmp_path / "b.txt")
 
 
-def test_an_encoding_that_is_named_is_taken_at_its_word(tmp_path: Path) -> None:
+def test_named_encoding_is_used(tmp_path: Path) -> None:
     path, findings = tmp_path / "a.csv", Findings()
     path.write_bytes("document,summary\nZażółć gęślą,jaźń\n".encode("cp1250"))
     assert read(path, findings, encoding="cp1250") == [{"document": "Zażółć gęślą", "summary": "jaźń"}]
@@ -233,7 +231,7 @@ def test_an_encoding_that_is_named_is_taken_at_its_word(tmp_path: Path) -> None:
             resolve({"encoding": name}, environment={})
 
 
-def test_utf16_without_a_mark_is_recognised_only_where_it_is_certain() -> None:
+def test_unmarked_utf16_is_recognized_only_if_certain() -> None:
     japanese = "document,summary\n" + "患者は「痛い」と言った。\u3000はい,はい\n" * 40
     for text, encoding in product([japanese, "a,b\n1,2\n", "größer"], ["utf-16-le", "utf-16-be"]):
         assert encoding_by_head(text.encode(encoding)) == encoding
@@ -249,7 +247,7 @@ def test_utf16_without_a_mark_is_recognised_only_where_it_is_certain() -> None:
         assert encoding_by_head(head) == ""
 
 
-def test_a_text_in_another_encoding_is_never_held_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recoding_streams_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from gptj_ft.data.readers import encodings
 
     path, longest = tmp_path / "a.txt", 0
@@ -280,7 +278,7 @@ def test_a_text_in_another_encoding_is_never_held_as_a_whole(tmp_path: Path, mon
     "a secret text,positive\nb,negative\nc,positive\n", "secret。,b\nx,y\n", "2024-05-01,secret\n2024-05-02,b\n",
     "secret,secret word,secret\nx,y,x\nz,secret word,z\n",
 ])  # fmt: skip
-def test_a_missing_header_is_noticed_and_no_row_is_printed(content: str, tmp_path: Path) -> None:
+def test_missing_header_is_reported_without_row_texts(content: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text(content)
     with pytest.raises(
@@ -292,7 +290,7 @@ def test_a_missing_header_is_noticed_and_no_row_is_printed(content: str, tmp_pat
 
 
 @pytest.mark.parametrize("header", ["id,note,summary", "document,summary,2020", "0,1", "Patient no.,Dr. says", ",a,b"])
-def test_names_of_columns_are_not_taken_for_a_row(header: str, tmp_path: Path) -> None:
+def test_column_names_are_not_a_row(header: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     row = ",".join("xyz"[: header.count(",") + 1])
     path.write_text(f"{header}\n{row}\n{header}\n{row}\n")
@@ -301,7 +299,7 @@ def test_names_of_columns_are_not_taken_for_a_row(header: str, tmp_path: Path) -
     assert not findings.headless
 
 
-def test_the_header_of_a_form_can_still_be_mapped(tmp_path: Path) -> None:
+def test_form_header_can_be_mapped(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text("What brings you here today, in short?;Say more\nx;y\n")
     chosen = {"document": "Say more", "summary": "What brings you here today, in short?"}
@@ -314,14 +312,14 @@ def test_the_header_of_a_form_can_still_be_mapped(tmp_path: Path) -> None:
     ("a,b\n1,2\n", r"--map document=COLUMN$"),
     ("n" * 40 + "\nb\n", r"there are: n{30}\.\.\.\nname yours with --map document=COLUMN$"),
 ])  # fmt: skip
-def test_what_is_to_be_typed_can_be_typed(content: str, says: str, tmp_path: Path) -> None:
+def test_suggested_option_can_be_typed(content: str, says: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text(content)
     with pytest.raises(DataError, match=says):
         columns(path)
 
 
-def test_how_a_file_is_read_decides_what_is_kept_and_nothing_of_rows_that_were_read_before(tmp_path: Path) -> None:
+def test_read_options_key_cache_not_prepared_rows(tmp_path: Path) -> None:
     path, tokenizer = tmp_path / "a.csv", make_tokenizer()
     path.write_text("document;summary\na long note;short\n")
     prepared = [
@@ -333,7 +331,7 @@ def test_how_a_file_is_read_decides_what_is_kept_and_nothing_of_rows_that_were_r
         check_compatible(prepared[0], recipe_of(**options), tokenizer)
 
 
-def test_names_of_columns_are_cut_where_they_are_shown(tmp_path: Path, shell: Any) -> None:
+def test_long_column_names_are_shortened(tmp_path: Path, shell: Any) -> None:
     name = "What was said when you came in to see us on Monday"
     (tmp_path / "a.csv").write_text(f"{name};summary\na long note;short\n" + "note;x\n" * 9)
     (tmp_path / "c.yaml").write_text(json.dumps({"map": {"document": name}}))
@@ -379,7 +377,7 @@ SHEET = "xl/worksheets/sheet1.xml"
 
 
 @pytest.mark.parametrize("language", TEXTS)
-def test_a_workbook_has_the_rows_that_the_table_in_text_has(language: str, tmp_path: Path) -> None:
+def test_workbook_rows_equal_text_table_rows(language: str, tmp_path: Path) -> None:
     rows, findings = rows_of(TEXTS[language]), Findings()
     path = workbook(tmp_path / "a.xlsx", {"Sheet": [list(rows[0]), *(list(row.values()) for row in rows)]})
     assert read(path, findings) == rows
@@ -403,7 +401,7 @@ def test_cells_are_the_texts_that_they_show(tmp_path: Path) -> None:
     assert [row["cell"] for row in read(path)] == list(cells.values())
 
 
-def test_what_lies_around_a_table_in_a_sheet_is_no_part_of_it(tmp_path: Path) -> None:
+def test_cells_around_the_table_are_ignored(tmp_path: Path) -> None:
     rows = [[], [], [None, "document", "summary", None], [None, "one", "1", None, "aside"], [], ["x", "two", 2]]
     path, findings = workbook(tmp_path / "a.xlsx", {"Sheet": rows}), Findings()
     found = list(read_rows(identify(path), findings))
@@ -417,7 +415,7 @@ def test_what_lies_around_a_table_in_a_sheet_is_no_part_of_it(tmp_path: Path) ->
     assert list(findings.notes) == [f"{path}: cells to the right of the last named column are ignored"]
 
 
-def test_merged_cells_have_their_text_once_and_hidden_rows_are_read(tmp_path: Path) -> None:
+def test_merged_and_hidden_cells_are_read(tmp_path: Path) -> None:
     path = workbook(
         tmp_path / "a.xlsx", {"Sheet": [["document", "summary"], ["one", "1"], ["two", "2"], ["three", "3"]]}
     )
@@ -428,7 +426,7 @@ def test_merged_cells_have_their_text_once_and_hidden_rows_are_read(tmp_path: Pa
     assert [row["document"] for row in read(path)] == ["one", "", "three"]
 
 
-def test_of_several_sheets_the_first_that_is_seen_is_read_or_the_one_that_is_named(tmp_path: Path) -> None:
+def test_first_visible_or_named_sheet_is_read(tmp_path: Path) -> None:
     sheets = {name: [["document", "summary"], [name, "x"]] for name in ("Lists", "Notes", "2023")}
     path, findings = workbook(tmp_path / "a.xlsx", sheets, hidden=("Lists",)), Findings()
     assert read(path, findings)[0]["document"] == "Notes"
@@ -444,7 +442,7 @@ def test_of_several_sheets_the_first_that_is_seen_is_read_or_the_one_that_is_nam
         read(path, sheet="Note")
 
 
-def test_a_workbook_without_names_of_columns_is_noticed_and_one_without_rows_too(tmp_path: Path) -> None:
+def test_workbook_without_header_is_reported(tmp_path: Path) -> None:
     path = workbook(tmp_path / "a.xlsx", {"Sheet": [["Doctor: where does it hurt today, please?", 17], ["x", 18]]})
     with pytest.raises(
         DataError, match=r"looks like a row, not like column names: .* e\.g\. document, summary"
@@ -458,9 +456,7 @@ def test_a_workbook_without_names_of_columns_is_noticed_and_one_without_rows_too
         read(workbook(path, {"Sheet": [["a", "a"], ["x", "y"]]}))
 
 
-def test_a_workbook_that_is_damaged_or_made_to_fill_the_memory_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_or_huge_workbook_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gptj_ft.data.readers.spreadsheets.MOST_OTHER_BYTES", 2**21)
     monkeypatch.setattr("gptj_ft.data.readers.spreadsheets.MOST_PIECE_BYTES", 2**20)
     monkeypatch.setattr("gptj_ft.data.readers.spreadsheets.MOST_ROWS", 2**13)
@@ -495,7 +491,7 @@ def test_a_workbook_that_is_damaged_or_made_to_fill_the_memory_is_refused(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_workbook_with_wrong_bytes_is_refused_or_read_but_never_breaks(seed: int, tmp_path: Path) -> None:
+def test_workbook_with_wrong_bytes_never_crashes(seed: int, tmp_path: Path) -> None:
     draw = random.Random(seed)
     rows = [["document", "summary"], *([f"Note {n}", n] for n in range(9))]
     path = workbook(tmp_path / "a.xlsx", {"Sheet": rows})
@@ -514,7 +510,7 @@ def test_a_workbook_with_wrong_bytes_is_refused_or_read_but_never_breaks(seed: i
             read(path, Findings(most_bad=99))
 
 
-def test_without_openpyxl_it_is_said_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_openpyxl_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = workbook(tmp_path / "a.xlsx", {"Sheet": [["a"], ["b"]]})
     monkeypatch.setitem(sys.modules, "openpyxl", None)
     with pytest.raises(UsageError, match=r"pip install 'gptj-ft\[xlsx\]', or save the sheet as CSV UTF-8"):

@@ -28,12 +28,12 @@ def decode(tokenizer, ids):
 # Placeholders
 
 
-def test_braces_in_a_document_stay_as_they_are():
+def test_braces_in_documents_stay():
     values = {"a": "{{ b }} {% if %} <&>", "b": "{{}}"}
     assert render("{x} {{ a }}|{{b}}\n", values) == "{x} {{ b }} {% if %} <&>|{{}}\n"
 
 
-def test_the_fields_of_a_template_are_what_it_does_not_set_itself_in_order():
+def test_template_fields_are_undeclared_names():
     template = "{{ b }}{% for m in messages %}{{ m.role }} {{ a }}{% endfor %}{% set c = b %}{{ c }}"
     assert fields_of(template) == ("b", "messages", "a")
 
@@ -44,7 +44,7 @@ def test_what_is_no_template_is_refused(template):
         fields_of(template)
 
 
-def test_single_braces_around_a_name_are_refused_with_what_to_write():
+def test_single_braces_are_rejected_with_advice():
     with pytest.raises(UsageError, match=r"write \{\{ document \}\} for a field, not \{document\}"):
         fields_of("Summarize {document}:")
 
@@ -70,14 +70,14 @@ def test_a_template_may_be_a_file(tmp_path):
 # Columns
 
 
-def test_columns_are_chosen_best_first_whatever_their_case():
+def test_best_column_wins_ignoring_case():
     assert choose_columns(["id", "Document", "text", "Section_Text"], recipe()) == {
         "document": "Document",
         "summary": "Section_Text",
     }
 
 
-def test_several_columns_that_may_be_a_field_are_not_chosen_from():
+def test_ambiguous_columns_are_not_chosen():
     with pytest.raises(UnknownColumn, match=r"'document' may be any of the columns text, Dialogue;") as caught:
         choose_columns(["id", "Dialogue", "text", "summary"], recipe())
     assert caught.value.field == "document"
@@ -98,7 +98,7 @@ def test_no_two_fields_take_the_same_column():
         choose_columns(["x"], same)
 
 
-def test_a_list_of_highlights_is_one_text_and_a_list_of_targets_several_answers():
+def test_highlights_are_joined_targets_are_alternatives():
     recipe = Recipe(prompt="{{ document }}", completion=" {{ summary }}", fields={})
     row = {"document": "d", "Highlights": ["One.", "Two."], "target": ["One.", "Two."]}
     found = read_fields(row, {"document": "document", "summary": "Highlights"}, recipe)
@@ -107,12 +107,12 @@ def test_a_list_of_highlights_is_one_text_and_a_list_of_targets_several_answers(
     assert found.references == ["One.", "Two."]
 
 
-def test_a_field_that_the_recipe_does_not_list_goes_by_its_own_name():
+def test_unlisted_field_matches_its_own_name():
     custom = Recipe(prompt="{{ question }}", completion="{{ reply }}", fields={})
     assert choose_columns(["Reply", "question"], custom) == {"question": "question", "reply": "Reply"}
 
 
-def test_a_missing_column_says_what_was_sought_what_there_is_and_the_way_out():
+def test_missing_column_error_says_what_to_do():
     with pytest.raises(DataError) as caught:
         choose_columns(["body_of_note", "abstract"], recipe())
     message = str(caught.value)
@@ -123,7 +123,7 @@ def test_a_missing_column_says_what_was_sought_what_there_is_and_the_way_out():
 
 @pytest.mark.parametrize("cells", [{"note": "\n The lift.\n", "summary": " Stuck. \n"},
                                    {"note": " The lift. ", "summary": ["Stuck. ", " Stuck.", "It. "]}])  # fmt: skip
-def test_white_space_at_the_ends_of_fields_is_left_out_where_rows_are_prepared_and_asked(cells):
+def test_fields_are_stripped_in_training_and_inference(cells):
     chosen = recipe(prompt="{{ document }}\n\nSummary:")
     found = read_fields(cells, {"document": "note", "summary": "summary"}, chosen)
     assert parts(chosen, found.values) == [("The lift.\n\nSummary:", False), (" Stuck.", True)]
@@ -131,7 +131,7 @@ def test_white_space_at_the_ends_of_fields_is_left_out_where_rows_are_prepared_a
     assert fill_fields(chosen, str(cells["note"]), {}) == {"document": found.values["document"]}
 
 
-def test_a_template_that_is_a_field_alone_takes_it_as_it_is():
+def test_lone_field_keeps_its_white_space():
     bare = Recipe(prompt="{{ prompt }}", completion="{{ completion }}", fields={})
     row = {"prompt": "One ->", "completion": " two\n"}
     assert parts(bare, read_fields(row, {name: name for name in row}, bare).values) == [
@@ -143,14 +143,14 @@ def test_a_template_that_is_a_field_alone_takes_it_as_it_is():
     assert fill_fields(plain, "Once upon ", {}) == {"text": "Once upon "}
 
 
-def test_an_answer_is_found_in_a_passage_that_begins_with_blanks():
+def test_answer_is_found_behind_leading_blanks():
     row = {"context": "\n two and two", "question": "?", "answers": {"text": ["two"], "answer_start": [10]}}
     columns = {"context": "context", "question": "question", "answer": "answers"}
     assert read_fields(row, columns, recipe("qa")).answer_at == 8
 
 
 @pytest.mark.parametrize("named", ["summary*", "summary1+summary2+summary10", "SUMMARY[0-9]*+summary2", None])
-def test_several_columns_hold_right_answers_of_which_the_first_is_trained_on(named: str | None):
+def test_first_answer_column_is_trained(named: str | None):
     row = {"dialogue": "d", "summary10": "ten", "summary2": " ", "topic1": "t", "summary1": "one"}
     if named is None:
         chosen = recipe("dialogsum", fields={"dialogue": ["dialogue"], "summary": ["x", "summary1+Summary2+summary10"]})
@@ -168,7 +168,7 @@ def test_several_columns_hold_right_answers_of_which_the_first_is_trained_on(nam
         read_fields({"dialogue": "d"}, columns, chosen)
 
 
-def test_the_published_test_split_of_dialogsum_is_read_by_its_recipe():
+def test_dialogsum_test_split_is_read():
     row = {"fname": "test_0", "dialogue": "#Person1#: Hi.", **{f"{a}{n}": f"{a} {n}" for n in (1, 2, 3)
                                                              for a in ("summary", "topic")}}  # fmt: skip
     columns = choose_columns(row, recipe("dialogsum"))
@@ -178,7 +178,7 @@ def test_the_published_test_split_of_dialogsum_is_read_by_its_recipe():
     assert not is_column_for(columns["summary"], ["summary", "summary1+summary2"])
 
 
-def test_several_columns_are_for_answers_and_all_of_them_must_be_there():
+def test_several_columns_must_all_exist():
     with pytest.raises(DataError, match=r"--map document=\w\+b: several columns mean several correct answers"):
         choose_columns(["a", "b", "summary"], recipe(map="document=a+b"))
     with pytest.raises(DataError, match=r"no such column.*there are: a, b"):
@@ -187,7 +187,7 @@ def test_several_columns_are_for_answers_and_all_of_them_must_be_there():
     assert read_fields({"a+b": "x", "a": "y"}, {"document": "a", "summary": "a+b"}, recipe()).references == ["x"]
 
 
-def test_only_the_prompts_columns_are_needed_when_asked_for():
+def test_inference_needs_only_prompt_columns():
     assert choose_columns(["note"], recipe(), fields=["document"]) == {"document": "note"}
 
 
@@ -229,7 +229,7 @@ def test_an_answer_may_have_alternatives(cell, answers):
     assert alternatives_of(cell) == answers
 
 
-def test_the_first_answer_is_trained_on_and_all_are_references():
+def test_first_answer_is_target_all_are_references():
     columns = {"context": "context", "question": "question", "answer": "answers"}
     found = read_fields({"context": ["A.", "B."], "question": "q", "answers": ["x ", "y"]}, columns, recipe("qa"))
     assert found.values == {"context": "A. B.", "question": "q", "answer": "x"}
@@ -251,7 +251,7 @@ def test_plain_text_has_no_references():
         ({"note": "\ud83d"}, "column 'note': half a surrogate pair"),
     ],
 )
-def test_a_cell_without_text_is_a_reason_to_skip(row, reason):
+def test_empty_cell_skips_the_row(row, reason):
     with pytest.raises(RowSkipped, match=reason):
         read_fields(row, {"document": "note"}, recipe())
 
@@ -259,7 +259,7 @@ def test_a_cell_without_text_is_a_reason_to_skip(row, reason):
 # Tokens
 
 
-def test_a_row_is_prompt_completion_and_eos_tokenised_apart(tokenizer):
+def test_prompt_and_completion_are_tokenized_separately(tokenizer):
     encoded = encode(recipe(), tokenizer, {"document": "The cough.", "summary": "Cough {x}."})
     [ids] = encoded.documents
     assert ids[-1] == tokenizer.eos_token_id
@@ -282,7 +282,7 @@ LONG_DOCUMENTS = [
 @pytest.mark.parametrize("document", LONG_DOCUMENTS)
 @pytest.mark.parametrize("side", ["end", "start"])
 @pytest.mark.parametrize("max_length", [60, 61, 62, 63, 64, 100])
-def test_a_cut_touches_the_document_only_and_eos_stays(tokenizer, document, side, max_length):
+def test_cut_shortens_only_the_document(tokenizer, document, side, max_length):
     cut = recipe(cut=side, max_length=max_length)
     encoded = encode(cut, tokenizer, {"document": document, "summary": "He had a cough."})
     [ids] = encoded.documents
@@ -301,7 +301,7 @@ def test_a_cut_touches_the_document_only_and_eos_stays(tokenizer, document, side
 
 
 @pytest.mark.parametrize("document", [*LONG_DOCUMENTS, "the\n" * 60, "a\n\n\nb" * 40, "\n \n\n\nx" * 40])
-def test_a_cut_keeps_the_longest_part_that_fits(tokenizer, document, monkeypatch):
+def test_cut_keeps_longest_part_that_fits(tokenizer, document, monkeypatch):
     monkeypatch.setattr("gptj_ft.data.truncation.WORD_TOKENS", 0)
     template = "Read.\n{{ a }}\n\nSummary:"
     ends = sorted({end for _, end in tokenizer(document, return_offsets_mapping=True)["offset_mapping"]})
@@ -318,7 +318,7 @@ def test_a_cut_keeps_the_longest_part_that_fits(tokenizer, document, monkeypatch
 
 
 @pytest.mark.parametrize("side", ["end", "start"])
-def test_a_cut_falls_between_words_where_one_is_near(tokenizer, side):
+def test_cut_falls_between_words_if_possible(tokenizer, side):
     words = ["patiently", "coughing", "waters", "villagers", "visitors", "seconds"]
     assert all(len(tokenizer(f" {word}")["input_ids"]) > 1 for word in words)
     for max_length in range(60, 90):
@@ -329,7 +329,7 @@ def test_a_cut_falls_between_words_where_one_is_near(tokenizer, side):
         assert set(part.split()) <= set(words)
 
 
-def test_a_field_used_twice_is_cut_alike_in_both_places(tokenizer):
+def test_field_used_twice_is_cut_alike(tokenizer):
     template = {"prompt": "[{{ a }}]+[{{ a }}]", "completion": "{{ b }}", "fields": {}}
     twice = Recipe(**template, shorten="a", max_length=60, on_long="shorten")
     encoded = encode(twice, tokenizer, {"a": WORDS * 9, "b": "x"})
@@ -348,7 +348,7 @@ def test_training_and_inference_cut_alike(tokenizer):
     assert not encode_prompt(recipe(), tokenizer, {"document": WORDS}, room=1000).cut
 
 
-def test_a_prompt_that_cannot_be_shortened_is_a_data_error(tokenizer):
+def test_unshortenable_prompt_is_data_error(tokenizer):
     with pytest.raises(DataError, match=r"takes \d+ tokens, there is room for 20 \(on_long: skip\)"):
         encode_prompt(recipe(on_long="skip"), tokenizer, {"document": WORDS}, room=20)
     with pytest.raises(DataError, match="the field 'document' is empty"):
@@ -375,7 +375,7 @@ def test_plain_text_to_continue_keeps_its_end(tokenizer):
         ({"document": WORDS * 9, "summary": "x"}, {"shorten": "", "max_length": 60}, "no field to `shorten` is named"),
     ],
 )
-def test_a_row_that_cannot_be_used_says_why(tokenizer, values, options, reason):
+def test_unusable_row_gives_its_reason(tokenizer, values, options, reason):
     with pytest.raises(RowSkipped, match=reason):
         encode(recipe(**options), tokenizer, values)
 
@@ -399,7 +399,7 @@ def test_split_trains_every_token_once(tokenizer, max_length):
     assert all(2 <= len(window) <= max_length for window in encoded.documents)
 
 
-def test_plain_text_may_be_cut_instead_of_split(tokenizer):
+def test_plain_text_may_be_cut(tokenizer):
     plain = recipe("continuous-pretraining", on_long="shorten", shorten="text", max_length=20)
     encoded = encode(plain, tokenizer, {"text": WORDS * 3})
     [ids] = encoded.documents
@@ -413,7 +413,7 @@ def test_a_tokenizer_without_eos_is_refused():
         encode(recipe(), make_tokenizer(eos=None), {"document": "x", "summary": "y"})
 
 
-def test_templates_and_policies_that_contradict_each_other_are_refused():
+def test_contradictory_templates_are_rejected():
     with pytest.raises(UsageError, match=r"the prompt has no field 'documents' \(did you mean 'document'\?\)"):
         check_templates(recipe(shorten="documents"))
     with pytest.raises(UsageError, match="the prompt has no field 'summary'"):
@@ -427,7 +427,7 @@ def test_templates_and_policies_that_contradict_each_other_are_refused():
 
 
 @pytest.mark.parametrize("max_length", [60, 61, 75, 90])
-def test_a_cut_in_the_middle_keeps_beginning_and_end(tokenizer, max_length):
+def test_middle_cut_keeps_start_and_end(tokenizer, max_length):
     document = f"First of all. {WORDS * 20}And at last."
     cut = recipe(cut="middle", max_length=max_length)
     [ids] = encode(cut, tokenizer, {"document": document, "summary": "x"}).documents
@@ -442,7 +442,7 @@ def test_a_cut_in_the_middle_keeps_beginning_and_end(tokenizer, max_length):
 
 
 @pytest.mark.parametrize("before", [0, 1, 20, 39, 40])
-def test_a_cut_of_a_passage_keeps_what_is_around_the_answer(tokenizer, before):
+def test_answer_cut_keeps_the_answers_surroundings(tokenizer, before):
     passage = WORDS * before + "the answer is forty two, he said. " + WORDS * (40 - before)
     row = {"context": passage, "question": "What?", "answers": {"text": ["forty two"], "answer_start": [0]}}
     columns = {"context": "context", "question": "question", "answer": "answers"}
@@ -464,7 +464,7 @@ def encode_to_text(tokenizer, recipe, row, columns):
     return decode(tokenizer, prompt.ids).partition("Passage: ")[2].partition("\n\nQuestion")[0]
 
 
-def test_where_the_data_says_the_answer_is_that_one_is_kept():
+def test_stated_answer_position_is_used():
     row = {"context": "two and two", "question": "?", "answers": {"text": ["two"], "answer_start": [8]}}
     columns = {"context": "context", "question": "question", "answer": "answers"}
     assert read_fields(row, columns, recipe("qa")).answer_at == 8
@@ -475,7 +475,7 @@ def test_where_the_data_says_the_answer_is_that_one_is_kept():
 # Rows that come as tokens
 
 
-def test_tokens_that_come_with_their_targets_are_taken_as_they_are():
+def test_given_tokens_and_targets_are_kept():
     plain = recipe("continuous-pretraining", max_length=8)
     assert from_tokens(plain, [5, 6, 7], None).documents == ([5, 6, 7],)
     encoded = from_tokens(plain, [5, 6, 7, 8, 9, 1, 1], [2, 3, 4, 5])
@@ -485,13 +485,13 @@ def test_tokens_that_come_with_their_targets_are_taken_as_they_are():
 
 
 @pytest.mark.parametrize("on_long", ["split", "skip", "error"])
-def test_as_many_inputs_and_targets_as_the_window_has_are_one_row(on_long):
+def test_one_extra_token_fits_the_window(on_long):
     plain = recipe("continuous-pretraining", max_length=4, on_long=on_long)
     assert from_tokens(plain, [5, 6, 7, 8, 9], None) == Encoded(([5, 6, 7, 8, 9],), 0)
     assert from_tokens(plain, [5, 6, 7, 8, 9], [[3, 5]]) == Encoded(([5, 6, 7, 8, 9],), 3)
 
 
-def test_tokens_that_are_too_long_are_split_only_if_all_are_targets():
+def test_long_tokens_split_only_without_masks():
     plain = recipe("continuous-pretraining", max_length=4)
     assert from_tokens(plain, list(range(9)), None).documents == ([0, 1, 2, 3, 4], [4, 5, 6, 7, 8])
     assert from_tokens(plain, list(range(10)), None).documents == ([0, 1, 2, 3, 4], [4, 5, 6, 7, 8], [8, 9])
@@ -505,7 +505,7 @@ def test_tokens_that_are_too_long_are_split_only_if_all_are_targets():
     ("on_long", "error", "message"),
     [("error", DataError, "9 tokens with EOS, max_length is 4"), ("skip", RowSkipped, "longer than max_length$")],
 )
-def test_tokens_that_are_too_long_meet_what_the_recipe_says(on_long, error, message):
+def test_long_tokens_follow_the_length_policy(on_long, error, message):
     with pytest.raises(error, match=message):
         from_tokens(recipe("continuous-pretraining", max_length=4, on_long=on_long), list(range(9)), [3, 9])
 
@@ -526,6 +526,6 @@ def test_tokens_that_are_too_long_meet_what_the_recipe_says(on_long, error, mess
         [True, 2],
     ],
 )
-def test_targets_that_are_no_pairs_are_an_error(trained):
+def test_malformed_target_spans_raise_error(trained):
     with pytest.raises(DataError, match="must be a list of"):
         from_tokens(recipe("continuous-pretraining"), list(range(9)), trained)

@@ -53,7 +53,7 @@ def test_a_record_written_by_hand_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", [packed, one_by_one, mixed])
-def test_every_token_but_the_first_of_a_window_is_trained(form, tmp_path: Path) -> None:
+def test_all_tokens_but_the_first_are_targets(form, tmp_path: Path) -> None:
     path = written(tmp_path / "a_3.tfrecords", *(record(example({"text": form(tokens)})) for tokens in WINDOWS))
     assert list(read_rows(identify(path))) == [
         Row(str(path), number, {"input_ids": tokens, "trained": [1, len(tokens)]})
@@ -61,12 +61,12 @@ def test_every_token_but_the_first_of_a_window_is_trained(form, tmp_path: Path) 
     ]
 
 
-def test_a_window_of_one_token_has_no_target(tmp_path: Path) -> None:
+def test_window_of_one_token_has_no_target(tmp_path: Path) -> None:
     (row,) = read_rows(identify(written(tmp_path / "a.tfrecords", text_record([5]))))
     assert row.values == {"input_ids": [5], "trained": []}
 
 
-def test_other_features_and_unknown_fields_are_passed_over(tmp_path: Path) -> None:
+def test_unknown_features_and_fields_are_skipped(tmp_path: Path) -> None:
     unknown = varint(9 << 3 | 5) + b"1234" + varint(8 << 3 | 1) + b"12345678" + varint(7 << 3 | 0) + varint(1)
     payload = unknown + example({"id": packed([9]), "text": packed([1, 2]), "source": field(1, field(1, b"web"))})
     assert ids(written(tmp_path / "a.tfrecord", record(payload + unknown))) == [[1, 2]]
@@ -106,7 +106,7 @@ def test_records_are_known_by_their_content(tmp_path: Path) -> None:
 # An index
 
 
-def test_an_index_names_files_relative_to_its_folder(tmp_path: Path) -> None:
+def test_index_paths_are_relative_to_its_folder(tmp_path: Path) -> None:
     (tmp_path / "records").mkdir()
     first = written(tmp_path / "records" / "a.tfrecords", text_record([1, 2]))
     second = written(tmp_path / "b.tfrecords", text_record([3, 4]))
@@ -128,7 +128,7 @@ def test_an_index_names_files_relative_to_its_folder(tmp_path: Path) -> None:
         ("x" * 5000, r"train\.index:2: no such file"),
     ],
 )
-def test_what_an_index_should_not_name_is_named(line: str, says: str, tmp_path: Path) -> None:
+def test_wrong_index_entry_is_named(line: str, says: str, tmp_path: Path) -> None:
     written(tmp_path / "a.tfrecords", text_record([1, 2]))
     (tmp_path / "rows.jsonl").write_text("{}")
     index = tmp_path / "train.index"
@@ -140,7 +140,7 @@ def test_what_an_index_should_not_name_is_named(line: str, says: str, tmp_path: 
         ids(index)
 
 
-def test_a_folder_of_records_is_read_once_though_an_index_lies_in_it(tmp_path: Path) -> None:
+def test_index_does_not_repeat_its_files(tmp_path: Path) -> None:
     written(tmp_path / "a.tfrecords", text_record([1, 2]))
     (tmp_path / "a.index").write_text("a.tfrecords\n")
     (tmp_path / "data_params.json").write_text("{}")
@@ -184,7 +184,7 @@ def test_an_empty_file_is_explained(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_bad_record_is_reported_and_the_others_are_read(bad: bytes, says: str, tmp_path: Path) -> None:
+def test_bad_record_is_reported_others_are_read(bad: bytes, says: str, tmp_path: Path) -> None:
     path = written(tmp_path / "a.tfrecords", text_record([1, 2]), bad, text_record([3, 4]))
     findings = Findings(most_bad=1)
     assert ids(path, findings) == [[1, 2], [3, 4]]
@@ -194,7 +194,7 @@ def test_a_bad_record_is_reported_and_the_others_are_read(bad: bytes, says: str,
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_a_length_that_cannot_be_believed_ends_it(number: int, tmp_path: Path) -> None:
+def test_implausible_length_ends_reading(number: int, tmp_path: Path) -> None:
     huge = struct.pack("<Q", 2**50)
     for header in (struct.pack("<Q", 40) + b"1234", huge + masked(huge)):
         records = [text_record([1, 2])] * (number - 1)
@@ -209,15 +209,13 @@ def test_a_length_that_cannot_be_believed_ends_it(number: int, tmp_path: Path) -
     ("features", "has"), [({"input_ids": packed([1]), "labels": packed([1])}, "input_ids, labels"), ({}, "none"),
                           ({"text": field(1, field(1, b"words"))}, "text")],
 )  # fmt: skip
-def test_records_of_another_kind_are_refused_with_what_they_have(
-    features: dict[str, bytes], has: str, tmp_path: Path
-) -> None:
+def test_foreign_records_are_rejected_with_features(features: dict[str, bytes], has: str, tmp_path: Path) -> None:
     path = written(tmp_path / "a.tfrecords", record(example(features)))
     with pytest.raises(DataError, match=rf"a\.tfrecords:1: the record lacks the feature 'text'.*; it has {has}$"):
         ids(path, Findings(most_bad=9))
 
 
-def test_a_file_cut_short_anywhere_gives_the_records_before_and_says_so(tmp_path: Path) -> None:
+def test_truncated_file_gives_its_complete_records(tmp_path: Path) -> None:
     windows = [[1, 2, 3], [400, 5], [70000, 6, 7, 8]]
     ends = [sum(len(text_record(tokens)) for tokens in windows[:count]) for count in range(4)]
     whole = b"".join(map(text_record, windows))
@@ -238,7 +236,7 @@ def test_a_file_cut_short_anywhere_gives_the_records_before_and_says_so(tmp_path
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_whatever_happens_to_a_record_nothing_wrong_is_read(seed: int, tmp_path: Path) -> None:
+def test_damaged_record_is_never_misread(seed: int, tmp_path: Path) -> None:
     draw, windows = random.Random(seed), [[1, 2, 3], [400, 5], [70000, 6, 7, 8]]
     whole = b"".join(map(text_record, windows))
     for _ in range(200):
@@ -255,7 +253,7 @@ def test_whatever_happens_to_a_record_nothing_wrong_is_read(seed: int, tmp_path:
         assert bytes(data) == whole or findings.bad
 
 
-def test_no_more_than_a_record_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_one_record_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from gptj_ft.data.readers import tfrecord
 
     one = text_record(list(range(2049)))

@@ -74,12 +74,12 @@ def said_of(table: TokenTable, *labels: str) -> str:
           for borders in ([2], [3, 2], [2, 9], [0, 2], [-3, 2], [2, 3, 1, 2])),
     ],
 )  # fmt: skip
-def test_a_prepared_row_that_no_preparing_makes_is_named_with_what_is_wrong(row: Row, said: str) -> None:
+def test_malformed_prepared_row_is_named(row: Row, said: str) -> None:
     assert checked(GOOD, GOOD, GOOD, row) == f"rows:4: {said}"
     assert checked(GOOD, row, row, GOOD, row) == f"rows:2: {said}; 2 more bad rows"
 
 
-def test_rows_as_preparing_makes_them_are_good_and_ones_without_any_target_are_the_datas_fault() -> None:
+def test_wellformed_rows_pass_targetless_rows_fail() -> None:
     assert checked(GOOD, ([5] * 13, 0, []), ([0, 99], 1, []), ([5, 6, 7, 8, 9], 1, [2, 3, 4, 5])) == ""
     assert checked(([5], 0, []), ([5, 6], 2, [])) == "rows: no row has a token to train on"
 
@@ -126,14 +126,14 @@ QUIET: dict[str, Any] = {
 
 @settings(max_examples=60, **QUIET)
 @given(rows=ROWS)
-def test_a_row_is_refused_exactly_if_it_is_bad(rows: list[Row]) -> None:
+def test_row_is_rejected_exactly_if_bad(rows: list[Row]) -> None:
     agrees(rows)
 
 
 @pytest.mark.slow
 @settings(max_examples=5000, **QUIET)
 @given(rows=ROWS)
-def test_thousands_of_rows_are_refused_exactly_if_they_are_bad(rows: list[Row]) -> None:
+def test_thousands_of_rows_are_checked_exactly(rows: list[Row]) -> None:
     agrees(rows)
 
 
@@ -163,7 +163,7 @@ SPAN: dict[str, list[int] | list[float]] = {"targets": [1, 2], "offsets": [-1, -
         ({"marks": [0], "targets": [0], "values": [float("nan")]}, "a value is not a finite number"),
     ],
 )
-def test_a_labelled_row_that_no_preparing_makes_is_named_with_what_is_wrong(labelled: Any, said: str) -> None:
+def test_malformed_labelled_row_is_named(labelled: Any, said: str) -> None:
     rows: list[Row] = [([5, 6, 7, 8], 4, [])] * 3
     columns = {name: [LABELLED_ROW.get(name, []), labelled.get(name, []), []] for name in LABELLED}
     columns |= {
@@ -174,7 +174,7 @@ def test_a_labelled_row_that_no_preparing_makes_is_named_with_what_is_wrong(labe
     assert said_of(table, "a", "b", "c") == (f"rows:2: {said}" if said else "")
 
 
-def test_damaged_offsets_and_missing_values_are_found_before_anything_is_read() -> None:
+def test_damaged_offsets_are_found_before_reading() -> None:
     batch = batch_of([GOOD, GOOD])
     kind = SCHEMA.field(0).type
     offsets = pyarrow.py_buffer(np.array([0, 10**6, 12], np.int32))
@@ -185,7 +185,7 @@ def test_damaged_offsets_and_missing_values_are_found_before_anything_is_read() 
             table.validate()
 
 
-def test_rows_of_tokens_without_any_target_end_with_exit_3_and_the_data_named(shell: Shell, tmp_path: Path) -> None:
+def test_targetless_token_rows_exit_with_3(shell: Shell, tmp_path: Path) -> None:
     (tmp_path / "texts.jsonl").write_text('{"text": "some words of a text"}\n' * 9)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"input_ids": [n]}) + "\n" for n in range(5)))
     done = shell("prepare-data --recipe autocomplete --model tiny --data texts.jsonl --output texts --json")

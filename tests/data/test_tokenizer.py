@@ -16,7 +16,7 @@ from gptj_ft.data.tokenization import load_tokenizer, tokenize, tokenizer_digest
 from gptj_ft.errors import UsageError
 
 
-def test_a_saved_tokenizer_loads_with_the_same_digest(tmp_path):
+def test_saved_tokenizer_keeps_its_digest(tmp_path):
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(tmp_path)
     loaded = load_tokenizer(tmp_path)
@@ -24,7 +24,7 @@ def test_a_saved_tokenizer_loads_with_the_same_digest(tmp_path):
     assert tokenizer_digest(loaded) == tokenizer_digest(tokenizer)
 
 
-def test_what_looks_like_a_special_token_in_a_text_is_text(tmp_path):
+def test_special_token_in_text_stays_text(tmp_path):
     make_tokenizer().save_pretrained(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     text = "it ends with <|endoftext|> here"
@@ -43,7 +43,7 @@ def test_digest_tells_tokenizers_apart_but_ignores_truncation():
     assert tokenizer_digest(make_tokenizer(vocab_size=300)) != digest
 
 
-def test_a_tokenizer_is_read_as_transformers_reads_it(tmp_path):
+def test_tokenizer_loads_like_transformers(tmp_path):
     tokenizer = make_tokenizer()
     tokenizer.add_tokens([f"<|extratoken_{n}|>" for n in range(1, 4)])  # as GPT-J's has
     tokenizer.save_pretrained(tmp_path)
@@ -65,7 +65,7 @@ def test_bare_gpt2_vocabulary_and_merges_are_enough(tmp_path):
     assert load_tokenizer(tmp_path).eos_token == "<|endoftext|>"
 
 
-def test_a_folder_without_tokenizer_says_which_files_are_missing(tmp_path):
+def test_folder_without_tokenizer_names_missing_files(tmp_path):
     with pytest.raises(UsageError, match=r"no tokenizer: neither tokenizer\.json nor vocab\.json with merges\.txt"):
         load_tokenizer(tmp_path)
     with pytest.raises(UsageError, match="no such folder"):
@@ -124,7 +124,7 @@ def reference():
 
 
 @pytest.mark.parametrize("name", AWKWARD)
-def test_awkward_text_has_the_tokens_of_the_reference(name, reference):
+def test_awkward_text_matches_reference_tokens(name, reference):
     tokenizer, encode = reference
     text = AWKWARD[name]
     (ids,) = tokenize(tokenizer, [text])
@@ -135,6 +135,6 @@ def test_awkward_text_has_the_tokens_of_the_reference(name, reference):
 
 @settings(max_examples=200, derandomize=True, database=None, deadline=None)
 @given(text=st.one_of(st.text(max_size=40), st.lists(st.sampled_from(list(AWKWARD.values())), max_size=3).map("".join)))
-def test_any_text_has_the_tokens_of_the_reference(text, reference):
+def test_any_text_matches_reference_tokens(text, reference):
     tokenizer, encode = reference
     assert tokenize(tokenizer, [text]) == [encode(text)]

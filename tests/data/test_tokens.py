@@ -41,7 +41,7 @@ TEXTS = st.lists(LETTERS, max_size=40).map("".join)
 
 @settings(max_examples=300, deadline=None)
 @given(text=TEXTS)
-def test_where_a_blank_follows_a_text_has_the_tokens_of_its_parts(tokenizer, text: str) -> None:
+def test_splitting_before_blanks_keeps_tokens(tokenizer, text: str) -> None:
     assert splits_before_blanks(tokenizer)
     (whole,) = tokenize(tokenizer, [text])
     for at in range(len(text) + 1):
@@ -51,14 +51,14 @@ def test_where_a_blank_follows_a_text_has_the_tokens_of_its_parts(tokenizer, tex
 
 @settings(max_examples=300, deadline=None)
 @given(texts=st.lists(TEXTS, min_size=1, max_size=4))
-def test_texts_looked_up_word_by_word_have_the_tokens_of_the_tokenizer(tokenizer, texts: list[str]) -> None:
+def test_cached_words_give_the_tokenizers_tokens(tokenizer, texts: list[str]) -> None:
     words = WordCache(tokenizer)
     wanted = tokenize(tokenizer, texts)
     for _ in range(2):  # those of the second time are in the table
         assert list(map(list, words(texts))) == wanted
 
 
-def test_texts_of_ordinary_words_are_looked_up_and_others_are_not(tokenizer, monkeypatch) -> None:
+def test_only_ordinary_words_are_cached(tokenizer, monkeypatch) -> None:
     given_back: list[str] = []
     monkeypatch.setattr(words_module, "tokenize", lambda _, texts: [given_back.append(text) or [] for text in texts])
     WordCache(tokenizer)(["The lift  stops.\n\nIts door stays open: \u201cnow\u201d. ", "\n \n a\tb", "", "naïve 🙂"])
@@ -76,14 +76,14 @@ def test_the_table_of_words_has_a_limit(tokenizer, monkeypatch) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(text=TEXTS)
-def test_places_of_tokens_are_those_that_the_tokenizer_says(tokenizer, text: str) -> None:
+def test_token_spans_match_the_tokenizers_offsets(tokenizer, text: str) -> None:
     (ids,) = tokenize(tokenizer, [text])
     assert len(_token_bytes(tokenizer))
     encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
     assert [*token_spans(tokenizer, text, ids)] == encoding.offsets
 
 
-def test_a_tokenizer_whose_places_leave_out_blanks_is_asked_for_them(tokenizer) -> None:
+def test_tokenizer_without_blanks_uses_its_offsets(tokenizer) -> None:
     class Other:
         backend_tokenizer = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         split_special_tokens = True
@@ -95,7 +95,7 @@ def test_a_tokenizer_whose_places_leave_out_blanks_is_asked_for_them(tokenizer) 
 
 @settings(max_examples=100, deadline=None)
 @given(document=TEXTS, cut=st.sampled_from(["end", "start", "middle"]), room=st.integers(12, 40))
-def test_a_shortened_prompt_has_the_tokens_of_its_text(tokenizer, document: str, cut: str, room: int) -> None:
+def test_shortened_prompt_has_its_texts_tokens(tokenizer, document: str, cut: str, room: int) -> None:
     recipe = Recipe(
         prompt="Read.\n{{ a }}\n\nSummary:", completion=" {{ b }}", fields={}, shorten="a", cut=cut, max_length=room
     )
@@ -118,7 +118,7 @@ def test_a_shortened_prompt_has_the_tokens_of_its_text(tokenizer, document: str,
         lambda backend: setattr(backend.model, "dropout", 0.1),
     ],
 )
-def test_a_tokenizer_that_looks_across_blanks_is_not_taken_apart(tokenizer, change) -> None:
+def test_tokenizer_crossing_blanks_is_not_split(tokenizer, change) -> None:
     class Other:
         backend_tokenizer = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
 
@@ -127,7 +127,7 @@ def test_a_tokenizer_that_looks_across_blanks_is_not_taken_apart(tokenizer, chan
     assert not splits_before_blanks(Other)
 
 
-def test_questions_about_one_passage_are_prepared_as_each_alone(tokenizer, tmp_path: Path) -> None:
+def test_questions_sharing_a_passage_are_prepared_alike(tokenizer, tmp_path: Path) -> None:
     passage = "Building " + "and ".join(f"level {n} has a lift " for n in range(30)).strip()
     rows = [{"context": passage, "question": f"What has level {n}?", "answers": "a lift"} for n in range(3)]
     rows += [{"context": "Short.", "question": "What?", "answers": "Short"}, rows[0] | {"context": passage + "\n"}]

@@ -53,7 +53,7 @@ def ids_of(tokenizer: Any, text: str) -> list[int]:
 
 @pytest.mark.parametrize("name", ODD)
 @pytest.mark.parametrize("cased", [False, True])
-def test_a_vocabulary_alone_gives_the_ids_of_transformers(name: str, cased: bool, tmp_path: Path) -> None:
+def test_bare_vocabulary_matches_transformers(name: str, cased: bool, tmp_path: Path) -> None:
     ours, theirs = make_wordpiece(tmp_path, cased), transformers_own(tmp_path, do_lower_case=not cased)
     text = ODD[name]
     (ids,) = tokenize(ours, [text])
@@ -69,14 +69,14 @@ def real() -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_the_published_vocabulary_gives_the_ids_of_transformers_of_odd_texts(name: str, real: tuple[Any, Any]) -> None:
+def test_published_vocabulary_matches_transformers_on_odd_texts(name: str, real: tuple[Any, Any]) -> None:
     assert tokenize(real[0], [ODD[name]]) == [ids_of(real[1], ODD[name])]
 
 
 @settings(max_examples=300, derandomize=True, database=None, deadline=None,
           suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
 @given(text=st.one_of(st.text(max_size=40), st.lists(st.sampled_from(list(ODD.values())), max_size=3).map("".join)))
-def test_the_word_table_gives_the_ids_of_any_text(text: str, real: tuple[Any, Any]) -> None:
+def test_word_cache_matches_any_text(text: str, real: tuple[Any, Any]) -> None:
     table = tokenize_by(real[0])
     assert isinstance(table, WordCache)
     assert [list(ids) for ids in table([text, text])] == [ids_of(real[1], text)] * 2
@@ -121,7 +121,7 @@ def byte_level(folder: Path) -> Path:
     return folder
 
 
-def test_robertas_tokenizer_frames_texts_with_two_separators_and_no_types(tmp_path: Path) -> None:
+def test_roberta_frame_has_two_separators(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(byte_level(tmp_path))
     assert frame_of(tokenizer) == Frame((0,), (2,), (2, 2), False)
     theirs = AutoTokenizer.from_pretrained(tmp_path)("the river", "a cough")["input_ids"]
@@ -130,7 +130,7 @@ def test_robertas_tokenizer_frames_texts_with_two_separators_and_no_types(tmp_pa
     assert tokenize(tokenizer, ["</s>"]) != [[2]]
 
 
-def test_gpts_tokenizer_frames_nothing_and_keeps_its_digest() -> None:
+def test_gpt_has_no_frame_and_stable_digest() -> None:
     tokenizer = make_tokenizer()
     assert frame_of(tokenizer) == Frame((), (), (), False)
     assert not frame_of(tokenizer).exists
@@ -140,7 +140,7 @@ def test_gpts_tokenizer_frames_nothing_and_keeps_its_digest() -> None:
     assert tokenizer_digest(framed) != digest
 
 
-def test_truncation_and_padding_of_a_file_are_switched_off(tmp_path: Path) -> None:
+def test_stored_truncation_and_padding_are_disabled(tmp_path: Path) -> None:
     backend = make_wordpiece(tmp_path / "bare").backend_tokenizer
     backend.enable_truncation(4)
     backend.enable_padding(length=128)
@@ -167,9 +167,7 @@ def test_truncation_and_padding_of_a_file_are_switched_off(tmp_path: Path) -> No
     ],
 )
 @pytest.mark.parametrize("has_json", [False, True])
-def test_the_config_of_a_tokenizer_says_what_it_says_to_transformers(
-    said: dict[str, bool], has_json: bool, tmp_path: Path
-) -> None:
+def test_tokenizer_config_acts_as_in_transformers(said: dict[str, bool], has_json: bool, tmp_path: Path) -> None:
     bare = make_wordpiece(tmp_path, is_cased=True)
     config = {"tokenizer_class": "BertTokenizer", "do_lower_case": True} | said
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
@@ -180,7 +178,7 @@ def test_the_config_of_a_tokenizer_says_what_it_says_to_transformers(
         assert tokenize(ours, [text]) == [ids_of(theirs, text)], text
 
 
-def test_a_vocabulary_with_words_in_upper_case_is_cased_unless_the_config_says_otherwise(tmp_path: Path) -> None:
+def test_upper_case_vocabulary_is_cased_by_default(tmp_path: Path) -> None:
     text = "The Patient"
     cased = make_wordpiece(tmp_path, is_cased=True)
     assert tokenize(cased, [text]) != tokenize(cased, [text.lower()])
@@ -191,7 +189,7 @@ def test_a_vocabulary_with_words_in_upper_case_is_cased_unless_the_config_says_o
     assert tokenizer_digest(lower) != tokenizer_digest(cased)
 
 
-def test_the_published_vocabulary_is_one_of_lower_case(real: tuple[Any, Any]) -> None:
+def test_published_vocabulary_is_lower_case(real: tuple[Any, Any]) -> None:
     folder = real_data("tokenizers/bert-base-uncased/vocab.txt").parent
     assert has_tokenizer(folder)
     assert not is_cased(read_vocabulary(folder / "vocab.txt"))
@@ -199,14 +197,14 @@ def test_the_published_vocabulary_is_one_of_lower_case(real: tuple[Any, Any]) ->
     assert real[0].eos_token_id is None
 
 
-def test_line_ends_of_other_systems_are_no_part_of_a_token(tmp_path: Path) -> None:
+def test_foreign_line_ends_are_not_tokens(tmp_path: Path) -> None:
     file = write_vocabulary(tmp_path) / "vocab.txt"
     tokens = read_vocabulary(file)
     file.write_bytes(file.read_bytes().replace(b"\n", b"\r\n"))
     assert read_vocabulary(file) == tokens
 
 
-def test_a_list_of_words_that_is_no_vocabulary_of_berts_says_what_it_lacks(tmp_path: Path) -> None:
+def test_foreign_word_list_names_missing_tokens(tmp_path: Path) -> None:
     (tmp_path / "vocab.txt").write_text("[UNK]\nthe\n")
     with pytest.raises(UsageError, match=r"vocab\.txt is not a BERT vocabulary: it lacks \[CLS\], \[SEP\]\n"):
         load_tokenizer(tmp_path)

@@ -51,7 +51,7 @@ WORDS = ["The", "patients", "came", "from", "riverville", "(", "café", ")", "x1
 TAGS = ["O", "O", "O", "O", "B-LOC", "I-LOC", "I-LOC", "O", "B-ID", "O"]
 
 
-def test_tokens_and_first_pieces_are_those_of_transformers(bert: Any) -> None:
+def test_tokens_and_first_pieces_match_transformers(bert: Any) -> None:
     row = list(prepared(bert, [{"tokens": WORDS, "tags": TAGS}]).rows)[0:1][0]
     theirs = BertTokenizer(vocab=bert.get_vocab())(WORDS, is_split_into_words=True)
     assert row["input_ids"] == theirs["input_ids"]
@@ -63,7 +63,7 @@ def test_tokens_and_first_pieces_are_those_of_transformers(bert: Any) -> None:
     assert len(row["input_ids"]) > len(WORDS) + 2, "some words have several pieces"
 
 
-def test_words_of_a_byte_level_tokenizer_have_the_blank_before_them() -> None:
+def test_byte_level_words_include_leading_blank() -> None:
     tokenizer = make_tokenizer()
     (row,) = prepared(tokenizer, [{"tokens": WORDS, "tags": TAGS}]).rows
     assert tokenizer.decode(row["input_ids"]) == " " + " ".join(WORDS)
@@ -71,7 +71,7 @@ def test_words_of_a_byte_level_tokenizer_have_the_blank_before_them() -> None:
     assert all(f" {word}".startswith(piece) for word, piece in zip(WORDS[:4], pieces, strict=False))
 
 
-def test_names_and_numbers_are_labels_and_the_recipe_names_numbers(bert: Any) -> None:
+def test_names_and_numbers_are_labels(bert: Any) -> None:
     rows = [{"tokens": ["the", "river"], "tags": [0, 2]}, {"tokens": "a cough", "tags": "[0, 10]"}]
     done = prepared(bert, rows)
     assert (done.report.labels, done.report.label_counts) == (("0", "2", "10"), (2, 1, 1))
@@ -81,7 +81,7 @@ def test_names_and_numbers_are_labels_and_the_recipe_names_numbers(bert: Any) ->
     assert [row["targets"] for row in done.rows] == [[0, 1], [0, 2]]
 
 
-def test_long_rows_are_split_at_words_and_nothing_is_lost(bert: Any) -> None:
+def test_long_rows_split_at_words(bert: Any) -> None:
     rows = [{"tokens": ["the", "riverville", "came"] * 4, "tags": ["O", "B-LOC", "O"] * 4}]
     done = prepared(bert, rows, max_length=12)
     parts = list(done.rows)
@@ -99,7 +99,7 @@ def test_long_rows_are_split_at_words_and_nothing_is_lost(bert: Any) -> None:
     assert (done.report.rows_kept, done.report.windows, done.report.tokens_cut) == (1, len(parts), 0)
 
 
-def test_long_rows_are_cut_left_out_or_refused_if_asked_for(bert: Any) -> None:
+def test_long_rows_follow_the_length_policy(bert: Any) -> None:
     rows = [{"tokens": ["the", "a"], "tags": ["O", "B"]}, {"tokens": ["the"] * 9, "tags": ["O"] * 9}]
     done = prepared(bert, rows, on_long="shorten", max_length=6)
     assert [len(row["texts"]) for row in done.rows] == [2, 4]
@@ -109,7 +109,7 @@ def test_long_rows_are_cut_left_out_or_refused_if_asked_for(bert: Any) -> None:
         prepared(bert, rows, on_long="error", max_length=6)
 
 
-def test_a_word_without_tokens_is_the_unknown_one_and_a_very_long_one_is_cut(bert: Any) -> None:
+def test_tokenless_word_becomes_unknown(bert: Any) -> None:
     rows = [{"tokens": ["the", "\u200b", "", "q" * 90], "tags": ["O", "B", "O", "B"]}]
     (row, last) = prepared(bert, rows, max_length=20).rows
     assert row["input_ids"][2:4] == [UNK, UNK]
@@ -136,7 +136,7 @@ def test_rows_that_cannot_be_used_say_why(bert: Any) -> None:
         prepared(bert, rows, prompt="{{ tokens }} {{ tags }}")
 
 
-def test_rows_to_predict_are_lists_or_texts_without_labels(bert: Any) -> None:
+def test_prediction_rows_need_no_labels(bert: Any) -> None:
     done = prepared(bert, [{"tokens": "the river"}, {"tokens": ["a", "cough"]}], needs_target=False)
     assert [(row["texts"], row["targets"]) for row in done.rows] == [
         (["the", "river"], [0, 0]),
@@ -158,7 +158,7 @@ Bonn\tNNP\tI-NP\tI-LOC
 
 
 @pytest.mark.parametrize("name", ["eng.testa", "train.txt", "data.conll", "train.iob"])
-def test_conll_files_are_sentences_with_the_tag_in_the_last_column(name: str, bert: Any) -> None:
+def test_conll_sentences_use_the_last_column(name: str, bert: Any) -> None:
     Path(name).write_text(CONLL, encoding="utf-8")
     done = prepared(bert, Path(name))
     assert [(row["line"], row["texts"]) for row in done.rows] == [
@@ -184,7 +184,7 @@ def test_words_alone_are_read_to_predict(bert: Any) -> None:
     assert [row["texts"] for row in done.rows] == [["EU", "rejects"], ["Bonn"]]
 
 
-def test_a_text_file_of_another_task_is_no_conll_file(bert: Any) -> None:
+def test_text_file_is_not_conll_elsewhere(bert: Any) -> None:
     Path("rows.txt").write_text("EU NNP O\n", encoding="utf-8")
     recipe = Recipe(task="classification", prompt="{{ text }}", completion="{{ label }}", on_long="skip")
     done = tokenize_rows(TokenizeJob.of(recipe, bert, Path("rows.txt"), 1000, needs_target=False, labels=("a", "b")))

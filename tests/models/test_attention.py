@@ -32,7 +32,7 @@ def found(batch: PackedBatch, taken: list[Tensor], gradient: Tensor) -> list[Ten
     return [out.detach(), *torch.autograd.grad(out, taken, gradient)]
 
 
-def test_a_document_has_the_same_bits_alone_and_among_others() -> None:
+def test_document_bits_are_independent_of_batch() -> None:
     batch, taken, gradient = inputs(torch.float32)
     together = found(batch, taken, gradient)
     for start, end in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False):
@@ -45,7 +45,7 @@ def test_a_document_has_the_same_bits_alone_and_among_others() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
-def test_attention_and_its_gradients_are_those_of_torch_in_fp64(dtype: torch.dtype, tolerance: float) -> None:
+def test_attention_and_gradients_match_fp64_torch(dtype: torch.dtype, tolerance: float) -> None:
     batch, taken, gradient = inputs(dtype)
     ours = found(batch, taken, gradient)
     for start, end in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False):
@@ -63,7 +63,7 @@ def test_attention_and_its_gradients_are_those_of_torch_in_fp64(dtype: torch.dty
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [12, 7])
-def test_rotation_and_its_gradient_are_those_of_pairs_of_numbers(dtype: torch.dtype, width: int) -> None:
+def test_rotation_and_gradient_match_pair_arithmetic(dtype: torch.dtype, width: int) -> None:
     torch.manual_seed(0)
     batch = pack([[1] * 9, [1] * 4])
     x = torch.randn(13, 2, width).to(dtype).requires_grad_()

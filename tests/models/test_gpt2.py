@@ -54,9 +54,7 @@ def logits(folder: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize("form", ["bin", "safetensors"])
 @pytest.mark.parametrize("prefix", ["transformer.", ""], ids=["whole", "without its head, like Cerebras-GPT 13B"])
-def test_every_form_becomes_the_same_folder_and_back_without_a_bit_changed(
-    tmp_path: Path, model, form: str, prefix: str
-) -> None:
+def test_checkpoint_formats_convert_without_loss(tmp_path: Path, model, form: str, prefix: str) -> None:
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
     own = {prefix + name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     masks = {f"{prefix}h.0.attn.bias": torch.ones(1, 1, 4, 4).bool(), f"{prefix}h.0.attn.masked_bias": torch.zeros(())}
@@ -80,7 +78,7 @@ def test_a_tensor_under_two_names_is_refused(tmp_path: Path, model) -> None:
         open_checkpoint(source)
 
 
-def test_a_head_that_is_the_embedding_once_more_is_dropped_and_any_other_refused(tmp_path: Path, model) -> None:
+def test_copied_head_is_dropped_others_rejected(tmp_path: Path, model) -> None:
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     assert convert(write_source(tmp_path / "same", model, state), tmp_path / "model").dropped == ("lm_head.weight",)
     state["lm_head.weight"][3, 5] += 1
@@ -109,7 +107,7 @@ def test_a_head_that_is_the_embedding_once_more_is_dropped_and_any_other_refused
     ],
     ids=str,
 )
-def test_what_a_config_says_is_computed_as_transformers_does(tmp_path: Path, field: dict[str, Any]) -> None:
+def test_config_options_match_transformers(tmp_path: Path, field: dict[str, Any]) -> None:
     oracle = random_gpt2(**{**GPT2_SHAPES["gpt2"], **field})
     oracle.save_pretrained(tmp_path)
     tokens = list(range(20))
@@ -129,12 +127,12 @@ def test_what_a_config_says_is_computed_as_transformers_does(tmp_path: Path, fie
         ({"n_positions": 0}, "n_positions must be a positive integer"),
     ],
 )
-def test_a_config_that_would_compute_something_else_is_refused(field: dict[str, Any], reason: str) -> None:
+def test_unsupported_config_is_rejected(field: dict[str, Any], reason: str) -> None:
     with pytest.raises(DataError, match=reason):
         FAMILY.read_config({**GPT2_SHAPES["gpt2"], **field})
 
 
-def test_the_head_is_stored_and_counted_once_and_used_twice(tmp_path: Path, model) -> None:
+def test_tied_head_is_stored_once(tmp_path: Path, model) -> None:
     model.save_pretrained(tmp_path)
     architecture = read_architecture(tmp_path)
     with open_checkpoint(tmp_path) as checkpoint:

@@ -22,9 +22,7 @@ LENGTHS = (5, 17, 0, 33, 8, 48, 9, 1, 70)
 @pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("has_sum", [True, False])
-def test_products_by_onednn_and_their_gradients_are_those_of_torch(
-    has_bias: bool, is_transposed: bool, has_sum: bool
-) -> None:
+def test_onednn_products_and_gradients_match_torch(has_bias: bool, is_transposed: bool, has_sum: bool) -> None:
     torch.manual_seed(0)
     tensors = [torch.randn(61, 40), torch.randn(24, 40), torch.randn(24)]
     gradient, begun = torch.randn(61, 24), torch.randn(24, 40)
@@ -48,7 +46,7 @@ def test_products_by_onednn_and_their_gradients_are_those_of_torch(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_gradient_of_a_weight_is_summed_in_fp32_whatever_part_of_it_is_computed_at_once(dtype: torch.dtype) -> None:
+def test_weight_gradient_is_summed_in_fp32(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     left, right = torch.randn(33, 2 * SUM_ROWS + 7).to(dtype), torch.randn(33, 5000).to(dtype)
     begun = torch.randn(left.shape[1], right.shape[1])
@@ -60,7 +58,7 @@ def test_the_gradient_of_a_weight_is_summed_in_fp32_whatever_part_of_it_is_compu
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_gradient_of_rows_that_were_looked_up_has_the_bits_of_a_whole_table_s(dtype: torch.dtype) -> None:
+def test_sparse_lookup_gradient_has_dense_bits(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     embedding = Embedding(300, 16)
     indices = (torch.rand(400) ** 3 * 300).long()
@@ -76,7 +74,7 @@ def test_the_gradient_of_rows_that_were_looked_up_has_the_bits_of_a_whole_table_
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("rate", [0.0, 0.2])
-def test_attention_in_buckets_is_that_of_each_document_with_its_own_mask(rate: float, is_causal: bool) -> None:
+def test_bucket_attention_matches_single_documents(rate: float, is_causal: bool) -> None:
     torch.manual_seed(0)
     ends, heads, width = tuple(accumulate(LENGTHS, initial=0)), 3, 5
     documents = Documents(ends, tuple(range(70, 70 + len(LENGTHS))), CPU)
@@ -104,7 +102,7 @@ def test_attention_in_buckets_is_that_of_each_document_with_its_own_mask(rate: f
 
 
 @pytest.mark.parametrize("width", [7, 8])
-def test_masks_of_documents_that_are_drawn_together_are_those_of_each(width: int) -> None:
+def test_joint_masks_equal_single_masks(width: int) -> None:
     dropout = Dropout(0.3, 2, "mlp")
     for start, short in ((0, 0), (1, 0), (0, 1)):
         noise = tuple(
