@@ -178,17 +178,24 @@ class TokenizeJob:
         return cls(recipe, tokenizer, identify(path, FileOptions.of(recipe)), vocab_size, **labels)
 
 
-def tokenize_rows(job: TokenizeJob, progress: Callable[[int], None] | None = None) -> Prepared:
+def tokenize_rows(
+    job: TokenizeJob,
+    progress: Callable[[int], None] | None = None,
+    survey_rows: int = SURVEY_ROWS,
+    chunk_rows: int = CHUNK_ROWS,
+) -> Prepared:
     """Tokenize the rows of files; report on every row: kept, cut, or skipped and why.
 
     The first rows are read twice: first to choose the columns, before any work is done.
 
     Args:
         progress: called with the number of rows done.
+        survey_rows: rows that choose the columns.
+        chunk_rows: most rows in memory.
     """
     recipe, tokenizer, source = job.recipe, job.tokenizer, job.source
     check_templates(recipe)
-    columns = find_columns(source, recipe, job.needs_target)
+    columns = find_columns(source, recipe, job.needs_target, survey_rows)
     checks = Checks(recipe)
     if recipe.task == "language-model":
         reader = None if TOKENS in columns else FieldReader(columns, recipe)
@@ -201,7 +208,7 @@ def tokenize_rows(job: TokenizeJob, progress: Callable[[int], None] | None = Non
     findings = Findings(recipe.max_bad_rows)
     counts = encoder.counts
     with _paused_garbage_collector(), TableWriter() as writer:
-        for chunk in _chunks(read_rows(source, findings)):
+        for chunk in _chunks(read_rows(source, findings), chunk_rows):
             writer.write(encoder.encode(chunk))
             if progress:
                 progress(counts.numbers["rows_read"])
@@ -244,7 +251,9 @@ def _paused_garbage_collector() -> Iterator[None]:
             gc.enable()
 
 
-def find_columns(source: Source, recipe: Recipe, needs_target: bool = True) -> dict[str, str]:
+def find_columns(
+    source: Source, recipe: Recipe, needs_target: bool = True, survey_rows: int = SURVEY_ROWS
+) -> dict[str, str]:
     """Choose the columns by the first rows; by all rows if those lack a column.
 
     Raises:
@@ -257,7 +266,7 @@ def find_columns(source: Source, recipe: Recipe, needs_target: bool = True) -> d
     rows = read_rows(source, findings)
     # A later row may have further columns that match a pattern.
     has_pattern = any(glob.has_magic(column) for column in recipe.map.values())
-    for count in (None,) if has_pattern else (SURVEY_ROWS, None):
+    for count in (None,) if has_pattern else (survey_rows, None):
         for row in islice(rows, count):
             number += 1
             seen.update(dict.fromkeys(row.values))
@@ -284,7 +293,7 @@ def _empty_column(filled: Collection[str], seen: Collection[str], recipe: Recipe
     return ""
 
 
-def _chunks(rows: Iterator[Row]) -> Iterator[list[Row]]:
+def _chunks(rows: Iterator[Row], most: int) -> Iterator[list[Row]]:
     """Yield rows in chunks small enough to hold as texts and tokens at once."""
     chunk: list[Row] = []
     characters = 0
@@ -293,7 +302,7 @@ def _chunks(rows: Iterator[Row]) -> Iterator[list[Row]]:
         for value in row.values.values():
             if isinstance(value, (str, list)):
                 characters += len(value)
-        if len(chunk) == CHUNK_ROWS or characters > CHUNK_CHARACTERS:
+        if len(chunk) == most or characters > CHUNK_CHARACTERS:
             yield chunk
             chunk, characters = [], 0
     if chunk:

@@ -65,10 +65,10 @@ class Budget:
         call: units of a macro call.
     """
 
-    def __init__(self, values: Mapping[str, Any], call: int) -> None:
+    def __init__(self, values: Mapping[str, Any], call: int, units: int = UNITS) -> None:
         self.call, self.units = call, 2**62
         self.weigh(dict(values))
-        self.units = UNITS + UNITS_PER_INPUT * (2**62 - self.units)
+        self.units = units + UNITS_PER_INPUT * (2**62 - self.units)
 
     def charge(self, units: int) -> None:
         """Charge units; raise TemplateRuntimeError if too few are left."""
@@ -132,10 +132,10 @@ class Compiled:
     _template: jinja2.Template
     _size: int
 
-    def render(self, values: Mapping[str, Any]) -> str:
-        """Render the template."""
+    def render(self, values: Mapping[str, Any], units: int = UNITS) -> str:
+        """Render the template with a budget of ``units``, besides those for the values."""
         with _template_errors(self.source):
-            return self._template.render({**values, BUDGET: Budget(values, self._size)})
+            return self._template.render({**values, BUDGET: Budget(values, self._size, units)})
 
 
 def bounded_environment(**options: Any) -> Environment:

@@ -258,8 +258,8 @@ class TableWriter(AbstractContextManager["TableWriter"]):
         path: the file; ``None``: a scratch file in the home folder, deleted with its table.
     """
 
-    def __init__(self, path: Path | None = None) -> None:
-        self._path, self._is_kept = path or _scratch_path(), path is not None
+    def __init__(self, path: Path | None = None, batch_bytes: int = BATCH_BYTES) -> None:
+        self._path, self._is_kept, self._batch_bytes = path or _scratch_path(), path is not None, batch_bytes
         self._file = os.fdopen(create_file(self._path), "wb")
         self._stream = pyarrow.ipc.new_stream(self._file, SCHEMA)
         self._pending: list[pyarrow.RecordBatch] = []
@@ -275,7 +275,7 @@ class TableWriter(AbstractContextManager["TableWriter"]):
         """Append rows."""
         self._pending.append(batch)
         self._pending_bytes += batch.nbytes
-        if self._pending_bytes > BATCH_BYTES:
+        if self._pending_bytes > self._batch_bytes:
             self._flush()
 
     def table(self) -> TokenTable:

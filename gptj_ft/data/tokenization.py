@@ -309,14 +309,21 @@ class WordCache(dict[str, bytes]):
     Requires `splits_before_blanks` or `splits_at_blanks`; not thread-safe.
     """
 
-    def __init__(self, tokenizer: RowTokenizer) -> None:
+    def __init__(
+        self,
+        tokenizer: RowTokenizer,
+        most_words: int = MOST_WORDS,
+        tokenize: Callable[[RowTokenizer, Sequence[str]], list[list[int]]] = tokenize,
+    ) -> None:
         super().__init__()
         self._tokenizer, self._backend = tokenizer, backend_of(tokenizer)
+        self._most_words, self._tokenize = most_words, tokenize
 
     def __call__(self, texts: Sequence[str]) -> list[Tokens]:
         """Tokenize texts, without special tokens."""
         cached = list(map(self._look_up, texts))
-        rest = iter(tokenize(self._tokenizer, [text for text, ids in zip(texts, cached, strict=True) if ids is None]))
+        missing = [text for text, ids in zip(texts, cached, strict=True) if ids is None]
+        rest = iter(self._tokenize(self._tokenizer, missing))
         return [array("i", next(rest) if ids is None else ids) for ids in cached]
 
     def _look_up(self, text: str) -> bytes | None:
@@ -334,7 +341,7 @@ class WordCache(dict[str, bytes]):
             raise EndsInBlank
         ids = array("i", self._backend.encode(word, add_special_tokens=False).ids).tobytes()
         if len(word) <= _LONGEST_WORD:
-            if len(self) == MOST_WORDS:
+            if len(self) == self._most_words:
                 self.clear()  # common words return quickly
             self[word] = ids
         return ids

@@ -15,9 +15,8 @@ import pyarrow
 import pytest
 
 from gptj_ft.config.resolve import resolve
-from gptj_ft.data.readers import tables
 from gptj_ft.data.readers.records import read_rows
-from gptj_ft.data.readers.source import FileOptions, identify
+from gptj_ft.data.readers.source import FileOptions, ReadLimits, identify
 from gptj_ft.errors import DataError, UsageError
 
 LIMIT = 2**16
@@ -79,11 +78,10 @@ def test_record_limit_is_an_option(tmp_path: Path) -> None:
         list(read_rows(identify(path, FileOptions(max_record=1012))))
 
 
-def test_compressed_parquet_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "MOST_UNPACKED_BYTES", LIMIT)
+def test_compressed_parquet_is_bounded(tmp_path: Path) -> None:
     (path := tmp_path / "a.parquet.gz").write_bytes(gzip.compress(b"PAR1" + bytes(MANY), 1))
     with pytest.raises(DataError, match=r"a\.parquet\.gz: longer than .* decompress the file first"):
-        list(read_rows(identify(path)))
+        list(read_rows(identify(path, FileOptions(limits=ReadLimits(parquet=LIMIT)))))
 
 
 def test_special_files_are_rejected_without_waiting(tmp_path: Path) -> None:

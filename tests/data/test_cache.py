@@ -19,6 +19,7 @@ from gptj_ft.data.dataset import Prepared
 from gptj_ft.data.load import prepare_once
 from gptj_ft.data.prepare import TokenizeJob, tokenize_rows
 from gptj_ft.data.readers.source import ROWS_MANIFEST
+from gptj_ft.system.paths import make_home
 
 
 @pytest.fixture
@@ -94,13 +95,9 @@ def test_what_is_damaged_is_made_again(rows: Path, made: list[Path]) -> None:
     assert len(made) == 2
 
 
-def test_unwritable_cache_only_repeats_work(rows: Path, made: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    from gptj_ft.errors import ResourceError
-
-    def refuse(*_: object) -> None:
-        raise ResourceError("no space")
-
-    monkeypatch.setattr(cache, "save_dataset", refuse)
+def test_unwritable_cache_only_repeats_work(rows: Path, made: list[Path]) -> None:
+    make_home()
+    cache.cache_folder().write_text("a file in place of the folder")
     for _ in range(2):
         assert len(prepare(recipe(), make_tokenizer(), rows, made).rows) == 30
     assert len(made) == 2

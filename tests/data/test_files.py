@@ -9,19 +9,20 @@ import lzma
 import tarfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gptj_ft.data.readers.records import read_rows
 from gptj_ft.data.readers.rows import Findings
-from gptj_ft.data.readers.source import FileOptions, identify
+from gptj_ft.data.readers.source import FileOptions, ReadLimits, identify
 from gptj_ft.errors import DataError, UsageError
 
 ROWS = [{"text": f"row {number}", "n": number} for number in range(2500)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
 
 
-def values(source: Path, findings: Findings | None = None, **options: str) -> list[dict[str, object]]:
+def values(source: Path, findings: Findings | None = None, **options: Any) -> list[dict[str, object]]:
     return [row.values for row in read_rows(identify(source, FileOptions(**options)), findings)]
 
 
@@ -246,10 +247,8 @@ def test_some_unreadable_records_can_be_allowed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["[{}]", '{{"data": [{}]}}'], ids=["list", "data"])
 def test_long_json_list_is_streamed(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gptj_ft.data.readers import rows
     from gptj_ft.data.readers.json import JsonText
 
-    monkeypatch.setattr(rows, "CHUNK_BYTES", 1000)
     longest = 0
     more = JsonText._more
 
@@ -262,22 +261,20 @@ def test_long_json_list_is_streamed(form: str, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(JsonText, "_more", watched)
     path = tmp_path / "a.json"
     path.write_text(form.format(",".join(json.dumps({"text": "é" * (number % 900)}) for number in range(800))))
-    assert [len(str(row["text"])) for row in values(path)] == [number % 900 for number in range(800)]
+    rows = values(path, limits=ReadLimits(text_chunk=1000))
+    assert [len(str(row["text"])) for row in rows] == [number % 900 for number in range(800)]
     assert path.stat().st_size > 1_000_000
     assert longest < 20_000
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7])
-def test_chunk_boundaries_do_not_change_rows(chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gptj_ft.data.readers import rows
-
+def test_chunk_boundaries_do_not_change_rows(chunk: int, tmp_path: Path) -> None:
+    limits = ReadLimits(text_chunk=chunk)
     content = '{"v": 1, "data": [\n {"a": 123.5e2, "é": "\\u00e9x"},\n  {"a": -17, "b": [true, null]}, {"a": "ü"}\n]}'
     expected = json.loads(content)["data"]
     path = tmp_path / "a.json"
     path.write_text(content)
-    monkeypatch.setattr(rows, "CHUNK_BYTES", chunk)
-    found = list(read_rows(identify(path)))
-    assert [row.values for row in found] == expected
+    assert values(path, limits=limits) == expected
     path.write_bytes(content.encode()[:60] + b"\xff" + content.encode()[60:])
     with pytest.raises(DataError, match=r"a\.json:3: not UTF-8: byte 0xff"):
-        values(path)
+        values(path, limits=limits)

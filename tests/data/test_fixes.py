@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.full_disk import fill_disk
 
 from gptj_ft.config.resolve import resolve
 from gptj_ft.data.checks.repair import FIXES, RepairReport, choose_target, fix_rows, fix_texts
@@ -409,14 +410,7 @@ def test_missing_model_is_reported_before_writing(tmp_path: Path, shell: Any) ->
 @pytest.mark.parametrize("call", [1, 2])
 def test_a_full_disk_leaves_nothing(call: int, tmp_path: Path, shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_rows(tmp_path / "rows.jsonl", [{"note": "a", "summary": "b"}])
-    calls = []
-
-    def full(descriptor: int) -> None:
-        calls.append(descriptor)
-        if len(calls) == call:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("gptj_ft.system.files.os.fsync", full)
+    fill_disk(monkeypatch, call)
     done = shell(f"{TYPED} --fix --data {source}")
     assert done.code == 4
     assert "no space left on the disk while writing" in done.err

@@ -13,15 +13,18 @@ from support.token_files import EOS, PAD, SEP, sample, write_hdf5
 from gptj_ft.data.readers import hdf5
 from gptj_ft.data.readers.records import read_rows
 from gptj_ft.data.readers.rows import Findings, Row
-from gptj_ft.data.readers.source import identify
+from gptj_ft.data.readers.source import FileOptions, ReadLimits, identify
 from gptj_ft.errors import DataError, UsageError
 
 h5py = pytest.importorskip("h5py")
 np = pytest.importorskip("numpy")
 
 
-def read(path: Path, findings: Findings | None = None) -> list[tuple[list[int], list[int]]]:
-    return [(row.values["input_ids"], row.values["trained"]) for row in read_rows(identify(path), findings)]
+def read(
+    path: Path, findings: Findings | None = None, limits: ReadLimits = ReadLimits()
+) -> list[tuple[list[int], list[int]]]:
+    rows = read_rows(identify(path, FileOptions(limits=limits)), findings)
+    return [(row.values["input_ids"], row.values["trained"]) for row in rows]
 
 
 # Samples
@@ -110,10 +113,9 @@ def test_padding_alone_is_a_row_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 9, 10, 11, 12, 20, 21, 25])
-def test_corpus_tokens_are_targets_once(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hdf5, "PIECE_TOKENS", 10)
+def test_corpus_tokens_are_targets_once(count: int, tmp_path: Path) -> None:
     corpus = list(range(1000, 1000 + count))
-    rows = read(write_hdf5(tmp_path / "a.h5", corpus, dtype="uint16"))
+    rows = read(write_hdf5(tmp_path / "a.h5", corpus, dtype="uint16"), limits=ReadLimits(corpus_row=10))
     targets = [ids[index] for ids, bounds in rows if bounds for index in range(*bounds)]
     assert targets == corpus[1:]
     assert rows[0][0][0] == corpus[0]
@@ -233,15 +235,14 @@ def test_damaged_hdf5_never_crashes(tmp_path: Path) -> None:
 # Memory
 
 
-def test_slices_are_bounded_chunks_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hdf5, "SLICE_BYTES", 20 * 3 * 4 * 4)
-    monkeypatch.setattr(hdf5, "MOST_CHUNK_BYTES", 100 * 3 * 4 * 4)
+def test_slices_are_bounded_chunks_read_once(tmp_path: Path) -> None:
+    limits = ReadLimits(samples=20 * 3 * 4 * 4, hdf5_chunk=100 * 3 * 4 * 4)
     one = sample([1, 2, 3, 4, 5], {1, 2, 3, 4}, 4)
     for chunk, expected in [(1, 20), (7, 14), (50, 50), (1000, 20)]:
         path = write_hdf5(tmp_path / "a.h5", [one] * 1000, chunks=(chunk, 3, 4))
         with h5py.File(path) as opened:
-            assert hdf5.samples_at_once(opened["data"]) == expected
-        assert len(read(path)) == 1000
+            assert hdf5.samples_at_once(opened["data"], limits) == expected
+        assert len(read(path, limits=limits)) == 1000
 
 
 def test_folder_ignores_data_params(tmp_path: Path) -> None:

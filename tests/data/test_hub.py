@@ -176,12 +176,17 @@ def said() -> list[str]:
     return []
 
 
+def disable_hub_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the constant that `huggingface_hub` reads from the environment on import."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
 @pytest.fixture
 def typed(shell, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     """Types a command in a process whose environment says nothing about the network."""
 
     def run(line: str) -> Any:
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # as when it is imported after `close_network`
+        disable_hub_library(monkeypatch)  # as if imported after `close_network`
         for name in hub_module.OFFLINE:
             monkeypatch.setenv(name, "0")
         return shell(line)
@@ -234,7 +239,7 @@ def test_offline_use_takes_last_download(way: str, hub: Hub, said: list[str], mo
     if way == "down":
         monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     elif way == "HF_HUB_OFFLINE":
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        disable_hub_library(monkeypatch)
     elif way == "503":
         hub.status = 503
     assert fetch(f"hub:{NAME}", way == "--offline", said.append) == pinned
@@ -377,7 +382,7 @@ def test_hub_errors_have_exit_codes(hub: Hub, typed, shell, monkeypatch: pytest.
     assert (done.code, "--offline forbids it" in done.err) == (2, True)
     hub.requests.clear()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    disable_hub_library(monkeypatch)
     done = shell(f"{line} hub:{NAME}")
     assert (done.code, "HF_HUB_OFFLINE, which is set in the environment, forbids it" in done.err) == (2, True)
     assert hub.requests == []

@@ -1,6 +1,5 @@
 import csv
 import dataclasses
-import errno
 import gc
 import json
 import os
@@ -10,6 +9,7 @@ from pathlib import Path
 import pyarrow
 import pytest
 from pyarrow import parquet
+from support.full_disk import fill_disk
 from support.tiny_tokenizer import make_tokenizer
 
 from gptj_ft.config.resolve import resolve
@@ -103,10 +103,9 @@ def test_inconsistent_report_is_impossible(prepared):
         dataclasses.replace(prepared.report, rows_read=21)
 
 
-def test_chunks_neither_lose_nor_mix_rows(tokenizer, notes, monkeypatch, prepared):
-    monkeypatch.setattr("gptj_ft.data.prepare.CHUNK_ROWS", 3)
+def test_chunks_neither_lose_nor_mix_rows(tokenizer, notes, prepared):
     seen = []
-    small = tokenize_rows(TokenizeJob.of(recipe(), tokenizer, notes, VOCAB), progress=seen.append)
+    small = tokenize_rows(TokenizeJob.of(recipe(), tokenizer, notes, VOCAB), seen.append, chunk_rows=3)
     assert list(small.rows) == list(prepared.rows)
     assert small.report == prepared.report
     assert seen == [3, 6, 9, 12, 15, 18, 20]
@@ -147,19 +146,19 @@ def test_unanswerable_questions_are_reported(tokenizer, tmp_path):
     assert done.report.rows_skipped["no value for column 'answers'"].first == [f"{path}:2"]
 
 
-def test_late_column_is_found_but_loses(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr("gptj_ft.data.prepare.SURVEY_ROWS", 2)
+def test_late_column_is_found_but_loses(tokenizer, tmp_path):
     rows = [{"note": "a", "summary": "x"}] * 3
     late = json_lines(tmp_path / "late.jsonl", [*rows, {"document": "b", "note": "c", "summary": "x"}])
-    assert tokenize_rows(TokenizeJob.of(recipe(), tokenizer, late, VOCAB)).report.columns["document"] == "note"
+    job = TokenizeJob.of(recipe(), tokenizer, late, VOCAB)
+    assert tokenize_rows(job, survey_rows=2).report.columns["document"] == "note"
     only_late = json_lines(tmp_path / "only.jsonl", [{"summary": "x"}] * 3 + rows)
-    assert tokenize_rows(TokenizeJob.of(recipe(), tokenizer, only_late, VOCAB)).report.rows_kept == 3
+    job = TokenizeJob.of(recipe(), tokenizer, only_late, VOCAB)
+    assert tokenize_rows(job, survey_rows=2).report.rows_kept == 3
 
 
-def test_pattern_columns_may_appear_late(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr("gptj_ft.data.prepare.SURVEY_ROWS", 1)
+def test_pattern_columns_may_appear_late(tokenizer, tmp_path):
     path = json_lines(tmp_path / "a.jsonl", [{"note": "a", "s1": "x"}, {"note": "b", "s1": "x", "s2": "y"}])
-    done = tokenize_rows(TokenizeJob.of(recipe(map="summary=s*"), tokenizer, path, VOCAB))
+    done = tokenize_rows(TokenizeJob.of(recipe(map="summary=s*"), tokenizer, path, VOCAB), survey_rows=1)
     assert list(done.rows["references"]) == [["x"], ["x", "y"]]
     check_compatible(done, recipe(map="summary=s*"), tokenizer)
 
@@ -244,10 +243,7 @@ def test_unwritable_folder_is_usage_error(prepared, tmp_path):
 
 
 def test_full_disk_leaves_no_files(prepared, tmp_path, monkeypatch):
-    def full(self, *_, **__):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", full)
+    fill_disk(monkeypatch)
     with pytest.raises(ResourceError, match="no space left"):
         save_dataset(prepared, tmp_path / "data")
     assert [path.name for path in tmp_path.iterdir() if path.name != "home"] == ["notes.jsonl"]

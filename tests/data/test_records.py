@@ -6,7 +6,7 @@ import pytest
 
 from gptj_ft.data.readers.records import read_rows
 from gptj_ft.data.readers.rows import Findings, format_places
-from gptj_ft.data.readers.source import identify
+from gptj_ft.data.readers.source import FileOptions, ReadLimits, identify
 from gptj_ft.errors import DataError, UsageError
 
 
@@ -47,13 +47,11 @@ def test_one_row_without_newline_is_read(write, name):
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 2**20])
-def test_json_lines_named_json_are_read(write, monkeypatch, chunk):
-    from gptj_ft.data.readers import rows as rows_module
-
-    monkeypatch.setattr(rows_module, "CHUNK_BYTES", chunk)
-    assert rows(write("a.json", '\n{"a": 1}\r\n\n{"a": "\\u00e9"}\n{"a": 3}')) == [
-        (2, {"a": 1}), (4, {"a": "é"}), (5, {"a": 3}),
-    ]  # fmt: skip
+def test_json_lines_named_json_are_read(write, chunk):
+    path = write("a.json", '\n{"a": 1}\r\n\n{"a": "\\u00e9"}\n{"a": 3}')
+    source = identify(path, FileOptions(limits=ReadLimits(text_chunk=chunk)))
+    expected = [(2, {"a": 1}), (4, {"a": "é"}), (5, {"a": 3})]
+    assert [(row.line, row.values) for row in read_rows(source)] == expected
     findings = Findings(most_bad=1)
     found = read_rows(identify(write("b.json", '{"a": 1}\noops\n{"a": 2}\n')), findings)
     assert [row.values["a"] for row in found] == [1, 2]

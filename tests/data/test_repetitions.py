@@ -1,4 +1,4 @@
-"""Rows that say the same are found, whatever the size of the buckets, as a look at all of them would."""
+"""Test that duplicate rows are found for any bucket size, as by comparing all rows."""
 
 from __future__ import annotations
 
@@ -6,28 +6,25 @@ import random
 
 import pytest
 
-from gptj_ft.data.checks import texts
 from gptj_ft.data.checks.texts import Duplicates
 
 
 @pytest.mark.parametrize("bucket", [1, 7, 100, 10**6])
 @pytest.mark.parametrize("held", [1, 13, 1000])
-def test_duplicates_match_a_full_comparison(bucket: int, held: int, monkeypatch) -> None:
-    monkeypatch.setattr(texts, "HELD", held)
+def test_duplicates_match_a_full_comparison(bucket: int, held: int) -> None:
     draw = random.Random(0)
     rows = [(draw.randrange(2**64 - 40, 2**64), draw.randrange(3), f"file{n % 3}", n) for n in range(200)]
     seen: dict[int, int] = {}
     expected: dict[bool, list[str]] = {True: [], False: []}
-    found = Duplicates(bucket)
-    for asked, answered, source, line in rows:
-        found.add(asked, answered, source, line)
-        if asked in seen:
-            expected[seen[asked] == answered].append(f"{source}:{line}")
-        seen.setdefault(asked, answered)
-    result = found.count(5)
-    assert result == {same: (len(places), places[:5]) for same, places in expected.items()}
+    duplicates = Duplicates(bucket, held)
+    for prompt, answer, source, line in rows:
+        duplicates.add(prompt, answer, source, line)
+        if prompt in seen:
+            expected[seen[prompt] == answer].append(f"{source}:{line}")
+        seen.setdefault(prompt, answer)
+    assert duplicates.count(5) == {same: (len(places), places[:5]) for same, places in expected.items()}
     assert len(expected[True]) > 20
-    found.close()
+    duplicates.close()
 
 
 def test_no_rows_repeat_nothing() -> None:

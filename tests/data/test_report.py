@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.full_disk import fill_disk
 from support.tiny_tokenizer import make_tokenizer
 
 from gptj_ft.cli.html import write_new
@@ -217,11 +216,7 @@ def test_full_disk_leaves_no_partial_report(tmp_path: Path, monkeypatch: pytest.
     recipe = resolve({"recipe": "summarization"}, environment={}).recipe
     facts = data_facts(tokenize_rows(TokenizeJob.of(recipe, make_tokenizer(), Path("rows.jsonl"), 50400)), recipe)
     before = {path.name for path in tmp_path.iterdir()}
-
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("gptj_ft.system.files.os.fsync", full)
+    fill_disk(monkeypatch)
     for name in ("out.html", "out.json"):
         with pytest.raises(ResourceError, match=f"no space left on the disk while writing {name}"):
             write_new(Path(name), data_report(Path(name).suffix, facts))

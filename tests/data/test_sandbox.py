@@ -1,4 +1,4 @@
-"""Templates of others: they compute a text of the values they are given, and cannot do anything else, nor forever."""
+"""Test that untrusted templates can only compute a text from their values, in bounded time and memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gptj_ft.data import sandbox
 from gptj_ft.data.sandbox import bounded_environment, compile_template
-from gptj_ft.data.template import fields_of, render
+from gptj_ft.data.template import fields_of, parse_template, render
 from gptj_ft.errors import UsageError
 
 MESSAGES = ({"role": "user", "content": " Hello "}, {"role": "assistant", "content": "Hi"})
@@ -68,10 +68,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", GROWING)
-def test_no_template_repeats_or_writes_without_end(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "UNITS", 2**15)
+def test_endless_templates_are_stopped(name: str) -> None:
     with pytest.raises(UsageError, match=r"repeats or writes far more|number of template|is for numbers"):
-        render(GROWING[name], VALUES)
+        parse_template(GROWING[name]).compiled.render(VALUES, units=2**15)
 
 
 @pytest.mark.parametrize("source", REFUSED)
@@ -106,11 +105,11 @@ def test_what_prompts_and_chat_templates_use_works(source: str, text: str) -> No
 
 
 @pytest.mark.parametrize("replacing", ["a.replace('a', a)", "a | replace('a', a)", "a.join(a | list)", "a | join(a)"])
-def test_huge_replacement_is_stopped_in_advance(replacing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "UNITS", 2**15)
+def test_huge_replacement_is_stopped_in_advance(replacing: str) -> None:
     tracemalloc.start()
+    template = parse_template("{% set a = range(4000) | join('a') %}{{ " + replacing + " }}")
     with pytest.raises(UsageError, match="repeats or writes far more"):
-        render("{% set a = range(4000) | join('a') %}{{ " + replacing + " }}", VALUES)
+        template.compiled.render(VALUES, units=2**15)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 2**24
@@ -161,10 +160,10 @@ QUIET = {"derandomize": True, "database": None, "deadline": None, "suppress_heal
 BOUNDED = bounded_environment(keep_trailing_newline=True)
 
 
-def ends(source: str) -> None:
-    """Render a template; it must write a text of bounded length, or be refused in a line."""
+def ends(source: str, units: int = sandbox.UNITS) -> None:
+    """Render a template; it must give a text of bounded length, or a one-line error."""
     try:
-        text = compile_template(BOUNDED, source).render(VALUES)
+        text = compile_template(BOUNDED, source).render(VALUES, units)
     except UsageError as error:
         message = str(error)
     else:
@@ -180,9 +179,7 @@ ANY = st.lists(PIECES, max_size=30).map("".join) | STATEMENTS.map(lambda body: "
 @settings(max_examples=40, **QUIET)
 @given(source=ANY)
 def test_random_template_gives_text_or_error(source: str) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sandbox, "UNITS", 2**13)
-        ends(source)
+    ends(source, units=2**13)
 
 
 @pytest.mark.slow

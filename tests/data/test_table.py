@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tables import COLUMNS, table_of
 
-from gptj_ft.data import table as table_module
 from gptj_ft.data.loss_mask import num_targets
 from gptj_ft.data.table import LABELLED, SCHEMA, TableWriter, TokenTable, to_arrow, to_python
 
@@ -67,9 +66,8 @@ def test_datasets_opens_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("repeats", [1, 3])
-def test_selected_rows_keep_their_order(repeats: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table_module, "BATCH_BYTES", 1)
-    with TableWriter(tmp_path / "rows.arrow") as writer:
+def test_selected_rows_keep_their_order(repeats: int, tmp_path: Path) -> None:
+    with TableWriter(tmp_path / "rows.arrow", batch_bytes=1) as writer:
         for _ in range(repeats):
             writer.write(next(table_of(**COLUMNS).batches()))
     table, rows = TokenTable.open(tmp_path / "rows.arrow").validate(), ROWS * repeats

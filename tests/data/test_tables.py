@@ -30,7 +30,7 @@ from gptj_ft.data.prepare import TokenizeJob, find_columns
 from gptj_ft.data.readers.encodings import encoding_by_head, guess_encoding
 from gptj_ft.data.readers.records import read_rows
 from gptj_ft.data.readers.rows import Findings
-from gptj_ft.data.readers.source import FileOptions, identify
+from gptj_ft.data.readers.source import FileOptions, ReadLimits, identify
 from gptj_ft.errors import DataError, UsageError
 
 Table = list[dict[str, str]]
@@ -64,7 +64,7 @@ def written(rows: Table, separator: str, ending: str, quoting: int, encoding: st
     return out.getvalue().encode(encoding)
 
 
-def read(path: Path, findings: Findings | None = None, **options: str) -> Table:
+def read(path: Path, findings: Findings | None = None, **options: Any) -> Table:
     return [row.values for row in read_rows(identify(path, FileOptions(**options)), findings)]
 
 
@@ -456,10 +456,8 @@ def test_workbook_without_header_is_reported(tmp_path: Path) -> None:
         read(workbook(path, {"Sheet": [["a", "a"], ["x", "y"]]}))
 
 
-def test_damaged_or_huge_workbook_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gptj_ft.data.readers.spreadsheets.MOST_OTHER_BYTES", 2**21)
-    monkeypatch.setattr("gptj_ft.data.readers.spreadsheets.MOST_PIECE_BYTES", 2**20)
-    monkeypatch.setattr("gptj_ft.data.readers.spreadsheets.MOST_ROWS", 2**13)
+def test_damaged_or_huge_workbook_is_rejected(tmp_path: Path) -> None:
+    limits = ReadLimits(other_parts=2**21, sheet_piece=2**20, sheet_rows=2**13)
     rows = [["document", "summary"], ["one", "1"]]
 
     def made(part: str, change: Callable[[str], str]) -> Path:
@@ -478,7 +476,7 @@ def test_damaged_or_huge_workbook_is_rejected(tmp_path: Path, monkeypatch: pytes
     ]  # fmt: skip
     for part, change, says in odd:
         with pytest.raises(DataError, match=rf"a\.xlsx: .*({says})"):
-            read(made(part, change))
+            read(made(part, change), limits=limits)
     whole = workbook(tmp_path / "a.xlsx", {"Sheet": rows}).read_bytes()
     (tmp_path / "a.xlsx").write_bytes(whole[:-30])
     with pytest.raises(DataError, match=r"a\.xlsx: damaged workbook"):

@@ -14,7 +14,6 @@ from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.resolve import resolve
-from gptj_ft.data import tokenization as words_module
 from gptj_ft.data.prepare import TokenizeJob, tokenize_rows
 from gptj_ft.data.tokenization import (
     WordCache,
@@ -58,18 +57,17 @@ def test_cached_words_give_the_tokenizers_tokens(tokenizer, texts: list[str]) ->
         assert list(map(list, words(texts))) == wanted
 
 
-def test_only_ordinary_words_are_cached(tokenizer, monkeypatch) -> None:
-    given_back: list[str] = []
-    monkeypatch.setattr(words_module, "tokenize", lambda _, texts: [given_back.append(text) or [] for text in texts])
-    WordCache(tokenizer)(["The lift  stops.\n\nIts door stays open: \u201cnow\u201d. ", "\n \n a\tb", "", "naïve 🙂"])
-    assert not given_back
-    WordCache(tokenizer)(["a\0 b", "a\t b", "\u6587" * 400, "so far"])
-    assert given_back == ["a\0 b", "a\t b", "\u6587" * 400]
+def test_only_ordinary_words_are_cached(tokenizer) -> None:
+    uncached: list[str] = []
+    words = WordCache(tokenizer, tokenize=lambda _, texts: [uncached.append(text) or [] for text in texts])
+    words(["The lift  stops.\n\nIts door stays open: \u201cnow\u201d. ", "\n \n a\tb", "", "naïve 🙂"])
+    assert not uncached
+    words(["a\0 b", "a\t b", "\u6587" * 400, "so far"])
+    assert uncached == ["a\0 b", "a\t b", "\u6587" * 400]
 
 
-def test_the_table_of_words_has_a_limit(tokenizer, monkeypatch) -> None:
-    monkeypatch.setattr(words_module, "MOST_WORDS", 3)
-    words, texts = WordCache(tokenizer), ["a b c d e", "d e f " + 99 * "g" + " h"]
+def test_word_cache_has_a_limit(tokenizer) -> None:
+    words, texts = WordCache(tokenizer, most_words=3), ["a b c d e", "d e f " + 99 * "g" + " h"]
     assert list(map(list, words(texts))) == tokenize(tokenizer, texts)
     assert len(words) <= 3
 

@@ -30,8 +30,8 @@ BUCKET = 2**18  # records compared at once
 class Duplicates:
     """Find rows with equal prompts by digests on disk: memory does not grow with the number of rows."""
 
-    def __init__(self, bucket: int = BUCKET) -> None:
-        self._bucket = bucket
+    def __init__(self, bucket: int = BUCKET, held: int = HELD) -> None:
+        self._bucket, self._most_held = bucket, held
         self._sources: dict[str, int] = {}
         self._held: list[tuple[int, int, int, int]] = []
         # Not in the folder of temporary files, which may be in memory.
@@ -40,7 +40,7 @@ class Duplicates:
     def add(self, prompt: int, answer: int, source: str, line: int) -> None:
         """Add a row: 64-bit digests of its prompt and answer, and its place."""
         self._held.append((prompt, answer, self._sources.setdefault(source, len(self._sources)), line))
-        if len(self._held) == HELD:
+        if len(self._held) == self._most_held:
             self._write()
 
     def count(self, places: int) -> dict[bool, tuple[int, list[str]]]:
@@ -75,7 +75,7 @@ class Duplicates:
         """Return the records of a bucket, and their row numbers."""
         self._file.seek(0)
         kept, numbers, start = [], [], 0
-        while read := self._file.read(HELD * _RECORD.itemsize):
+        while read := self._file.read(self._most_held * _RECORD.itemsize):
             records = np.frombuffer(read, _RECORD)
             chosen = np.flatnonzero(records["prompt"] % np.uint64(buckets) == bucket)
             kept.append(records[chosen])

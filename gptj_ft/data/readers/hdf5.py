@@ -13,17 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gptj_ft.data.readers.rows import Findings, Row, token_row
-from gptj_ft.data.readers.source import File
+from gptj_ft.data.readers.source import File, ReadLimits
 from gptj_ft.errors import DataError, UsageError, listed
 
 if TYPE_CHECKING:
     import h5py
 
 DATASET = "data"
-SLICE_BYTES = 2**24
-MOST_CHUNK_BYTES = 2**28  # larger HDF5 chunks are read in parts, each of which decompresses the whole chunk
+
 _MOST_TOKENS = 2**24  # of a sample
-PIECE_TOKENS = 2**20  # of a corpus, in a row
+
 _LARGEST_ID = 2**31 - 1
 IDS, MASK, LABELS, SPANS, POSITIONS = range(5)
 _Tokens = tuple[list[int], list[int]]  # input ids and trained spans, as in `token_row`
@@ -36,7 +35,7 @@ def read_samples(file: File, findings: Findings) -> Iterator[Row]:
       such as padding, has no effect. If the mask is 0 everywhere, the row is the whole sample without targets.
     * (N, 5, S): several documents per sample, with attention spans and positions. Each document is a row under the same
       number; a document starts where the positions restart at 0.
-    * (T): a corpus; all tokens except the first are targets. A row has `PIECE_TOKENS` tokens and repeats the last token
+    * (T): a corpus; all tokens except the first are targets. A row has `corpus_row` tokens and repeats the last token
       of the row before, so that its successor is a target too.
     """
     if file.compression:
@@ -85,9 +84,9 @@ def _dataset(file: File, opened: h5py.File) -> h5py.Dataset:
 
 
 def _corpus(file: File, findings: Findings, data: h5py.Dataset) -> Iterator[Row]:
-    before = np.empty(0, data.dtype)
-    for number, start in enumerate(range(0, len(data), PIECE_TOKENS), 1):
-        ids = np.concatenate([before, data[start : start + PIECE_TOKENS]])
+    before, size = np.empty(0, data.dtype), file.options.limits.corpus_row
+    for number, start in enumerate(range(0, len(data), size), 1):
+        ids = np.concatenate([before, data[start : start + size]])
         before = ids[-1:]
         if problem := _not_ids(ids):
             findings.add(file, number, problem)
@@ -95,16 +94,16 @@ def _corpus(file: File, findings: Findings, data: h5py.Dataset) -> Iterator[Row]
             yield token_row(file, number, ids.tolist(), [1, len(ids)] if len(ids) > 1 else [])
 
 
-def samples_at_once(data: h5py.Dataset) -> int:
+def samples_at_once(data: h5py.Dataset, limits: ReadLimits) -> int:
     """Return the number of samples to read at once: bounded, and a multiple of the chunk size if possible."""
     sample_bytes = int(math.prod(data.shape[1:]) * data.dtype.itemsize)
-    count = max(1, SLICE_BYTES // sample_bytes)
+    count = max(1, limits.samples // sample_bytes)
     chunk = int(data.chunks[0]) if data.chunks else 1
-    return max(chunk, count // chunk * chunk) if chunk * sample_bytes <= MOST_CHUNK_BYTES else count
+    return max(chunk, count // chunk * chunk) if chunk * sample_bytes <= limits.hdf5_chunk else count
 
 
 def _samples(file: File, findings: Findings, data: h5py.Dataset) -> Iterator[Row]:
-    count, number = samples_at_once(data), 0
+    count, number = samples_at_once(data, file.options.limits), 0
     for start in range(0, len(data), count):
         for sample in data[start : start + count]:
             number += 1

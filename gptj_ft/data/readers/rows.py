@@ -13,7 +13,6 @@ from gptj_ft.data.readers.encodings import HOW_TO_SAY, OTHERS, RECODED_BYTES, WI
 from gptj_ft.data.readers.source import File, opened_file
 from gptj_ft.errors import DataError
 
-CHUNK_BYTES = 2**20
 PLACES_SHOWN = 5  # of each finding
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -150,16 +149,17 @@ def too_long(file: File, line: int) -> DataError:
 
 
 def text_chunks(file: File, findings: Findings) -> Iterator[str]:
-    """Yield a text in chunks of about `CHUNK_BYTES`, regardless of lines."""
+    """Yield a text in chunks of `ReadLimits.text_chunk` bytes, regardless of lines."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     with opened_text(file, findings) as opened:
-        raw = _without_mark(opened.read(CHUNK_BYTES), file, findings)
+        size = file.options.limits.text_chunk
+        raw = _without_mark(opened.read(size), file, findings)
         if not raw:
             raise DataError(f"{file.path}: the file is empty")
         try:
             while raw:
                 yield decoder.decode(raw)
-                raw = opened.read(CHUNK_BYTES)
+                raw = opened.read(size)
             decoder.decode(b"", final=True)
         except UnicodeDecodeError:
             for _ in numbered_lines(file, findings):

@@ -130,6 +130,23 @@ NOT_ROWS_IN_FOLDER = (".index", "data_params.json")  # an index repeats the othe
 
 
 @dataclass(frozen=True)
+class ReadLimits:
+    """Sizes that readers hold in memory at once; most of them are limits against decompression bombs."""
+
+    text_chunk: int = 2**20  # bytes of a JSON text
+    samples: int = 2**24  # bytes of HDF5 samples
+    hdf5_chunk: int = 2**28  # bytes; larger HDF5 chunks are read in parts, each of which decompresses the whole chunk
+    corpus_row: int = 2**20  # tokens of a row that is part of an HDF5 corpus
+    sheet_rows: int = 2**20  # Excel's limit
+    # Sheets and shared strings of a workbook are streamed, one row or text at a time; styles and the other parts are
+    # held in memory.
+    sheets: int = 2**30  # bytes of all sheets and shared strings
+    sheet_piece: int = 2**24  # bytes of a row or text
+    other_parts: int = 2**26  # bytes of all other parts
+    parquet: int = 2**30  # bytes of a compressed Parquet file, which is decompressed in memory
+
+
+@dataclass(frozen=True)
 class FileOptions:
     """Options of the readers; the recipe's options of the same names."""
 
@@ -141,10 +158,11 @@ class FileOptions:
     header: tuple[str, ...] = ()
     task: str = "language-model"
     max_record: int = MOST_RECORD_BYTES
+    limits: ReadLimits = ReadLimits()  # no option of the recipe
 
     @classmethod
     def of(cls, recipe: Recipe) -> FileOptions:
-        return cls(**{name: getattr(recipe, name) for name in cls.__dataclass_fields__})
+        return cls(**{name: getattr(recipe, name) for name in cls.__dataclass_fields__ if name != "limits"})
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,8 @@ from gptj_ft.data.readers.tables import SAMPLE_LINES, Header, check_header
 from gptj_ft.errors import DataError, GptjFtError, UsageError, did_you_mean
 from gptj_ft.system.plain_text import shortened
 
-MOST_ROWS = 2**20  # Excel's limit
 HEADER_ROWS = 1000  # the header is within these
-# Limits against zip bombs. Sheets and shared strings are streamed, one row or text at a time; styles and the other
-# parts are held in memory.
-MOST_BYTES, MOST_OTHER_BYTES, MOST_PIECE_BYTES = 2**30, 2**26, 2**24
+
 ROW_TAG = re.compile(rb"<(?:\w+:)?(?:row|si)[\s/>]")
 _READ_BYTES = 2**20
 SHEETS_SHOWN = 10
@@ -92,8 +89,8 @@ def _rows(file: File, sheet: Any, findings: Findings) -> Iterator[Row]:
 def _records(file: File, sheet: Any, first: int, width: int, findings: Findings) -> Iterator[tuple[int, list[str]]]:
     """Yield (row of the sheet, texts of its first cells), starting at a row; empty rows are skipped."""
     for number, cells in enumerate(sheet.iter_rows(min_row=first, max_col=width + 1), first):
-        if number > MOST_ROWS:
-            raise DataError(f"{file.path}: the sheet has more than {MOST_ROWS:,} rows")
+        if number > file.options.limits.sheet_rows:
+            raise DataError(f"{file.path}: the sheet has more than {file.options.limits.sheet_rows:,} rows")
         texts = [_text_of(cell) for cell in cells] + [""] * (width - len(cells))
         if any(texts[width:]):
             findings.note(f"{file.path}: cells to the right of the last named column are ignored")
@@ -127,12 +124,13 @@ def _check_size(file: File, opened: BinaryIO) -> None:
         tables = [part for part in parts if re.match(r"xl/(worksheets/|sharedStrings)", part.filename)]
         others = sum(part.file_size for part in parts) - sum(part.file_size for part in tables)
         too_large = f"{file.path}: workbook too large: {{}}; save the sheet as CSV UTF-8"
-        if sum(part.file_size for part in tables) > MOST_BYTES or others > MOST_OTHER_BYTES:
+        limits = file.options.limits
+        if sum(part.file_size for part in tables) > limits.sheets or others > limits.other_parts:
             size = sum(part.file_size for part in parts) / 2**30
-            raise DataError(too_large.format(f"{size:.1f} GiB decompressed, limit {MOST_BYTES >> 30} GiB"))
+            raise DataError(too_large.format(f"{size:.1f} GiB decompressed, limit {limits.sheets >> 30} GiB"))
         for part in tables:
-            if part.file_size > MOST_PIECE_BYTES and _longest_piece(archive, part) > MOST_PIECE_BYTES:
-                raise DataError(too_large.format(f"a row or text above {MOST_PIECE_BYTES >> 20} MiB"))
+            if part.file_size > limits.sheet_piece and _longest_piece(archive, part) > limits.sheet_piece:
+                raise DataError(too_large.format(f"a row or text above {limits.sheet_piece >> 20} MiB"))
 
 
 def _longest_piece(archive: zipfile.ZipFile, part: zipfile.ZipInfo) -> int:

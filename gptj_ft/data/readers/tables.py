@@ -16,7 +16,7 @@ from gptj_ft.errors import DataError
 from gptj_ft.system.plain_text import shortened
 
 BATCH_ROWS = 1000
-MOST_UNPACKED_BYTES = 2**30  # of compressed Parquet files, which are decompressed in memory
+
 # csv's default limit is 131,072 characters per cell; documents are longer. A C long has at least 32 bits.
 csv.field_size_limit(2**31 - 1)
 COLUMN_SEPARATORS = {"csv": ",", "tsv": "\t"}  # by format
@@ -210,9 +210,10 @@ def _rows_of(file: File, batches: Iterable[Any]) -> Iterator[Row]:
 
 
 def _unpacked(file: File, opened: BinaryIO) -> bytes:
-    content = opened.read(MOST_UNPACKED_BYTES + 1)
-    if len(content) > MOST_UNPACKED_BYTES:
-        raise DataError(f"{file.path}: longer than {MOST_UNPACKED_BYTES // 2**30} GiB; decompress the file first")
+    most = file.options.limits.parquet
+    content = opened.read(most + 1)
+    if len(content) > most:
+        raise DataError(f"{file.path}: longer than {most // 2**30} GiB; decompress the file first")
     return content
 
 
