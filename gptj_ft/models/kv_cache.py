@@ -59,7 +59,7 @@ class KVCache:
         """Store a layer's keys and values of prompts; a document's tokens after the prompt are not stored.
 
         Args:
-            k_TNH, v_TNH: of documents that begin with prompts.
+            k_TNH, v_TNH: keys and values of documents that begin with prompts.
             groups: group numbers of the prompts; default: the first ones.
         """
         if layer not in self._layers:

@@ -135,7 +135,7 @@ def test_new_and_dropped_head_weights_are_reported(shape: str, task: str, tmp_pa
     assert any(name.startswith("cls.") for name in architecture.left_out) == ("prefix" not in shape)
     said = "\n".join(architecture.notes)
     assert f"{output}.bias" in said
-    assert ("left out" in said) == bool(architecture.left_out)
+    assert ("ignored tensors" in said) == bool(architecture.left_out)
 
 
 @pytest.mark.parametrize("kind", ["Roberta", "XLMRoberta"])
@@ -157,7 +157,7 @@ def test_roberta_conversion_opens_in_transformers(kind: str, tmp_path: Path) -> 
 def test_roberta_without_pad_token_is_rejected(tmp_path: Path) -> None:
     raw = {"model_type": "roberta", **CONFIG, "pad_token_id": None}
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(DataError, match="pad_token_id must be the number of a token"):
+    with pytest.raises(DataError, match="pad_token_id must be a token id"):
         read_architecture(tmp_path)
 
 

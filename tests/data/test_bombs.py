@@ -1,4 +1,4 @@
-"""Files that are far larger than they look, or that never end: refused with file, line and limit, in little memory."""
+"""Test that oversized or endless files are rejected with file, line and limit, in little memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is kept is taken when nothing has changed, and only then."""
+"""Test that the cache of tokenized rows is used exactly when nothing relevant has changed."""
 
 from __future__ import annotations
 

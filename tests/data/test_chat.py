@@ -1,4 +1,4 @@
-"""Conversations: how they are read, which tokens are trained on, how long ones are shortened."""
+"""Test reading, masking and shortening conversations."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def read(row: dict[str, Any]) -> FieldTexts:
 
 
 def trained(tokenizer: PreTrainedTokenizerFast, recipe: Recipe, values: dict[str, Any]) -> tuple[str, list[str]]:
-    """Return a row's text, and the stretches of it that are trained on."""
+    """Return a row's text, and its trained spans."""
     encoded = encode(recipe, tokenizer, values)
     (ids,) = encoded.documents
     borders = [encoded.prompt_length, *encoded.masked_spans, len(ids)]

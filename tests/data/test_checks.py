@@ -1,4 +1,4 @@
-"""Each check by a row with the fault planted, and rows of which nothing is to be said."""
+"""Test each check with a planted fault, and with clean rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of tasks that label texts and pairs: their tokens, their labels, and what is said of those."""
+"""Test rows of tasks that label texts and pairs: tokens, labels, warnings."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def prepared(
 
 
 def labelled(*labels: Any) -> list[dict[str, Any]]:
-    """Rows with these labels, each with another text."""
+    """Make rows with these labels, each with another text."""
     return [{"text": f"the patient came {number}", "label": label} for number, label in enumerate(labels)]
 
 
@@ -151,7 +151,7 @@ def test_long_text_becomes_labelled_windows(bert: Any) -> None:
 
 
 def test_impossible_windows_are_reported(bert: Any) -> None:
-    with pytest.raises(UsageError, match="stride: windows that share 128 tokens cannot be moved"):
+    with pytest.raises(UsageError, match="stride: windows of at most 128 tokens"):
         prepared(bert, labelled("a", "b"), on_long="split", max_length=130)
     rows = [{"one": "the " * 20, "other": "a cough came from the river", "label": "a"}]
     with pytest.raises(DataError, match="too long: besides its other text there is no room"):

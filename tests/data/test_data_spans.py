@@ -1,4 +1,4 @@
-"""Questions about passages: the windows, targets and offsets of transformers' run_qa."""
+"""Test questions about passages against the windows, targets and offsets of transformers' run_qa."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def test_oversized_questions_and_strides_are_reported(bert: Any) -> None:
     done = prepared(bert, rows)
     reasons = list(done.report.rows_skipped)
     assert reasons == ["too long: besides its other text there is no room for windows that share 6 tokens"]
-    with pytest.raises(UsageError, match="stride: windows that share 21 tokens cannot be moved"):
+    with pytest.raises(UsageError, match="stride: windows of at most 21 tokens"):
         prepared(bert, rows, stride=21)
     with pytest.raises(UsageError, match="pair: for task=spans, pair must be the passage alone"):
         prepared(bert, rows, pair="Passage: {{ context }}")

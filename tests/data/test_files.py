@@ -1,4 +1,4 @@
-"""Which files are read, how they are packed, and what is said when a file is not what its name says."""
+"""Test detection of files, formats and compression, and notes on misleading names."""
 
 from __future__ import annotations
 

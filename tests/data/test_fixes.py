@@ -1,4 +1,4 @@
-"""What `prepare-data --fix` mends, what it leaves out, what it leaves alone; and that no row is lost in silence."""
+"""Test which texts `prepare-data --fix` repairs, drops or leaves unchanged, and that every row is accounted for."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_only_reversible_letters_are_decoded_again(text: str) -> None:
     before = "".join(WINDOWS.get(letter, letter) for letter in text.replace("ï»¿", ""))
 
     def ends(letter: str, starts: set[int], depth: int = 4) -> set[int]:
-        """Where a letter may end: it is one of the text, or what some letters stand for, which may stand for others."""
+        """Draw the last letter of a word, or a misdecoded form that may continue in the next word."""
         found = {start + 1 for start in starts if before[start : start + 1] == WINDOWS.get(letter, letter)}
         if starts and depth and not letter.isascii():
             for piece in decode_wrongly(letter):
@@ -381,8 +381,8 @@ def test_nothing_is_overwritten(tmp_path: Path, shell: Any) -> None:
     ("options", "says"),
     [
         ("--fixed new.jsonl", "add --fix"),
-        ("--fix --fixed new.csv", "end the name with .jsonl"),
-        ("--fix --data 'rows*.jsonl'", "name the new one with --fixed"),
+        ("--fix --fixed new.csv", "its name must end with .jsonl"),
+        ("--fix --data 'rows*.jsonl'", "name the new file with --fixed"),
         ("--fix --data folder --fixed folder/new.jsonl", "rows twice"),
         ("--fix --data absent.jsonl", "no such file"),
         ("--fix --fixed no/such/folder/new.jsonl", "new.jsonl: No such file or directory"),

@@ -1,4 +1,4 @@
-"""HDF5 samples of the Cerebras model zoo: the loss is taken on the tokens it was taken on there, and on no others."""
+"""Test HDF5 samples of the Cerebras model zoo: the targets are exactly those of its loss mask."""
 
 from __future__ import annotations
 

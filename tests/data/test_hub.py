@@ -1,4 +1,4 @@
-"""Data sets by name, against a small Hub on this machine; which file is what, against `datasets`."""
+"""Test datasets of the Hub against a local server, and the choice of files against `datasets`."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_malformed_reference_is_rejected(data: str) -> None:
 
 
 def write_split(path: Path, count: int, word: str) -> None:
-    """Write rows, as parquet, of more bytes than what the Hub keeps in git."""
+    """Write rows as parquet, large enough for the Hub's LFS storage."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = [{"note": f"The {word} number {n} waits." + f" {n * 7919 % 997}" * 40, "short_summary": f"{word} {n}."}
             for n in range(count)]  # fmt: skip
@@ -158,7 +158,7 @@ def write_split(path: Path, count: int, word: str) -> None:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A Hub with a data set of two training files, a validation file, and what is not asked for."""
+    """Serve a dataset of two training files, a validation file, and other files."""
     folder = tmp_path / "repository"
     for part in range(2):
         write_split(folder / f"data/train-0000{part}-of-00002.parquet", 60, "parcel")
@@ -183,7 +183,7 @@ def disable_hub_library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def typed(shell, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-    """Types a command in a process whose environment says nothing about the network."""
+    """Run a command whose environment does not mention the network."""
 
     def run(line: str) -> Any:
         disable_hub_library(monkeypatch)  # as if imported after `close_network`

@@ -356,7 +356,7 @@ def test_zero_holdout_holds_out_nothing(prepared):
 
 
 def rows_of_contract(tokenizer, folder, order):
-    """Six documents with five questions each, in some order."""
+    """Prepare six documents with five questions each, in some order."""
     rows = [
         {"context": f"{WORDS} {document}", "question": f"{number}?", "answer": "yes"}
         for document in range(6)

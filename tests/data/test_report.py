@@ -1,4 +1,4 @@
-"""The report of `prepare-data --report`: the same facts as JSON and as a page, and no text unless asked for."""
+"""Test the report of `prepare-data --report`: equal facts as JSON and as a page, texts only on request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VOID = {"meta", "link", "br"}
 
 
 class Page(HTMLParser):
-    """What is on a page: its tags, attributes, and the text that is seen; every tag is closed."""
+    """Parse a page: its tags, attributes and visible text; check that every tag is closed."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(autouse=True)
 def rows(tmp_path: Path) -> list[dict[str, Any]]:
-    """Forty rows, one of them twice and two that cannot be used."""
+    """Write forty rows, one of them twice, and two unusable ones."""
     rows: list[dict[str, Any]] = [
         {"note": f"Pump {n} leaks. " * (n % 7 + 1), "summary": f"Leak at {n}."} for n in range(40)
     ]

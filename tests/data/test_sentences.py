@@ -1,5 +1,6 @@
-"""Documents whose sentences are picked for a summary: BERTSUM's labels (against PreSumm's rules, restated), filters,
-segments and cuts."""
+"""Test selection of summary sentences: BERTSUM's labels (against PreSumm's rules, restated), filters, segments and
+limits.
+"""
 
 from __future__ import annotations
 
@@ -244,7 +245,7 @@ def test_texts_are_split_where_sentences_end(text: str, sentences: list[str]) ->
 
 
 def rouge_sum(chosen: list[str], summary: str) -> float:
-    """ROUGE-1 F + ROUGE-2 F of some sentences, with n-grams as sets."""
+    """Return ROUGE-1 F + ROUGE-2 F of some sentences, with n-grams as sets."""
     total = 0.0
     for size in (1, 2):
 
@@ -260,7 +261,7 @@ def rouge_sum(chosen: list[str], summary: str) -> float:
 
 
 def greedy(sentences: list[str], summary: str, most: int) -> list[int]:
-    """Every candidate's score from scratch in every round."""
+    """Select sentences, computing every candidate's score from scratch in every round."""
     chosen: list[int] = []
     for _ in range(most):
         now = rouge_sum([sentences[number] for number in chosen], summary)

@@ -1,4 +1,4 @@
-"""Rows as tokens on the disk: written and read without `datasets`, which opens them all the same."""
+"""Test tables of tokens on disk: written and read without `datasets`, which can open them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables as people have them: every separator, encoding, line ending and way of quoting gives the same rows."""
+"""Test that a table has the same rows in every separator, encoding, line ending and quoting."""
 
 from __future__ import annotations
 
@@ -363,7 +363,7 @@ def workbook(path: Path, sheets: dict[str, list[list[Any]]], hidden: tuple[str, 
 
 
 def edited(path: Path, part: str, change: Callable[[str], str]) -> Path:
-    """Change a part of a workbook, as another program, or a person, might have written it."""
+    """Change a part of a workbook, as another program or a person might."""
     with zipfile.ZipFile(path) as archive:
         parts = {name: archive.read(name) for name in archive.namelist()}
     parts[part] = change(parts[part].decode()).encode()

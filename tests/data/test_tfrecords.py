@@ -1,4 +1,4 @@
-"""TFRecords of mesh-transformer-jax are read as its loader reads them; damaged ones are named."""
+"""Test that TFRecords of mesh-transformer-jax are read like by its loader, and damaged ones named."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def one_by_one(tokens: list[int]) -> bytes:
 
 
 def mixed(tokens: list[int]) -> bytes:
-    """What a reader must take all the same: https://protobuf.dev/programming-guides/encoding/#packed."""
+    """Mix packed and unpacked numbers, which a reader must accept:
+    https://protobuf.dev/programming-guides/encoding/#packed.
+    """
     half = len(tokens) // 2
     one = [varint(1 << 3 | 0) + varint(token) for token in tokens]
     return field(3, b"".join(one[:half]) + field(1, b"".join(map(varint, tokens[half:-1]))) + one[-1])

@@ -1,4 +1,4 @@
-"""Rows that are tokens already are checked like any others, whoever made them."""
+"""Test that tokenized rows from any source are checked."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def batch_of(rows: list[Row], **labelled: list[Any]) -> pyarrow.RecordBatch:
 
 
 def checked(*rows: Row) -> str:
-    """Return what is said of rows, in two batches; empty of good ones."""
+    """Return the problem reported for rows, written in two batches; "" for valid rows."""
     batches = [batch_of([*rows[:2]]), batch_of([*rows[2:]])]
     table = TokenTable([batch for batch in batches if batch.num_rows])
     return said_of(table)
 
 
 def said_of(table: TokenTable, *labels: str) -> str:
-    """Return what is said of rows, and of labels that are so many."""
+    """Return the problem reported for rows with a number of labels."""
     report = Report((), 0, 0, {}, {}, 0, 0, 0, 0, 0, 0, {}, "", "", (), {}, labels)
     try:
         check_tokens(Prepared(table, report), Path("rows"), VOCABULARY, LENGTH)
@@ -85,7 +85,7 @@ def test_wellformed_rows_pass_targetless_rows_fail() -> None:
 
 
 def plainly_bad(ids: list[int], prompt: int, borders: list[int]) -> bool:
-    """Tell whether a row is bad, in other words than those tested."""
+    """Tell whether a row is bad, by a plain restatement of the rules."""
     first = max(prompt, 1)
     inside = [first, *borders, len(ids)]
     return (

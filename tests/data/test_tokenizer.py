@@ -86,7 +86,7 @@ def gpt2_folder():
 
 
 class ReferenceBPE:
-    """Byte-level BPE as GPT-2's `encoder.py` does it (https://github.com/openai/gpt-2), from its two files alone."""
+    """Byte-level BPE as in GPT-2's `encoder.py` (https://github.com/openai/gpt-2), from its two files alone."""
 
     PATTERN = regex.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
 

@@ -1,4 +1,4 @@
-"""Texts tokenised in parts get the tokens that they have as a whole."""
+"""Test that tokenizing a text in parts gives the tokens of the whole."""
 
 from __future__ import annotations
 

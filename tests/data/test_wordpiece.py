@@ -1,4 +1,4 @@
-"""BERT's and RoBERTa's tokenizers: the same ids as transformers', and what frames texts."""
+"""Test BERT's and RoBERTa's tokenizers against transformers: token ids and special tokens around texts."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_bert_frames_texts_as_transformers_does(tmp_path: Path) -> None:
 
 
 def byte_level(folder: Path) -> Path:
-    """Write RoBERTa's kind of tokenizer: byte-level BPE with <s> and </s>."""
+    """Write a tokenizer like RoBERTa's: byte-level BPE with <s> and </s>."""
     saved = json.loads(make_tokenizer(eos=None).backend_tokenizer.to_str())["model"]
     special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
     vocabulary = {token: number for number, token in enumerate([*special, *saved["vocab"]])}

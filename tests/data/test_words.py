@@ -1,4 +1,4 @@
-"""Words with a label each: lists in columns and CoNLL files, first tokens as marks, rows split at words."""
+"""Test words with a label each: lists in columns and CoNLL files, first tokens as marks, rows split between words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Causal attention of documents on a CPU: what is computed together, and in which type, changes no document."""
+"""Test causal attention on a CPU: neither grouping nor type changes a document's result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEADS, WIDTH = 3, 12
 
 
 def inputs(dtype: torch.dtype) -> tuple[PackedBatch, list[Tensor], Tensor]:
-    """Return a batch with fillers; queries, keys and values; the gradient of what comes of them."""
+    """Return a batch with fillers; queries, keys and values; the gradient of the output."""
     torch.manual_seed(0)
     batch = pack([[1] * length for length in LENGTHS]).filled()
     shape = len(batch.tokens_T), HEADS, WIDTH

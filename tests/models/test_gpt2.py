@@ -1,6 +1,6 @@
-"""What is GPT-2's alone: forms of its checkpoints, a head that is the embedding, configs that are not supported.
+"""Test what is specific to GPT-2: checkpoint formats, the tied head, unsupported configs.
 
-What both families must do alike is tested where it is tested for GPT-J.
+Behaviour shared with GPT-J is tested with GPT-J.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def model():
 
 
 def write_source(folder: Path, model, state: State, form: str = "safetensors", **changes: Any) -> Path:
-    """Write a checkpoint as others do."""
+    """Write a checkpoint in another system's format."""
     model.config.save_pretrained(folder)
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**raw, "architectures": ["GPT2LMHeadModel"], **changes}))

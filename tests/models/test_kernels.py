@@ -1,4 +1,4 @@
-"""What layers compute by ways of their own is what torch computes: products, look-ups, attention, masks."""
+"""Test own kernels against torch: products, lookups, attention, masks."""
 
 from __future__ import annotations
 
