@@ -274,10 +274,7 @@ def local_folder(data: str) -> Path:
 
 
 def fetch(
-    data: str,
-    offline: bool,
-    say: Callable[[str], None],
-    progress: Callable[[int, int], None] | None = None,
+    data: str, offline: bool, say: Callable[[str], None], progress: Callable[[int, int], None] | None = None
 ) -> str:
     """Download the rows of a reference, unless they are on this machine.
 

@@ -10,16 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gptj_ft.data.checks.tokens import check_tokens
-from gptj_ft.data.dataset import (
-    VERSION,
-    Prepared,
-    check_compatible,
-    load_dataset,
-    save_dataset,
-    settings_of,
-)
+from gptj_ft.data.dataset import VERSION, Prepared, check_compatible, load_dataset, save_dataset, settings_of
 from gptj_ft.data.hub_dataset import is_reference, local_folder
-from gptj_ft.data.labelled.encoder import with_labels
+from gptj_ft.data.labelled.label_order import with_labels
 from gptj_ft.data.prepare import TokenizeJob, tokenize_rows
 from gptj_ft.data.readers.source import ROWS_MANIFEST, is_prepared
 from gptj_ft.data.tokenization import tokenizer_digest

@@ -4,45 +4,34 @@ from __future__ import annotations
 
 import gc
 import glob
-from array import array
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import pyarrow
+from typing import Any
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.checks.texts import Checks
-from gptj_ft.data.columns import (
-    LABEL,
-    FieldReader,
-    FieldTexts,
-    UnknownColumn,
-    choose_columns,
-    input_fields,
-    recipe_fields,
-)
-from gptj_ft.data.counts import RowCounts
-from gptj_ft.data.dataset import Prepared, Report, content_hash, document_hash, settings_of
-from gptj_ft.data.encode import Encoded, TextPart, assemble, check_templates, eos_of, from_tokens, parts
-from gptj_ft.data.labelled.encoder import LabelledEncoder, Setting
+from gptj_ft.data.columns import UnknownColumn, choose_columns, input_fields, recipe_fields
+from gptj_ft.data.dataset import Prepared, Report, settings_of
+from gptj_ft.data.encode import check_templates
+from gptj_ft.data.encoder import RowEncoder, Setting, TaskReader
 from gptj_ft.data.labelled.labels import LabelSet
-from gptj_ft.data.labelled.tasks import labelled_encoder
-from gptj_ft.data.loss_mask import num_targets
+from gptj_ft.data.labelled.sentences import SentenceReader
+from gptj_ft.data.labelled.spans import SpanReader
+from gptj_ft.data.labelled.texts import NumberReader, SetReader, TextReader
+from gptj_ft.data.labelled.words import WordReader
+from gptj_ft.data.language_model import TOKENS, TRAINED, PromptReader, TokenReader
 from gptj_ft.data.readers.records import read_rows
 from gptj_ft.data.readers.rows import Findings, Row
 from gptj_ft.data.readers.source import FileOptions, Source, identify
 from gptj_ft.data.readers.tables import check_headers
-from gptj_ft.data.table import LABELLED, SCHEMA, TableWriter, TokenTable, empty_lists, to_arrow
-from gptj_ft.data.tokenization import RowTokenizer, Tokens, tokenize_by, tokenizer_digest
-from gptj_ft.errors import DataError, RowSkipped
+from gptj_ft.data.table import TableWriter
+from gptj_ft.data.tokenization import RowTokenizer, tokenizer_digest
+from gptj_ft.errors import DataError
 from gptj_ft.system.plain_text import shortened
 
-UNKNOWN_IDS = "token ids that the model has and its tokenizer lacks, e.g. separators of other systems"
-TOKENS, TRAINED = "input_ids", "trained"  # columns of tokenized rows
 # Rows in memory at once, as texts and tokens. Texts that miss the word cache are tokenized by all cores.
 CHUNK_ROWS = 500
 CHUNK_CHARACTERS = 2_000_000
@@ -50,111 +39,14 @@ CHUNK_CHARACTERS = 2_000_000
 SURVEY_ROWS = 1000
 
 
-class Texts(NamedTuple):
-    """A row rendered by the templates."""
-
-    row: Row
-    fields: FieldTexts
-    parts: list[TextPart]  # empty if the row came as tokens
-
-
-class RowEncoder:
-    """Turn rows into tokenized documents; count and check them.
-
-    Args:
-        reader: reader of the fields; ``None`` for rows of tokens.
-        vocab_size: rows of the model's embedding; every token id must be smaller.
-    """
-
-    def __init__(
-        self, recipe: Recipe, tokenizer: RowTokenizer, reader: FieldReader | None, vocab_size: int, checks: Checks
-    ) -> None:
-        self._recipe, self._tokenizer, self._reader, self._vocab_size = recipe, tokenizer, reader, vocab_size
-        self._known_ids = max(tokenizer.get_vocab().values(), default=vocab_size) + 1
-        # A tokenizer with no more ids than the model cannot exceed the embedding.
-        self._needs_check = reader is None or self._known_ids > vocab_size
-        self._tokenize = tokenize_by(tokenizer) if reader else lambda texts: []
-        self._eos = eos_of(tokenizer) if reader else 0  # a missing EOS fails before any row is read
-        self._checks = checks
-        self.counts, self.labels = RowCounts(), LabelSet()
-
-    def encode(self, rows: Sequence[Row]) -> pyarrow.RecordBatch:
-        """Tokenize rows in one call of the tokenizer; return their documents."""
-        rendered = [texts for row in rows if (texts := self._render(row))]
-        tokens = iter(self._tokenize([text for each in rendered for text, _ in each.parts]))
-        documents: list[tuple[Any, ...]] = []
-        for texts in rendered:
-            documents += self._documents(texts, list(islice(tokens, len(texts.parts))))
-        columns = list(zip(*documents, strict=True)) or [()] * (len(SCHEMA) - len(LABELLED))
-        arrays = [to_arrow(field.type, values) for field, values in zip(SCHEMA, columns, strict=False)]
-        arrays += [empty_lists(SCHEMA.field(name).type, len(documents)) for name in LABELLED]
-        return pyarrow.RecordBatch.from_arrays(arrays, schema=SCHEMA)
-
-    def finish(self, writer: TableWriter) -> TokenTable:
-        return writer.table()
-
-    def _render(self, row: Row) -> Texts | None:
-        """Render a row with the templates; ``None`` if it is skipped."""
-        if self._reader is None:
-            return Texts(row, FieldTexts({}, []), [])
-        try:
-            fields = self._reader.read(row.values)
-            texts = parts(self._recipe, fields.values)
-        except RowSkipped as reason:
-            self.counts.skip(row.where, str(reason))
-            return None
-        prompt = texts[0][0] if len(texts) == 2 else "".join(text for text, _ in texts[:-1])
-        self._checks.check_row(row, fields, prompt, texts[-1][0])
-        return Texts(row, fields, texts)
-
-    def _documents(self, texts: Texts, tokens: list[Tokens]) -> list[tuple[Any, ...]]:
-        """Return a row's documents in the columns of `SCHEMA`; none if the row is skipped."""
-        row, fields, recipe = texts.row, texts.fields, self._recipe
-        try:
-            if texts.parts:
-                settings = (recipe, self._tokenizer, self._eos, fields.values)
-                encoded = assemble(*settings, texts.parts, tokens, fields.answer_at)
-                group = document_hash(recipe, fields.values)
-            else:
-                ids = _tokens_of(row)
-                encoded = from_tokens(recipe, ids, row.values.get(TRAINED))
-                group = content_hash(array("q", ids).tobytes())
-        except RowSkipped as reason:
-            self.counts.skip(row.where, str(reason))
-            return []
-        except DataError as error:
-            raise DataError(f"{row.where}: {error}") from error
-        self._count(row, encoded)
-        first, label = encoded.documents[0], fields.values.get(LABEL, "")
-        rest = (encoded.prompt_length, encoded.masked_spans, fields.references, row.source, row.line, group, label)
-        return [(document, *rest, document is not first) for document in encoded.documents]
-
-    def _count(self, row: Row, encoded: Encoded) -> None:
-        for ids in encoded.documents:
-            if self._needs_check and (largest := max(ids)) >= self._vocab_size:
-                raise DataError(
-                    f"{row.where}: token id {largest}, but the model's ids end at {self._vocab_size - 1}; "
-                    "the tokenizer is not this model's"
-                )
-            if self._reader is None and max(ids) >= self._known_ids and ids is encoded.documents[0]:
-                self._checks.add(UNKNOWN_IDS, row.where)
-        sizes = [(len(ids), num_targets(len(ids), encoded.prompt_length, encoded.masked_spans))
-                 for ids in encoded.documents]  # fmt: skip
-        self.counts.keep(sizes, encoded.tokens_cut)
-
-
-def _tokens_of(row: Row) -> list[int]:
-    """Return the tokens of a row that came as tokens.
-
-    Raises:
-        RowSkipped: they are no token ids.
-    """
-    tokens = row.values.get(TOKENS)
-    if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
-        raise RowSkipped("input_ids is not a list of token ids")
-    if not tokens:
-        raise RowSkipped("no tokens")
-    return tokens
+READERS: Mapping[str, type[TaskReader]] = {  # of tasks with labels
+    "classification": TextReader,
+    "multi-label": SetReader,
+    "regression": NumberReader,
+    "token-labels": WordReader,
+    "spans": SpanReader,
+    "sentences": SentenceReader,
+}
 
 
 @dataclass(frozen=True)
@@ -198,12 +90,12 @@ def tokenize_rows(
     columns = find_columns(source, recipe, job.needs_target, survey_rows)
     checks = Checks(recipe)
     if recipe.task == "language-model":
-        reader = None if TOKENS in columns else FieldReader(columns, recipe)
-        encoder: RowEncoder | LabelledEncoder = RowEncoder(recipe, tokenizer, reader, job.vocab_size, checks)
+        labels = LabelSet()
+        reader: type[TaskReader] = TokenReader if TOKENS in columns else PromptReader
     else:
-        names = LabelSet(recipe.labels, job.labels, job.known_labels)
-        setting = Setting(recipe, tokenizer, columns, names, checks, job.needs_target)
-        encoder = labelled_encoder(setting, job.vocab_size)
+        labels, reader = LabelSet(recipe.labels, job.labels, job.known_labels), READERS[recipe.task]
+    setting = Setting(recipe, tokenizer, columns, labels, checks, job.needs_target)
+    encoder = RowEncoder(reader(setting), job.vocab_size)
     digest = source.sha256  # before the rows are read
     findings = Findings(recipe.max_bad_rows)
     counts = encoder.counts
@@ -232,8 +124,8 @@ def tokenize_rows(
             data_sha256=digest,
             tokenizer_sha256=tokenizer_digest(tokenizer),
             settings=settings_of(recipe),
-            labels=encoder.labels.order(),
-            label_counts=encoder.labels.counts(),
+            labels=labels.order(),
+            label_counts=labels.counts(),
             **counts.numbers,
         )
         return Prepared(table, report)

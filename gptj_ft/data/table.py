@@ -113,10 +113,7 @@ class TokenTable:
     """
 
     def __init__(
-        self,
-        batches: Sequence[pyarrow.RecordBatch],
-        path: Path | None = None,
-        indices: NDArray[np.int64] | None = None,
+        self, batches: Sequence[pyarrow.RecordBatch], path: Path | None = None, indices: NDArray[np.int64] | None = None
     ) -> None:
         self._batches, self._indices, self.path = batches, indices, path
         self._starts = list(accumulate((batch.num_rows for batch in batches), initial=0))

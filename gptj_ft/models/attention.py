@@ -83,12 +83,7 @@ def takes_ragged(device: torch.device, dtype: torch.dtype, head_width: int) -> b
 
 
 def attend_ragged(
-    q_TNH: Tensor,
-    k_TNH: Tensor,
-    v_TNH: Tensor,
-    batch: PackedBatch,
-    scale: float | None = None,
-    is_causal: bool = True,
+    q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, batch: PackedBatch, scale: float | None = None, is_causal: bool = True
 ) -> Tensor:
     """Attend within all documents by one kernel, without a cache; see `takes_ragged`."""
     from torch.nn.attention.varlen import varlen_attn

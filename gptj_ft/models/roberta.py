@@ -16,15 +16,7 @@ from torch import Tensor, nn
 from gptj_ft.errors import DataError
 from gptj_ft.models.batch import HeadRows
 from gptj_ft.models.bert import FAMILY as BERT
-from gptj_ft.models.bert import (
-    BertConfig,
-    Classifier,
-    SpanOutputs,
-    build_layers,
-    read_config,
-    trunk_keys,
-    with_parts,
-)
+from gptj_ft.models.bert import BertConfig, Classifier, SpanOutputs, build_layers, read_config, trunk_keys, with_parts
 from gptj_ft.models.dropout import Dropout
 from gptj_ft.models.linear import Linear
 from gptj_ft.models.registry import Family, HeadForm

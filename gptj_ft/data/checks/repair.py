@@ -28,7 +28,8 @@ from gptj_ft.config.options import Recipe
 from gptj_ft.data.checks.texts import CONTROL, ENTITY, MOJIBAKE, NEXT, TAG, has_html, is_mojibake, is_treebank
 from gptj_ft.data.columns import alternatives_of, columns_of, read_fields
 from gptj_ft.data.encode import check_templates, parts
-from gptj_ft.data.prepare import TOKENS, find_columns
+from gptj_ft.data.language_model import TOKENS
+from gptj_ft.data.prepare import find_columns
 from gptj_ft.data.readers.records import read_rows
 from gptj_ft.data.readers.rows import Findings, Occurrences, Row
 from gptj_ft.data.readers.source import SUFFIXES, Source

@@ -3,39 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from gptj_ft.data.tokenization import Frame
 from gptj_ft.errors import RowSkipped, UsageError
 
 JOINT = "\n"  # between two texts, if the tokenizer has no separator
-
-
-class EncodedDocument(NamedTuple):
-    """A text, a pair or a window as the model reads it; `data.table.SCHEMA` explains the fields."""
-
-    ids: Sequence[int]
-    borders: Sequence[int] = ()
-    marks: Sequence[int] = ()
-    targets: Sequence[int] = (0,)
-    values: Sequence[float] = ()
-    texts: Sequence[str] = ()
-    offsets: Sequence[int] = ()
-
-    @property
-    def num_targets(self) -> int:
-        """Number of marks, or 1 for a window with a span."""
-        return len(self.marks) or int(bool(self.targets))
-
-
-class LabelledRow(NamedTuple):
-    """The documents of a row, and its labels."""
-
-    documents: Sequence[EncodedDocument]  # in order; several if the row is split into windows
-    group: int  # hash; equal groups stay together in training or validation
-    label: str = ""  # names of its labels, for stratified splits; may be empty
-    references: Sequence[str] = ()  # correct answers, for scoring
-    tokens_cut: int = 0  # tokens lost by truncation
 
 
 def framed(frame: Frame, first: Sequence[int], second: Sequence[int] | None) -> tuple[list[int], list[int]]:

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 from gptj_ft.data.columns import FieldTexts
 from gptj_ft.data.dataset import content_hash
-from gptj_ft.data.labelled.assembly import EncodedDocument, LabelledRow
-from gptj_ft.data.labelled.encoder import Setting, TaskReader
+from gptj_ft.data.encoder import EncodedDocument, EncodedRow, Setting, TaskReader
 from gptj_ft.data.labelled.words import only_field
 from gptj_ft.data.readers.rows import Row
 from gptj_ft.data.tokenization import backend_of
@@ -152,7 +151,7 @@ class SentenceReader(TaskReader):
         read = _Read(sentences, labels, summary, are_words)
         return ([] if are_words else [*sentences, *summary]), read
 
-    def row_of(self, row: Row, read: Any, tokens: list[Any]) -> LabelledRow:
+    def row_of(self, row: Row, read: Any, tokens: list[Any]) -> EncodedRow:
         if read is None:
             return self._tokenized(row)
         if read.are_words:
@@ -178,7 +177,7 @@ class SentenceReader(TaskReader):
             ids += pieces
         return ids
 
-    def _tokenized(self, row: Row) -> LabelledRow:
+    def _tokenized(self, row: Row) -> EncodedRow:
         """Return the document of a row from PreSumm's files."""
         values = row.values
         summary = "\n".join(part.strip() for part in str(values.get("tgt_txt", "")).split(BREAK))
@@ -190,7 +189,7 @@ class SentenceReader(TaskReader):
 
     def _row(
         self, ids: Sequence[int], marks: Sequence[int], labels: Sequence[int], sentences: Sequence[str], summary: str
-    ) -> LabelledRow:
+    ) -> EncodedRow:
         """Return a row, truncated to `max_length` tokens but keeping its last one, with the sentences that begin
         within.
         """
@@ -209,7 +208,7 @@ class SentenceReader(TaskReader):
         borders = marks[1:] if self.setting.frame.has_types else ()
         targets = labels[:count] if self.setting.needs_target else [0] * count
         document = EncodedDocument(ids, borders, marks, targets, texts=sentences[:count])
-        return LabelledRow([document], group, "", (summary,) if self.setting.needs_target else (), excess)
+        return EncodedRow([document], group, "", (summary,) if self.setting.needs_target else (), excess)
 
 
 def _is_tokenized(row: Row) -> bool:

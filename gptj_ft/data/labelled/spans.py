@@ -14,16 +14,14 @@ from numpy.typing import NDArray
 
 from gptj_ft.data.columns import FieldReader, FieldTexts, alternatives_of
 from gptj_ft.data.dataset import content_hash
+from gptj_ft.data.encoder import EncodedDocument, EncodedRow, Setting, TaskReader
 from gptj_ft.data.labelled.assembly import (
     JOINT,
-    EncodedDocument,
-    LabelledRow,
     check_stride,
     frame_tokens,
     framed,
     windows_of,
 )
-from gptj_ft.data.labelled.encoder import Setting, TaskReader
 from gptj_ft.data.readers.rows import Row
 from gptj_ft.data.template import fields_of, parse_template, render
 from gptj_ft.data.tokenization import backend_of, tokenize
@@ -103,7 +101,7 @@ class SpanReader(TaskReader):
 
         return locate
 
-    def row_of(self, row: Row, read: _Read, tokens: list[TokenizedText]) -> LabelledRow:
+    def row_of(self, row: Row, read: _Read, tokens: list[TokenizedText]) -> EncodedRow:
         question, passage = tokens
         if not len(question) or not len(passage):
             raise RowSkipped("no tokens")
@@ -122,7 +120,7 @@ class SpanReader(TaskReader):
                 spans, tokens_cut = spans[:1], len(passage) - room
         documents = [self._window(read, question, passage, first, end) for first, end in spans]
         group = content_hash(read.passage.strip().encode())
-        return LabelledRow(documents, group, "", read.references, tokens_cut)
+        return EncodedRow(documents, group, "", read.references, tokens_cut)
 
     def _window(
         self, read: _Read, question: TokenizedText, passage: TokenizedText, first: int, end: int

@@ -11,12 +11,10 @@ import pyarrow
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.columns import FieldReader, FieldTexts, cell_text, columns_of
-from gptj_ft.data.counts import RowCounts
 from gptj_ft.data.dataset import document_hash
+from gptj_ft.data.encoder import EncodedDocument, EncodedRow, RowCounts, Setting, TaskReader
 from gptj_ft.data.labelled.assembly import (
     JOINT,
-    EncodedDocument,
-    LabelledRow,
     check_stride,
     frame_tokens,
     framed,
@@ -24,7 +22,7 @@ from gptj_ft.data.labelled.assembly import (
     truncate,
     windows_of,
 )
-from gptj_ft.data.labelled.encoder import Setting, TaskReader, renumbered, with_columns
+from gptj_ft.data.labelled.label_order import renumbered, with_columns
 from gptj_ft.data.labelled.labels import label_text
 from gptj_ft.data.labelled.words import parsed_list
 from gptj_ft.data.readers.rows import Row
@@ -81,7 +79,7 @@ class TextReader(TaskReader):
         self.setting.checks.check_row(row, fields, "\0".join(texts), ", ".join(answer.names))
         return texts, _Read(fields, answer)
 
-    def row_of(self, row: Row, read: _Read, tokens: list[Any]) -> LabelledRow:
+    def row_of(self, row: Row, read: _Read, tokens: list[Any]) -> EncodedRow:
         pieces, tokens_cut = self._pieces(tokens)
         documents = []
         label, references, targets, values = self._labelled(row, read.answer)
@@ -90,7 +88,7 @@ class TextReader(TaskReader):
             mark = 0 if self._frame.exists else len(ids) - 1
             documents.append(EncodedDocument(ids, borders, (mark,), targets, values))
         group = document_hash(self.setting.recipe, read.fields.values)
-        return LabelledRow(documents, group, label, references, tokens_cut)
+        return EncodedRow(documents, group, label, references, tokens_cut)
 
     def finish(self, table: TokenTable, counts: RowCounts) -> TokenTable:
         if not self.setting.needs_target:

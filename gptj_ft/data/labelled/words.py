@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from gptj_ft.data.columns import FieldTexts
-from gptj_ft.data.counts import RowCounts
 from gptj_ft.data.dataset import content_hash
-from gptj_ft.data.labelled.assembly import EncodedDocument, LabelledRow, frame_tokens, framed
-from gptj_ft.data.labelled.encoder import Setting, TaskReader, renumbered
+from gptj_ft.data.encoder import EncodedDocument, EncodedRow, RowCounts, Setting, TaskReader
+from gptj_ft.data.labelled.assembly import frame_tokens, framed
+from gptj_ft.data.labelled.label_order import renumbered
 from gptj_ft.data.readers.rows import Occurrences, Row
 from gptj_ft.data.table import TokenTable
 from gptj_ft.data.template import fields_of
@@ -86,7 +86,7 @@ class WordReader(TaskReader):
         self.setting.checks.check_row(row, FieldTexts({self._words: text}, []), text, " ".join(names))
         return [self._before + word for word in words], _Read(words, names)
 
-    def row_of(self, row: Row, read: _Read, tokens: list[Any]) -> LabelledRow:
+    def row_of(self, row: Row, read: _Read, tokens: list[Any]) -> EncodedRow:
         pieces = [ids if len(ids) else array("i", [self._unknown]) for ids in tokens]
         pieces, tokens_cut = [ids[: self._room] for ids in pieces], sum(max(len(ids) - self._room, 0) for ids in pieces)
         spans = self._spans([len(ids) for ids in pieces])
@@ -97,7 +97,7 @@ class WordReader(TaskReader):
         targets = [self.setting.labels.add(name, row.where) for name in read.names[: spans[-1][1]]]
         documents = [self._document(read, pieces, targets, *span) for span in spans]
         group = content_hash("\0".join(read.words).encode())
-        return LabelledRow(documents, group, "", (" ".join(read.names),) if read.names else (), tokens_cut)
+        return EncodedRow(documents, group, "", (" ".join(read.names),) if read.names else (), tokens_cut)
 
     def finish(self, table: TokenTable, counts: RowCounts) -> TokenTable:
         if not self.setting.needs_target:
