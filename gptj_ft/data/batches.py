@@ -222,6 +222,7 @@ def first_fit(lengths: Sequence[int], budget_tokens: int) -> list[list[int]]:
     """Group documents into micro-batches by their lengths; see `micro_batches`."""
     groups: list[list[int]] = []
     room: list[int] = []
+    # Ties go by index, so that the grouping is deterministic.
     for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
         length = lengths[index]
         group = next((group for group, tokens in enumerate(room) if tokens >= length), len(groups))
@@ -256,6 +257,7 @@ def windows_apart(lengths: Sequence[int], length: int) -> list[list[Slice]]:
             end = tokens if fits else min(start + room, tokens)
             windows[-1].append((document, start, end))
             room -= end - start
+            # Repeat the slice's last token in the next window, where it predicts the token after it.
             start = end if end == tokens else end - 1
     return [window for window in windows if window]
 
@@ -280,5 +282,6 @@ def windows_joined(lengths: Sequence[int], continues: Sequence[bool], length: in
             start = end
             if not room:
                 windows.append(window)
+                # The next window starts with this window's last token, which was a target but not yet an input.
                 window, room = [(document, end - 1, end)], length - 1
     return windows if sum(end - start for _, start, end in window) < 2 else [*windows, window]

@@ -101,6 +101,8 @@ def render_parts(recipe: Recipe, conversation: Conversation) -> list[tuple[str, 
         if message["role"] != ASSISTANT or not index:
             continue
         before = render(recipe.prompt, {MESSAGES: conversation[:index]})
+        # Otherwise earlier tokens would depend on later messages, and answers be trained after another prompt than at
+        # inference.
         if not before.startswith(done):
             raise UsageError(
                 "prompt: the template must only append text for further messages, and write answers as the completion "

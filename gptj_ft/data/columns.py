@@ -112,6 +112,7 @@ def _recognised(field: str, free: Sequence[str], names: Sequence[str]) -> str:
             field,
             free,
         )
+    # Several matches are unambiguous only if the first is the field's own name or the recipe's first name.
     if len(matches) > 1 and matches[0].strip().casefold() not in (field, names[0].strip().casefold()):
         raise UnknownColumn(
             f"'{field}' may be any of the columns {_listed(matches)}; there are: {_listed(free)}\n"

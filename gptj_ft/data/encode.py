@@ -165,6 +165,7 @@ def assemble(
             if (rest := sum(map(len, ids)) + 1) <= limit:
                 return _joined(texts, ids, eos, num_tokens - rest)
         raise RowSkipped("too long: no room for the last question and its answer")
+    # Only one part is shortened: the prompt or, without a prompt template, the plain text. The rest and EOS stay.
     part = 0 if recipe.prompt else 1
     room = limit - 1 - sum(len(each) for index, each in enumerate(ids) if index != part)
     cut = shorten(recipe, tokenizer, values, room, answer_at, ids[part])
@@ -201,6 +202,7 @@ def from_tokens(recipe: Recipe, ids: list[int], trained: Any) -> Encoded:
             return Encoded(_windows(ids, recipe.max_length + 1), 0)
         _refuse_if_not_to_be_shortened(recipe, len(ids))
         raise RowSkipped("longer than max_length, and tokens cannot be shortened")
+    # Masked spans lie between consecutive targets: from the end of one to the start of the next.
     gaps = tuple(border for (_, end), (start, _) in pairwise(pairs) for border in (end, start))
     return Encoded((ids,), pairs[0][0] if pairs[0][0] > 1 else 0, gaps)
 

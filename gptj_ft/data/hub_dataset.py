@@ -327,6 +327,7 @@ def _fetch(
             require_plain(folder)
         with locked(folder, "fetching"):
             fetch_files(repository, files, folder, progress)
+    # Two notes: for the reference as typed, and for its commit, which needs no further lookup.
     with writing(datasets()):
         for name in {reference, pinned}:
             replace_text(_note_file(name), json.dumps(asdict(note), indent=2) + "\n")

@@ -57,6 +57,7 @@ def prepare_once(
         make_home()
         keep_folder(cache_folder())
         save_dataset(prepared, folder)
+    # The saved copy is memory-mapped, and may be another process's. Without one, keep the rows of the scratch file.
     try:
         return load_dataset(folder)
     except (DataError, UsageError):

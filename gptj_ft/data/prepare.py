@@ -109,8 +109,8 @@ def tokenize_rows(
             counts.skip(where, f"cannot be read: {problem}")
         if not counts.numbers["rows_kept"]:
             why = "; ".join(f"{why} ({of.count}, first at {of.first[0]})" for why, of in counts.skipped.items())
-            what = "trained on" if job.needs_target else "labelled"
-            raise DataError(f"{source.path}: none of the {counts.numbers['rows_read']} rows can be {what}: {why}")
+            use = "trained on" if job.needs_target else "labelled"
+            raise DataError(f"{source.path}: none of the {counts.numbers['rows_read']} rows can be {use}: {why}")
         try:
             table = encoder.finish(writer)
         except DataError as error:

@@ -74,6 +74,7 @@ def _choose(groups: _Numbers, labels: _Numbers, count: int, seed: int, keeps_one
     while left := count - int(taken.sum()):
         order = np.lexsort((np.arange(len(sizes)), taken - shares))
         taken[order[taken[order] < most[order]][:left]] += 1
+    # By label, then by seeded hash: the first groups of each label are held out, whatever the order of the rows.
     order = np.lexsort((groups, _mixed(groups, seed), labels))
     rank = np.arange(len(groups)) - np.repeat(np.cumsum(sizes) - sizes, sizes)  # within the label
     chosen = np.zeros(len(groups), np.bool_)

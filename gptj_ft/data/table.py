@@ -58,6 +58,7 @@ def to_arrow(kind: pyarrow.DataType, values: Sequence[Any] | NDArray[Any]) -> py
     """Convert numbers, booleans, texts, or lists of them, to an Arrow array; ``None`` is not allowed."""
     children = []
     if pyarrow.types.is_list(kind):
+        # Tokens come as arrays of 32-bit integers: joining their bytes avoids a Python object per token.
         is_packed = len(values) and isinstance(values[0], array)
         flat = np.frombuffer(b"".join(values), np.int32) if is_packed else list(chain.from_iterable(values))
         buffers, children = [None, _offsets(values)], [to_arrow(kind.value_type, flat)]
@@ -186,6 +187,7 @@ class TokenTable:
                 for start in range(0, batch.num_rows, size):
                     yield batch.slice(start, size)
             return
+        # Consecutive rows of one batch are read together.
         batch_of = np.searchsorted(self._starts, self._indices, side="right") - 1
         for first, end in pairwise([0, *(np.flatnonzero(np.diff(batch_of)) + 1).tolist(), len(batch_of)]):
             for start in range(first, end, size):
@@ -278,8 +280,9 @@ class TableWriter(AbstractContextManager["TableWriter"]):
     def table(self) -> TokenTable:
         """Close the file and return its rows."""
         self._close()
+        # The scratch file lives as long as the table. Saving the table hard-links the file, which survives then.
         table, self._is_kept = TokenTable.open(self._path), True
-        weakref.finalize(table, self._path.unlink, missing_ok=True)  # saving the table links the file
+        weakref.finalize(table, self._path.unlink, missing_ok=True)
         return table
 
     def _close(self) -> None:

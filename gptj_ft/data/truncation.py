@@ -54,6 +54,7 @@ def shorten(
             return spliced
         return tokenize(tokenizer, [render(template, {**values, recipe.shorten: cut.text(keep)})])[0]
 
+    # A field used several times loses the same part in each place: divide the excess by the uses.
     excess = len(ids) - room
     # Usually the tokens of the whole prompt tell where to cut.
     keep = len(offsets) - -(-excess // uses)
@@ -66,6 +67,7 @@ def shorten(
         fitting = with_part(keep) if keep > 0 else fitting
     if keep <= 0 or not cut.text(keep).strip():
         raise RowSkipped(f"too long: no room for any part of '{recipe.shorten}'")
+    # The decrements may have overshot: grow again, token by token.
     while keep < len(offsets) and len(longer := with_part(keep + 1)) <= room:
         keep, fitting = keep + 1, longer
     fewer = cut.between_words(keep)

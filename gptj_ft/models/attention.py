@@ -325,6 +325,7 @@ class _DroppedAttention(torch.autograd.Function):
         scaled = as_numbers(keep, v.dtype).mul_(ctx.kept)
         dv = torch.bmm((weights.to(v.dtype) * scaled).transpose(1, 2), gradient)
         dweights = torch.bmm(gradient, v.transpose(1, 2)).mul_(scaled).float()
+        # dweights is the gradient of the weights before dropout: masked and scaled like the weights themselves.
         dscores = torch._softmax_backward_data(dweights, weights, -1, torch.float32).to(q.dtype).mul_(ctx.scale)
         dq, dk = torch.bmm(dscores, k), torch.bmm(q.transpose(1, 2), dscores).transpose(1, 2)
         shape = len(keep) // ctx.num_heads, ctx.num_heads, *q.shape[1:]

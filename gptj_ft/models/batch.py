@@ -260,6 +260,7 @@ class PackedBatch:
     @cached_property
     def row_ends(self) -> tuple[int, ...]:
         """End of each document's rows among the rows that the head reads."""
+        # Cumulative number of targets, read at the last token of each document.
         before = (self.on_host("targets_T") != NO_TARGET).cumsum(0)
         return tuple(before[torch.tensor(self.cu_seqlens[1:]) - 1].tolist())
 
@@ -348,6 +349,7 @@ class PackedBatch:
             values_SC=None if self.values_SC is None else self.values_SC.to(device),
             rotary_cache={},
         )
+        # Prefill cached properties; computing the target positions on the device would wait for it.
         vars(moved).update(_source=self, target_positions_T=target_positions_T, cu_seqlens_T=ends.to(torch.int32))
         return moved
 
@@ -393,7 +395,7 @@ def pack_marked(documents: Sequence[Sequence[int]], marks: Sequence[Marks]) -> P
     types_T = torch.zeros(cu_seqlens[-1], dtype=torch.int64)
     targets_T = torch.full_like(types_T, NO_TARGET)
     for start, end, mark in zip(cu_seqlens, cu_seqlens[1:], marks, strict=False):
-        for border in mark.borders:
+        for border in mark.borders:  # flip the type of all tokens from here on
             types_T[start + border : end] ^= 1
         if mark.marks:
             targets_T[start + torch.tensor(mark.marks)] = torch.tensor(mark.targets)

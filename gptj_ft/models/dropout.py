@@ -94,6 +94,7 @@ class Dropout(nn.Module):
         for span, part in zip(noise, numbers.split_with_sizes(sizes), strict=True):
             generator.manual_seed(seed_of((span.seed, self.site)))
             part.random_(-(2**63), None, generator=generator)
+        # Each 64-bit number is reinterpreted as four 16-bit ones.
         return numbers.view(torch.int16).to(device)
 
     def apply_mask(self, x: Tensor, keep: Tensor) -> Tensor:

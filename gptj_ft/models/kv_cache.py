@@ -81,6 +81,8 @@ class KVCache:
         """
         if self._width > 1 and (columns > 1 or not self._beams_reordered):
             self._split_groups()
+        # Every row appends `columns` slots to its group. A row sees the old slots as before. Among the new ones it sees
+        # only its own (beams), or those up to its own column (several columns, one row per group).
         self._begin, size, device = self.num_slots, self._width * columns, self.lengths.device
         self.num_slots += size
         self._mask = None
@@ -112,6 +114,7 @@ class KVCache:
         """Select rows: row ``i`` becomes the former ``rows[i]``; other rows are dropped (beams, finished rows)."""
         width = self._width
         groups = torch.arange(len(self.lengths), device=rows.device) // width
+        # Beams that stay within their groups: only the visibility mask is permuted, no key moves.
         if width > 1 and len(rows) == len(groups) and torch.equal(rows // width, groups):
             self._beams_reordered = True
             self.lengths = self.lengths[rows]
@@ -162,6 +165,7 @@ class KVCache:
         self._compact_at = 2 * count + MORE_ROOM
         if self.num_slots < self._compact_at:
             return
+        # A stable sort puts visible slots first, in order. Groups with fewer of them keep some invisible ones.
         slots_GS = live_GS.sort(dim=1, descending=True, stable=True).indices[:, :count]
         self._seen_GWS = seen_GWS.gather(2, slots_GS[:, None].expand(-1, seen_GWS.shape[1], -1))
         self.num_slots = count

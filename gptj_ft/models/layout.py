@@ -62,7 +62,7 @@ class Layout:
             shapes |= {name: tie.shape for name, tie in ties.items()}
         offsets, offset, num_decayed = {}, 0, 0
         adjacent = getattr(layer, "adjacent", ())
-        # stable: keeps the layer's order
+        # Matrices first, adjacent ones at the start; the sort is stable and keeps the layer's order otherwise.
         for name in sorted(shapes, key=lambda name: (len(shapes[name]) < 2, name not in adjacent)):
             offsets[name] = offset
             offset = _round_up(offset + shapes[name].numel(), PARAMETER_ALIGNMENT)

@@ -70,10 +70,10 @@ ROBERTA_SIZES: Mapping[str, tuple[str, int, int, int, int]] = {
 
 def find_published(name: str) -> Published | None:
     """Return a published model by name, with or without its owner, ignoring case."""
-    wanted = name.lower()
+    lower = name.lower()
     for each in _published():
         repository = each.repository.lower()
-        if wanted in (repository, repository.rpartition("/")[2]):
+        if lower in (repository, repository.rpartition("/")[2]):
             return each
     return None
 

@@ -306,6 +306,7 @@ def _head_of(family: Family, raw: Mapping[str, Any]) -> tuple[Task | None, tuple
     if names is None and task != "spans":
         count = raw.get("num_labels", 2)
         names = {str(number): f"LABEL_{number}" for number in range(count if type(count) is int else 0)}
+    # One class serves three tasks: problem_type distinguishes them, as in `transformers`.
     if len(head.tasks) > 1:
         by_type = {value: key for key, value in PROBLEM_TYPES.items()}
         default = "regression" if isinstance(names, dict) and len(names) == 1 else task

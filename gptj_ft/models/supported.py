@@ -19,8 +19,8 @@ DEFAULTS = (DEFAULT_REPOSITORY, f"{DEFAULT_REPOSITORY}-fp16")  # as `download --
 
 def unsupported_family(config: Path, model_type: object) -> UsageError:
     """Return the error for a model of an unsupported family."""
-    what = f"this is a {one_line(str(model_type))} model" if model_type else "it names no model_type"
+    problem = f"this is a {one_line(str(model_type))} model" if model_type else "it names no model_type"
     return UsageError(
-        f"{config}: {what}; supported: {', '.join(MODEL_TYPES)} (GPT-J, GPT-2, Cerebras-GPT, BERT, RoBERTa, XLM-R)\n"
+        f"{config}: {problem}; supported: {', '.join(MODEL_TYPES)} (GPT-J, GPT-2, Cerebras-GPT, BERT, RoBERTa, XLM-R)\n"
         "for other models there are TRL, LLaMA-Factory, Axolotl and, on a Mac, mlx-lm"
     )

@@ -71,7 +71,7 @@ def fix_texts(texts: Sequence[str]) -> list[RepairedText]:
     If one text is split into Treebank tokens, all are joined: otherwise an answer would no longer match its passage.
     """
     fixed = [RepairedText(text, ()) for text in texts]
-    while True:
+    while True:  # until nothing changes; each fix shortens a text or removes a control character
         treebank = any(is_treebank(each.text) for each in fixed)
         again = [_fix(each, treebank) for each in fixed]
         if again == fixed:
@@ -270,9 +270,9 @@ def fix_rows(
                 progress(report.rows_read)
         fixer.drop_unreadable(findings)
         if not report.rows_written:
-            reasons = ", ".join(f"{reason} ({found.count})" for reason, found in report.rows_dropped.items())
+            reasons = ", ".join(f"{reason} ({rows.count})" for reason, rows in report.rows_dropped.items())
             raise DataError(f"{source.path}: none of the {report.rows_read} rows is left: {reasons}")
-    dropped = sum(found.count for found in report.rows_dropped.values())
+    dropped = sum(rows.count for rows in report.rows_dropped.values())
     assert report.rows_read == report.rows_written + dropped
     return report
 

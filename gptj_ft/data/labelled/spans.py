@@ -176,6 +176,7 @@ def tokens_of(spans: NDArray[np.int32], start: int, end: int) -> tuple[int, int]
     """
     if spans[0, 0] > start or spans[-1, 1] < end:
         return None
+    # Binary search works because both bounds ascend; tokens of one character share them.
     first = int(np.searchsorted(spans[:, 0], start, side="right")) - 1
     last = int(np.searchsorted(spans[:, 1], end, side="left"))
     return min(first, last), max(first, last)

@@ -74,6 +74,7 @@ def guess_encoding(pieces: Callable[[], Iterable[bytes]]) -> str:
     """
     if _is_utf8(pieces()):
         return UTF8
+    # Invalid bytes become lone surrogates, which encoding with "ignore" drops again: this counts them.
     decoder = codecs.getincrementaldecoder(UTF8)("surrogateescape")
     wrong = characters = beyond_ascii = odd = 0
     for piece in chain(pieces(), [b""]):
@@ -131,10 +132,10 @@ class _Recoded(io.RawIOBase):
         return len(piece)
 
     def _error(self, error: UnicodeError) -> DataError:
-        what, line = str(error), self._line
+        problem, line = str(error), self._line
         if isinstance(error, UnicodeDecodeError):
             before = error.object[: error.start]
             line += before.decode(self._encoding, "ignore").count("\n")
-            what = f"invalid byte 0x{error.object[error.start]:02x}"
+            problem = f"invalid byte 0x{error.object[error.start]:02x}"
         name = ENCODING_NAMES.get(self._encoding, self._encoding)
-        return DataError(f"{self._path}:{line}: not {name}: {what}\n{HOW_TO_SAY}")
+        return DataError(f"{self._path}:{line}: not {name}: {problem}\n{HOW_TO_SAY}")

@@ -124,6 +124,7 @@ def _of_several(sample: NDArray[Any]) -> list[_Tokens] | str:
     if (is_used & ~starts & ~follows).any():
         return "positions neither continue nor restart at 0"
     rows: list[_Tokens] = []
+    # Padding may start "documents" too; those without a used token are skipped below.
     bounds = np.append(np.flatnonzero(starts), len(positions))
     for start, end in pairwise(bounds):
         if is_used[start:end].any():
@@ -141,6 +142,7 @@ def _of_one(sample: NDArray[Any]) -> list[_Tokens] | str:
         return "the mask has values other than 0 and 1"
     positions = np.flatnonzero(mask)  # each predicts the next token
     if len(positions):
+        # The last target may lie beyond the input ids: only the labels have it.
         ids = np.append(ids[: positions[-1] + 1], labels[positions[-1]])
         if (ids[positions + 1] != labels[positions]).any():
             return "the labels are not the input ids shifted by one"

@@ -63,6 +63,7 @@ def names_in_zip(raw: BinaryIO) -> frozenset[str]:
     raw.seek(max(0, raw.tell() - END_BYTES))
     end = raw.read()
     at = end.rfind(b"PK\5\6")
+    # PK\6\7 marks ZIP64, for more entries than any document has.
     if at < 0 or b"PK\6\7" in end or int.from_bytes(end[at + 12 : at + 16], "little") > MOST_LIST_BYTES:
         return frozenset()
     try:
@@ -258,10 +259,10 @@ def identify_file(path: Path, options: FileOptions = FileOptions()) -> File:
         notes.append(f"{path} is not compressed with {named}, although its name says so")
     by_task = TASK_SUFFIXES.get(options.task, {}).get(suffix, "")
     by_content = by_task or _format_by_content(head)
-    if not by_content and (meant := _foreign(suffix, head, parts)):
-        by_content = SUFFIXES.get(meant, "")
+    if not by_content and (foreign := _foreign(suffix, head, parts)):
+        by_content = SUFFIXES.get(foreign, "")
         if not by_content:
-            raise DataError(f"{path} is {ADVICE[meant]}")
+            raise DataError(f"{path} is {ADVICE[foreign]}")
     by_name, detected, encoding = SUFFIXES.get(suffix, ""), encoding_by_head(head), options.encoding
     # "utf-16" does not name a byte order: use the detected one.
     encoding = detected if encoding == DETECT or (detected and encoding in ("utf-16", "utf-32")) else encoding

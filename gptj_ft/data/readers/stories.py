@@ -33,11 +33,11 @@ def read_presumm(file: File, findings: Findings) -> Iterator[Row]:
 
     try:
         with opened_file(file) as opened:
-            found = torch.load(opened, map_location="cpu", weights_only=True)
+            documents = torch.load(opened, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, AttributeError) as error:
         reason = str(error).split("\n")[0]
         raise DataError(f"{file.path}: not a PreSumm file: {reason}") from error
-    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+    if not isinstance(documents, list) or not all(isinstance(each, dict) for each in documents):
         raise DataError(f"{file.path}: not a PreSumm file, which is a list of documents")
-    for number, values in enumerate(found, 1):
+    for number, values in enumerate(documents, 1):
         yield Row(str(file.path), number, {str(name): value for name, value in values.items()})
