@@ -1,7 +1,8 @@
-"""Find the other processes of a run: those started here by ``--nproc``, or by torchrun, accelerate or Slurm.
+"""Connect the ranks of a run: started here by --nproc, or by torchrun, accelerate or Slurm.
 
-`Membership.of` reads what a launcher has left in the environment; `start_others` makes processes of its own on this
-machine; `joined` connects them. A run of one process imports nothing of it.
+torchrun's environment names the ranks as torch.distributed's ``env://`` reads it. `Membership` also reads that of
+Slurm and the number of ranks on a machine. --nproc starts ranks with `subprocess` instead of torch's
+``elastic.multiprocessing``: rank 0 has to remain the user's own process, which has the terminal and gets Ctrl-C.
 """
 
 from __future__ import annotations
@@ -31,62 +32,53 @@ from gptj_ft.distributed.process_group import NCCL, NO_TIMEOUT, ProcessGroup
 from gptj_ft.errors import UsageError
 from gptj_ft.system.group import ALONE, Group
 
-START_SECONDS = float(os.environ.get("GPTJ_FT_START_SECONDS", "300"))  # for all to come: libraries load, jobs start
-STORE, TOKEN = "GPTJ_FT_STORE", "GPTJ_FT_TOKEN"  # of the processes that `start_others` makes
-FIRST_OF_ITS_OWN_STEPS = 0xFFFFFFF0  # shells, scripts and containers of a job have steps from here on
+START_SECONDS = float(os.environ.get("GPTJ_FT_START_SECONDS", "300"))  # until every rank has connected
+STORE = "GPTJ_FT_STORE"  # rendezvous file of --nproc
+TOKEN = "GPTJ_FT_TOKEN"  # shared secret; --nproc makes one
+FIRST_SPECIAL_STEP = 0xFFFFFFF0  # Slurm numbers the steps of shells, scripts and containers from here
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
 class Membership:
-    """A process's place among those of its run.
-
-    Attributes:
-        rank: number of the process, from 0.
-        size: number of processes.
-        local_size: processes on this machine.
-        address: host and port of the rendezvous; ``None``: all are on this machine, and meet in a file.
-        store: file of the rendezvous; ``None``: there is an address.
-        local_rank: number of the process among those of this machine, from 0.
-    """
+    """The place of a process among the ranks of a run."""
 
     rank: int
     size: int
-    local_size: int
-    address: tuple[str, int] | None = None
-    store: Path | None = None
+    local_size: int  # ranks on this machine
+    address: tuple[str, int] | None = None  # host and port of the rendezvous; None: it is a file
+    store: Path | None = None  # rendezvous file, for ranks of one machine
     local_rank: int = 0
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Membership | None:
-        """Read what a launcher says; ``None``: there is one process.
+        """Read the environment of a launcher; None: single process.
 
         Raises:
-            UsageError: a part of it is missing, or no number.
+            UsageError: it is incomplete or contains a value that is no number.
         """
-        names = ("RANK", "WORLD_SIZE")
-        if "RANK" in environment and "WORLD_SIZE" in environment:
-            rank, size = (_number(environment, name) for name in names)
-            local = _number(environment, "LOCAL_WORLD_SIZE", 1)
-            here = _number(environment, "LOCAL_RANK", rank % max(1, local))
+        if {"RANK", "WORLD_SIZE"} <= environment.keys():
+            rank, size = (_number(environment, name) for name in ("RANK", "WORLD_SIZE"))
+            local_size = _number(environment, "LOCAL_WORLD_SIZE", 1)
+            local_rank = _number(environment, "LOCAL_RANK", rank % max(1, local_size))
         elif _is_slurm_step(environment):
             rank, size = _number(environment, "SLURM_PROCID"), _number(environment, "SLURM_NTASKS")
-            local, here = _slurm_tasks_here(environment), _number(environment, "SLURM_LOCALID", 0)
+            local_size, local_rank = _slurm_local_size(environment), _number(environment, "SLURM_LOCALID", 0)
         elif "ACCELERATE_MIXED_PRECISION" in environment and "MASTER_ADDR" in environment:
-            # It has been asked for several, and has started this one alone: without accelerators, it does so silently.
+            # Without accelerators, accelerate starts a single process, silently.
             raise UsageError("accelerate launch starts several processes only with --multi_gpu, on CPUs, too: add it")
         else:
             return None
         if size == 1:
             return None
         if STORE in environment:
-            return cls(rank, size, local, None, Path(environment[STORE]), here)
+            return cls(rank, size, local_size, None, Path(environment[STORE]), local_rank)
         host = environment.get("MASTER_ADDR") or _first_slurm_host(environment)
         if not host:
             raise UsageError("RANK and WORLD_SIZE are set, MASTER_ADDR is not: start it by torchrun, or set all three")
-        # Another port than the launcher's own, which is in use on its machine.
-        port = _number(environment, "GPTJ_FT_PORT", _number(environment, "MASTER_PORT", _own_port(environment)) + 1)
-        return cls(rank, size, local, (host, port), None, here)
+        # The launcher itself uses MASTER_PORT on its machine.
+        port = _number(environment, "GPTJ_FT_PORT", _number(environment, "MASTER_PORT", _default_port(environment)) + 1)
+        return cls(rank, size, local_size, (host, port), None, local_rank)
 
 
 def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -100,17 +92,17 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
 
 
 def _is_slurm_step(environment: Mapping[str, str]) -> bool:
-    """Tell whether ``srun`` has started several tasks; a shell in an allocation is one process, whatever it has."""
+    """Tell whether srun has started several tasks; a shell in an allocation is a single process."""
     if not {"SLURM_STEP_ID", "SLURM_PROCID"} <= environment.keys() or environment.get("SLURM_NTASKS", "1") == "1":
         return False
-    if _number(environment, "SLURM_STEP_ID") >= FIRST_OF_ITS_OWN_STEPS:
+    if _number(environment, "SLURM_STEP_ID") >= FIRST_SPECIAL_STEP:
         return False
-    # Of `salloc` both a shell by `srun --pty` and tasks by `srun` have this name; tasks have no terminal.
+    # Under `salloc`, a shell of `srun --pty` and the tasks of `srun` have the same job name; tasks have no terminal.
     return environment.get("SLURM_JOB_NAME") not in ("bash", "sh", "interactive") or not _has_terminal()
 
 
 def _has_terminal() -> bool:
-    """Tell whether a terminal controls this process, wherever its input and output go."""
+    """Tell whether this process has a controlling terminal, even if its input and output are redirected."""
     try:
         os.close(os.open("/dev/tty", os.O_RDWR))
     except OSError:
@@ -118,8 +110,8 @@ def _has_terminal() -> bool:
     return True
 
 
-def _slurm_tasks_here(environment: Mapping[str, str]) -> int:
-    """Return the tasks of a step on this machine: ``2(x3),1`` is for four machines."""
+def _slurm_local_size(environment: Mapping[str, str]) -> int:
+    """Return the tasks on this machine, from a list such as ``2(x3),1`` for four machines."""
     text = environment.get("SLURM_STEP_TASKS_PER_NODE", "1")
     tasks = list[int]()
     try:
@@ -131,15 +123,15 @@ def _slurm_tasks_here(environment: Mapping[str, str]) -> int:
         raise UsageError(f"SLURM_STEP_TASKS_PER_NODE is {text!r} in the environment, and has no such machine") from None
 
 
-def _own_port(environment: Mapping[str, str]) -> int:
-    """Return the port that a launcher would have; that of a Slurm step is its own, for jobs share machines."""
+def _default_port(environment: Mapping[str, str]) -> int:
+    """Return the default MASTER_PORT; Slurm steps differ, because jobs may share a machine."""
     if "RANK" in environment or "SLURM_JOB_ID" not in environment:
         return 29500
     return 20000 + 2 * ((10 * _number(environment, "SLURM_JOB_ID") + _number(environment, "SLURM_STEP_ID")) % 4500)
 
 
 def _first_slurm_host(environment: Mapping[str, str]) -> str:
-    """Return the first host of a step: of ``host-a,host-b`` and ``node[01-03,7]`` it is seen; else Slurm knows it."""
+    """Return the first host of a step. Lists such as ``a,b`` and ``node[01-03,7]`` are parsed; Slurm expands others."""
     nodes = environment.get("SLURM_STEP_NODELIST", "")
     if match := re.fullmatch(r"([^,\[\]]+)(\[(\d+)[-,\d]*\])?(,.*)?", nodes):
         return match[1] + (match[3] or "")
@@ -154,15 +146,15 @@ def _first_slurm_host(environment: Mapping[str, str]) -> str:
 
 @contextmanager
 def joined(num_processes: int | None = None, arguments: Sequence[str] = ()) -> Iterator[Group]:
-    """Be one of the processes of a run, inside the block; a failure of one ends all.
+    """Join the ranks of a run inside the block; an error on one rank ends all.
 
     Args:
-        num_processes: number of processes to make here; ``None``: as the environment says.
-        arguments: the command line for the others.
+        num_processes: ranks to start on this machine (--nproc); None: as the environment says.
+        arguments: command line of the started ranks.
 
     Raises:
-        UsageError: both a launcher and a number of processes, or an address on a public network.
-        PeerFailed: another process has failed, or has not come.
+        UsageError: a launcher as well as --nproc, or an address on a public network.
+        PeerFailed: another rank has failed, or has not connected.
     """
     member = Membership.of(os.environ)
     if member is not None and num_processes not in (None, member.size):
@@ -178,22 +170,22 @@ def joined(num_processes: int | None = None, arguments: Sequence[str] = ()) -> I
     with tempfile.TemporaryDirectory(prefix="gptj-ft-") as folder:
         member = Membership(0, num_processes, num_processes, None, Path(folder) / "store")
         token = secrets.token_hex(16)
-        others = start_others(member, token, arguments)
+        children = start_others(member, token, arguments)
 
-        def look() -> None:
-            for rank, process in enumerate(others, start=1):
+        def check_children() -> None:
+            for rank, process in enumerate(children, start=1):
                 if process.poll() is not None:
                     raise PeerFailed(f"process {rank + 1} is gone, with exit code {process.returncode}", 1, rank)
 
         try:
-            with connected(member, token, look) as group:
+            with connected(member, token, check_children) as group:
                 yield group
         finally:
-            end_others(others)
+            end_others(children)
 
 
 def start_others(member: Membership, token: str, arguments: Sequence[str]) -> list[subprocess.Popen[bytes]]:
-    """Start the other processes of a run on this machine; they end with this one, whatever ends it."""
+    """Start the other ranks on this machine; they die with this process."""
     os.environ[TOKEN] = token
     common = {**os.environ, "WORLD_SIZE": str(member.size), "LOCAL_WORLD_SIZE": str(member.size)}
     common |= {STORE: str(member.store), "OMP_NUM_THREADS": str(threads_of(member))}
@@ -203,7 +195,7 @@ def start_others(member: Membership, token: str, arguments: Sequence[str]) -> li
             env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for process 0, which tells the others
+            start_new_session=True,  # Ctrl-C reaches only rank 0, which tells the others
             preexec_fn=_die_with_parent if sys.platform == "linux" else None,
         )
         for rank in range(1, member.size)
@@ -214,38 +206,38 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def end_others(others: Sequence[subprocess.Popen[bytes]], seconds: float = 10.0) -> None:
-    """See to it that no process is left: they end by themselves, or are killed."""
+def end_others(children: Sequence[subprocess.Popen[bytes]], seconds: float = 10.0) -> None:
+    """Wait until all started ranks have ended, and kill the late ones."""
     deadline = time.monotonic() + seconds
-    for process in others:
+    for process in children:
         with suppress(subprocess.TimeoutExpired):
             process.wait(max(0.1, deadline - time.monotonic()))
-    for process in others:
+    for process in children:
         if process.poll() is None:
             process.kill()
             process.wait()
 
 
 def threads_of(member: Membership) -> int:
-    """Return the threads that each process of this machine computes with: the cores, shared out.
+    """Return the CPU threads of a rank: the cores, divided by the ranks of this machine.
 
-    OMP_NUM_THREADS counts where processes are started by ``--nproc``; torchrun sets it to 1 whatever there is.
+    OMP_NUM_THREADS counts only with --nproc: torchrun sets it to 1 on any machine.
     """
-    if member.store is not None and (given := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
-        return max(1, int(given))
+    if member.store is not None and (set_by_user := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
+        return max(1, int(set_by_user))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // member.local_size)
 
 
 @contextmanager
-def connected(member: Membership, token: str, look: Callable[[], None] = lambda: None) -> Iterator[Group]:
-    """Connect with the other processes, inside the block; meanwhile look whether they are there.
+def connected(member: Membership, token: str, check_children: Callable[[], None] = lambda: None) -> Iterator[Group]:
+    """Connect to the other ranks inside the block.
 
-    Raises:
-        UsageError: the address is on a public network.
-        PeerFailed: another process has failed, or has not come.
+    Args:
+        token: shared secret of the ranks; may be empty.
+        check_children: called while rank 0 waits; may raise.
     """
-    # Its sockets warn of what is no fault: a name that is not known, an address of the other kind.
+    # torch warns of harmless events: an unknown name, an address of the other family.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     import torch
     import torch.distributed as dist
@@ -255,31 +247,29 @@ def connected(member: Membership, token: str, look: Callable[[], None] = lambda:
     interface, host = interface_to(member.address)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if os.environ.get(NCCL) == "1":
-        # Streams that share one of the driver's queues, 8 if it is not told, wait for each other: for receives that are
-        # asked for ahead, everything would.
+        # Streams in one of the driver's queues (8 by default) wait for each other. Receives are posted early, and
+        # everything behind them in a queue would wait.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     store: Any
     if member.store is not None:
         store = dist.FileStore(str(member.store), -1)  # type: ignore[attr-defined]
     else:
-        assert member.address is not None
-        store = _meet(member)
+        store = _tcp_store(member, host)
     name = platform.node()
     if member.rank == 0:
         with socket.create_server((host, 0)) as listener:
-            token = token or secrets.token_hex(16)
-            store.set("control", json.dumps([host, listener.getsockname()[1], token]))
-            control = host_control(listener, member.size, token, name, START_SECONDS, look)
+            # Only the address: whoever reaches the store can read it, so that the token must not be in it.
+            store.set("control", json.dumps([host, listener.getsockname()[1]]))
+            control = host_control(listener, member.size, token, name, START_SECONDS, check_children)
     else:
         try:
-            if not comes(lambda: store.check(["control"])):
+            if not wait_until(lambda: store.check(["control"])):
                 raise PeerFailed(f"process 1 has not come within {START_SECONDS:g} s", 1, 0)
-            there, port, token = json.loads(store.get("control"))
+            address, port = json.loads(store.get("control"))
         except RuntimeError as error:
             raise PeerFailed("process 1 is gone, before all had come", 1, 0) from error
-        control = join_control((there, port), member.rank, token, name, START_SECONDS)
-    alone = threads_alone if member.store else None
-    group = ProcessGroup(control, member.local_size, member.local_rank, alone)
+        control = join_control((address, port), member.rank, token, name, START_SECONDS)
+    group = ProcessGroup(control, member.local_size, member.local_rank, threads_alone if member.store else None)
     try:
         dist.init_process_group("gloo", store=store, rank=member.rank, world_size=member.size, timeout=NO_TIMEOUT)
         control.ending_seconds = ENDING_SECONDS
@@ -290,33 +280,33 @@ def connected(member: Membership, token: str, look: Callable[[], None] = lambda:
     group.close()
 
 
-def comes(is_there: Callable[[], bool]) -> bool:
-    """Wait until something is there, but not longer than processes wait for each other; tell whether it is.
-
-    A signal ends it at once; torch's own ways to wait heed none, and write a line of their own at every attempt.
-    """
+def wait_until(condition: Callable[[], bool]) -> bool:
+    """Poll a condition for at most START_SECONDS; return its last value. torch's own waits ignore signals."""
     end = time.monotonic() + START_SECONDS
-    while not is_there():
+    while not condition():
         if time.monotonic() > end:
             return False
         time.sleep(0.1)
     return True
 
 
-def _meet(member: Membership) -> Any:
+def _tcp_store(member: Membership, host: str) -> Any:
+    """Open the rendezvous of a launcher; rank 0 listens on the given host address alone."""
     import torch.distributed as dist
 
     assert member.address is not None
-    host, port = member.address
-    where = f"process {member.rank + 1} cannot meet the others at {host}:{port}"
-    if member.rank and not comes(lambda: _answers(host, port)):
+    target, port = member.address
+    where = f"process {member.rank + 1} cannot meet the others at {target}:{port}"
+    if member.rank and not wait_until(lambda: _answers(target, port)):
         raise UsageError(f"{where}: nobody answers there; GPTJ_FT_PORT names a port")
     try:
-        seconds = timedelta(seconds=START_SECONDS)
+        # By itself, torch would listen on every interface.
+        listener = socket.create_server((host, port)).detach() if member.rank == 0 else None
         return dist.TCPStore(  # type: ignore[attr-defined]
-            host, port, member.size, member.rank == 0, seconds, wait_for_workers=False
-        )
-    except RuntimeError as error:
+            host if member.rank == 0 else target, port, member.size, member.rank == 0,
+            timedelta(seconds=START_SECONDS), wait_for_workers=False, master_listen_fd=listener,
+        )  # fmt: skip
+    except (OSError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         raise UsageError(f"{where}: {reason}; GPTJ_FT_PORT names a port") from error
 
@@ -330,10 +320,10 @@ def _answers(host: str, port: int) -> bool:
 
 
 def interface_to(address: tuple[str, int] | None) -> tuple[str, str]:
-    """Return the network interface that leads to the rendezvous, and this machine's address on it.
+    """Return the network interface towards the rendezvous, and this machine's address on it.
 
     Raises:
-        UsageError: it is on a public network: what is sent gives the texts away, and is not encrypted.
+        UsageError: the network is public: tensors are not encrypted and reveal the texts.
     """
     if address is None:
         return "lo" if sys.platform == "linux" else "lo0", "127.0.0.1"
@@ -341,13 +331,13 @@ def interface_to(address: tuple[str, int] | None) -> tuple[str, str]:
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(address)
+            probe.connect(address)  # sends nothing: the kernel only chooses a route
         except OSError as error:
             raise UsageError(f"MASTER_ADDR {address[0]} cannot be reached: {error}") from error
-        host, there = probe.getsockname()[0], probe.getpeername()[0]
-    if not (ipaddress.ip_address(there).is_private or os.environ.get("GPTJ_FT_PUBLIC_NETWORK") == "1"):
+        host, remote = probe.getsockname()[0], probe.getpeername()[0]
+    if not (ipaddress.ip_address(remote).is_private or os.environ.get("GPTJ_FT_PUBLIC_NETWORK") == "1"):
         raise UsageError(
-            f"MASTER_ADDR {address[0]} is {there}, on a public network: what processes send each other is not "
+            f"MASTER_ADDR {address[0]} is {remote}, on a public network: what processes send each other is not "
             "encrypted and gives texts away; use a private one, or set GPTJ_FT_PUBLIC_NETWORK=1"
         )
     for name, entries in psutil.net_if_addrs().items():

@@ -287,7 +287,7 @@ def test_a_process_that_says_nothing_is_taken_for_gone(
 
 def test_a_process_that_says_nonsense_ends_the_run(controls: list[Control]) -> None:
     controls[1]._sockets[0].sendall(b"not a line of ours\n")
-    with pytest.raises(PeerFailed, match=r"process 2 \(b\) says what nobody understands"):
+    with pytest.raises(PeerFailed, match=r"process 2 \(b\) sent a malformed message"):
         controls[0].gather("loss", {})
 
 
@@ -295,6 +295,34 @@ def test_processes_that_leave_in_order_are_not_taken_for_gone(controls: list[Con
     at_once(controls, lambda each: each.gather("end", {}))
     at_once(controls, lambda each: each.close())
     assert all(each._failure is None for each in controls)
+
+
+@pytest.mark.parametrize(
+    "line", [b"[1]\n", b"null\n", b"[" * 100_000, '{"rank": 1, "proof": "\u00e9"}\n'.encode(), b""]
+)
+def test_strangers_neither_end_nor_delay_start(line: bytes) -> None:
+    began = time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(2) as pool:
+        address = listener.getsockname()
+        first = pool.submit(host_control, listener, 2, "token", "a", 10.0, ends_process=False)
+        with socket.create_connection(address) as stranger:
+            with contextlib.suppress(OSError):
+                stranger.sendall(line)
+            second = pool.submit(join_control, address, 1, "token", "b", 10.0, ends_process=False).result()
+            assert at_once([first.result(), second], lambda each: each.gather("x", {})) == [[{}, {}]] * 2
+    assert time.monotonic() - began < 5
+    first.result().close(KeyboardInterrupt())
+    second.close(KeyboardInterrupt())
+
+
+@pytest.mark.parametrize(
+    "message", [b"[1]\n", b'{"failed": {"rank": 1, "text": "", "code": 0}}\n', b"[" * 100_000 + b"\n"]
+)
+def test_malformed_message_ends_run_with_error(controls: list[Control], message: bytes) -> None:
+    controls[1]._sockets[0].sendall(message)
+    with pytest.raises(PeerFailed, match=r"process 2 \(b\) sent a malformed message") as caught:
+        controls[0].gather("loss", {})
+    assert caught.value.exit_code == 1
 
 
 def test_who_does_not_know_the_token_is_not_let_in() -> None:
@@ -397,7 +425,7 @@ def test_a_first_process_that_dies_before_all_have_come_is_gone_in_a_line(monkey
             raise torch.distributed.DistNetworkError("Failed to recv, got 0 bytes")
 
     monkeypatch.setattr(launch, "threads_of", lambda member: torch.get_num_threads())
-    monkeypatch.setattr(launch, "_meet", lambda member: Closed())
+    monkeypatch.setattr(launch, "_tcp_store", lambda *_: Closed())
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     member = Membership(1, 2, 2, ("127.0.0.1", 1))
     with pytest.raises(PeerFailed, match="process 1 is gone"), launch.connected(member, "token"):
