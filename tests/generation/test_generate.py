@@ -157,7 +157,7 @@ def test_long_prompt_is_shortened_with_a_note(model: Path, shell) -> None:
 def test_impossible_requests_fail_with_a_reason(model: Path, shell) -> None:
     for line, code, reason in (
         ('generate "  " --model tuned', 3, "the field 'document' is empty"),
-        ("generate x --chat --model tuned", 2, "three ways"),
+        ("generate x --chat --model tuned", 2, "exclude each other"),
         ("generate --chat --model tuned", 2, "tuned for single texts (summarization)"),
         ("generate --chat --raw --model tuned", 2, "has no template of conversations;"),
         ("generate --input rows.jsonl --model tuned", 2, "--output"),

@@ -146,7 +146,7 @@ def test_truncated_predictions_resume_to_the_same_bytes(shell: Any, rows: Path, 
 @pytest.mark.parametrize(
     ("line", "code", "message"),
     [
-        ("predict x --input rows.csv --output out.jsonl", 2, "two ways of asking"),
+        ("predict x --input rows.csv --output out.jsonl", 2, "a text and --input exclude each other"),
         ("predict --input rows.csv", 2, "--input and --output go together"),
         ("predict --model run --input rows.csv --output out.jsonl --keep idd", 2, "did you mean 'id'"),
         ("predict --model run --set task=spans x", 2, "has no head for spans, but one for classification"),

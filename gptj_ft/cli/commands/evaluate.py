@@ -1,4 +1,4 @@
-"""The command `evaluate`: measure a model beside the one it was tuned from."""
+"""The command `evaluate`: measure a model and compare it with the one it was tuned from."""
 
 from __future__ import annotations
 
@@ -37,61 +37,61 @@ from gptj_ft.system.plain_text import without_secrets
     "max_length",
     "seed",
     *INFERENCE_OPTIONS,
-    meanings={"recipe": TUNED_RECIPE, "seed": "of the intervals, which are drawn by lot"},
+    meanings={"recipe": TUNED_RECIPE, "seed": "seed of the bootstrap intervals"},
 )
 def evaluate(
     *,
     model: Annotated[
         str | None, typer.Argument(help="model or run; default: the newest run", autocompletion=complete_model)
     ] = None,
-    data: Annotated[str | None, option_of("data", "rows to measure on; default: those that the run held out")] = None,
+    data: Annotated[str | None, option_of("data", "rows to measure on; default: the held-out rows of the run")] = None,
     options: Given,
-    baseline: Annotated[str, flag("model to compare with; auto: what it was tuned from; none")] = "auto",
+    baseline: Annotated[str, flag("model to compare with; auto: the model it was tuned from; none")] = "auto",
     predictions: Annotated[
         Path | None,
         flag(
-            "score these outputs of any system instead of a model's: lines of id and prediction, or SQuAD's form, "
-            "{id: text}; --baseline may be such a file, too",
+            "score the outputs of any system instead of a model: JSON lines of id and prediction, or SQuAD's format, "
+            "{id: text}; --baseline takes such a file, too",
             metavar="FILE.jsonl",
         ),
     ] = None,
     allow_empty: Annotated[bool, flag("score empty predictions as they are", "--allow-empty", more=True)] = False,
-    limit: Annotated[int | None, flag("use the first rows only", min=1)] = None,
-    show: Annotated[int, flag("print this many answers beside what was expected", min=0)] = 0,
-    output: Annotated[Path | None, flag("write a line for each row: answer, scores", metavar="FILE.jsonl")] = None,
+    limit: Annotated[int | None, flag("use only the first rows", min=1)] = None,
+    show: Annotated[int, flag("print this many answers with the references", min=0)] = 0,
+    output: Annotated[Path | None, flag("write one line per row: answer, scores", metavar="FILE.jsonl")] = None,
     reports: Annotated[
-        list[Path] | None, flag("write all of it down: .json, .md or .html", "--report", metavar="FILE")
+        list[Path] | None, flag("write a report: .json, .md or .html", "--report", metavar="FILE")
     ] = None,
     gates: Annotated[
-        list[str] | None, flag("exit with 6 if the score is not so, e.g. 'rougeL>=30'", "--gate", metavar="SCORE>=N")
+        list[str] | None, flag("exit with 6 if the score misses this, e.g. 'rougeL>=30'", "--gate", metavar="SCORE>=N")
     ] = None,
     tasks: Annotated[
-        str | None, flag("measure by tasks of EleutherAI's lm-eval instead", metavar="T1,T2", more=True)
+        str | None, flag("measure on tasks of EleutherAI's lm-eval instead", metavar="T1,T2", more=True)
     ] = None,
     include_path: Annotated[
-        Path | None, flag("with --tasks: more of them, as YAML files", metavar="FOLDER", more=True)
+        Path | None, flag("with --tasks: folder of more tasks, as YAML files", metavar="FOLDER", more=True)
     ] = None,
     num_fewshot: Annotated[int | None, flag("with --tasks: examples before each question", min=0, more=True)] = None,
     config: Config = None,
     assignments: Assignments = None,
     offline: Offline = False,
-    dry_run: Annotated[bool, flag("show what it will take and stop", "--dry-run")] = False,
+    dry_run: Annotated[bool, flag("show the plan and stop", "--dry-run")] = False,
     quiet: Quiet = False,
     as_json: Json = False,
     nproc: Nproc = None,
 ) -> None:
-    """Measure a model beside the one it was tuned from.
+    """Measure a model and compare it with the one it was tuned from.
 
-    Loss, perplexity and the scores of the recipe. Each score has its 95 % interval, and the change has one, too. An
-    evaluation that was stopped goes on when it is started again.
+    Prints loss, perplexity and the scores of the recipe, with 95 % confidence intervals of the scores and their
+    changes. The same command resumes an interrupted evaluation.
     """
     from gptj_ft.cli.several import leading
 
     with leading(nproc) as workers:
         _check_kind(predictions, tasks, data, allow_empty, include_path is not None or num_fewshot is not None)
         if predictions is not None and (dry_run or nproc not in (None, 1)):
-            given = "--dry-run shows what reading a model takes" if dry_run else "--nproc deals out what one computes"
-            raise UsageError(f"{given}; --predictions reads none: leave one out")
+            option = "--dry-run" if dry_run else "--nproc"
+            raise UsageError(f"{option} is for evaluating a model, and --predictions reads none: leave one out")
         out = Output(as_json, quiet)
         with out.activity():
             from gptj_ft import api
@@ -103,37 +103,37 @@ def evaluate(
             from gptj_ft.evaluation.metrics import score_names
             from gptj_ft.evaluation.metrics.language_model import LOSS_SCORES
 
-        typed = shlex.join(["gptj-ft", *without_secrets(sys.argv[1:])])
-        shown = EvaluationOutput(out, output, reports or [], show, typed)
-        shown.check_files()
+        command = shlex.join(["gptj-ft", *without_secrets(sys.argv[1:])])
+        target = EvaluationOutput(out, output, reports or [], show, command)
+        target.check_files()
         with TerminalReporter(out.notes) as reporter:
             rows = api.fetched_rows(data, offline, reporter) if data else None
         if predictions is not None:
             resolved = resolve(options, config, assignments)
-            asked = parse_gates(gates or (), score_names(resolved.recipe.metrics))
-            found = api.evaluate_predictions(
+            parsed = parse_gates(gates or (), score_names(resolved.recipe.metrics))
+            comparison = api.evaluate_predictions(
                 predictions, rows, resolved, baseline=baseline, limit=limit, allow_empty=allow_empty
             )
-            shown.conclude(found, asked)
+            target.conclude(comparison, parsed)
             return
         folder = api.named_model(model, "evaluate")
         recipe = api.model_options(folder, {**options, "config": config}, assignments=assignments).recipe
         request: EvaluateRequest | TasksRequest = EvaluateRequest(folder, recipe, baseline, rows, limit, workers)
         names: Sequence[str] = [*LOSS_SCORES, *score_names(recipe.metrics, recipe.task)]
         if tasks is not None:
-            wanted = [name.strip() for name in tasks.split(",") if name.strip()]
-            loaded = load_tasks(TaskSelection(wanted, include_path, num_fewshot), offline)
+            task_names = [name.strip() for name in tasks.split(",") if name.strip()]
+            loaded = load_tasks(TaskSelection(task_names, include_path, num_fewshot), offline)
             request, names = TasksRequest(folder, recipe, loaded, baseline, limit, workers), loaded.score_names
-        evaluate_model(request, parse_gates(gates or (), names), shown, dry_run)
+        evaluate_model(request, parse_gates(gates or (), names), target, dry_run)
 
 
 def _check_kind(
     predictions: Path | None, tasks: str | None, data: str | None, allow_empty: bool, is_about_tasks: bool
 ) -> None:
-    """Check that what is given is about what is measured: a model, the outputs of another system, or tasks."""
+    """Check that the options fit the subject: a model on rows, a model on tasks, or the outputs of another system."""
     if predictions is None and allow_empty:
-        raise UsageError("--allow-empty is about the predictions of other systems: add --predictions FILE.jsonl")
+        raise UsageError("--allow-empty is for the predictions of other systems: add --predictions FILE.jsonl")
     if tasks is not None and (predictions is not None or data):
-        raise UsageError("--tasks have rows of their own: leave out --data and --predictions")
+        raise UsageError("--tasks have their own rows: leave out --data and --predictions")
     if tasks is None and is_about_tasks:
-        raise UsageError("--include-path and --num-fewshot are about lm-eval's tasks: add --tasks T1,T2")
+        raise UsageError("--include-path and --num-fewshot are for lm-eval's tasks: add --tasks T1,T2")

@@ -48,28 +48,26 @@ def generate(
         str | None, flag("model or run; default: the newest run, else the download", autocompletion=complete_model)
     ] = None,
     fields: Annotated[list[str] | None, flag("another field of the template", "--field", metavar="NAME=TEXT")] = None,
-    rows: Annotated[
-        Path | None, flag("rows to answer, of any form that --data takes", "--input", metavar="FILE")
-    ] = None,
+    rows: Annotated[Path | None, flag("rows to answer, in any format of --data", "--input", metavar="FILE")] = None,
     output: Annotated[
-        Path | None, flag("with --input: JSON lines; the same command goes on with it", metavar="FILE")
+        Path | None, flag("with --input: JSON lines; the same command resumes it", metavar="FILE")
     ] = None,
-    chat: Annotated[bool, flag("talk with the model; /help says how", "--chat")] = False,
-    system: Annotated[str | None, flag("with --chat: what the model is told first")] = None,
-    stream: Annotated[bool, flag("show the answer while it is written", "--stream")] = False,
-    num_return: Annotated[int, flag("so many different answers", min=1)] = 1,
+    chat: Annotated[bool, flag("chat with the model; /help lists commands", "--chat")] = False,
+    system: Annotated[str | None, flag("with --chat: system message")] = None,
+    stream: Annotated[bool, flag("show the answer while it is generated", "--stream")] = False,
+    num_return: Annotated[int, flag("number of different answers", min=1)] = 1,
     options: Given,
     raw: Annotated[bool, flag("continue the text itself, without the template", "--raw")] = False,
     config: Config = None,
     assignments: Assignments = None,
-    dry_run: Annotated[bool, flag("with --input: show what it will take and stop", "--dry-run")] = False,
+    dry_run: Annotated[bool, flag("with --input: show the plan and stop", "--dry-run")] = False,
     quiet: Quiet = False,
     as_json: Json = False,
     nproc: Nproc = None,
 ) -> None:
-    """Write answers to a prompt, to rows, or in a conversation.
+    """Generate answers to a prompt, to rows, or in a conversation.
 
-    The prompt's template and the settings are those that the model was tuned with.
+    Prompt template and settings are those that the model was tuned with.
     """
     from gptj_ft.cli.several import check_dealt, leading
 
@@ -78,7 +76,7 @@ def generate(
         text = None if rows or chat else sys.stdin.read() if prompt == "-" or _is_piped(prompt) else prompt
         _check_kind(prompt, rows, output, chat, stream or as_json)
         if dry_run and not rows:
-            raise UsageError("--dry-run tells what the rows of a file take: add --input FILE --output FILE")
+            raise UsageError("--dry-run is for the rows of a file: add --input FILE --output FILE")
         out = Output(as_json, quiet)
         with out.activity():
             from gptj_ft import api
@@ -104,19 +102,19 @@ def _is_piped(prompt: str | None) -> bool:
 
 
 def _check_kind(prompt: str | None, rows: Path | None, output: Path | None, chat: bool, shows: bool) -> None:
-    """Check that one kind of question is asked, and asked whole."""
+    """Check that there is exactly one of prompt, --input and --chat, with the options it needs."""
     if sum((prompt is not None, rows is not None, chat)) > 1:
-        raise UsageError("a prompt, --input and --chat are three ways of asking: use one")
+        raise UsageError("a prompt, --input and --chat exclude each other: use one")
     if (rows is None) != (output is None):
         raise UsageError("--input and --output go together: --input rows.jsonl --output out.jsonl")
     if not (prompt or rows or chat or not sys.stdin.isatty()):
         raise UsageError('nothing to answer: gptj-ft generate "prompt", or --input FILE --output FILE, or --chat')
     if chat and shows:
-        raise UsageError("--chat shows its answers as they are written, and no JSON: leave out --stream and --json")
+        raise UsageError("--chat always streams, and prints no JSON: leave out --stream and --json")
 
 
 def field_texts(pairs: list[str] | None) -> dict[str, str]:
-    """Read the texts that --field gives to the template's fields."""
+    """Parse the texts of --field by field."""
     values = {}
     for pair in pairs or ():
         name, separator, text = pair.partition("=")

@@ -29,49 +29,48 @@ from gptj_ft.errors import UsageError
 def predict(
     *,
     text: Annotated[str | None, typer.Argument(help="text to label; - reads standard input")] = None,
-    pair: Annotated[str | None, flag("second text, of a task about two: what a question is about")] = None,
+    pair: Annotated[str | None, flag("second text, for tasks about two: a question's context")] = None,
     model: Annotated[str | None, flag("model or run; default: the newest run", autocompletion=complete_model)] = None,
-    rows: Annotated[
-        Path | None, flag("rows to label, of any form that --data takes", "--input", metavar="FILE")
-    ] = None,
+    rows: Annotated[Path | None, flag("rows to label, in any format of --data", "--input", metavar="FILE")] = None,
     output: Annotated[
         Path | None,
         flag(
-            "with --input: .jsonl, .csv, or .json for answers by id as SQuAD's scripts take them; the same command "
-            "goes on with it",
+            "with --input: .jsonl, .csv, or .json for answers by id as SQuAD's scripts read them; the same command "
+            "resumes it",
             metavar="FILE",
         ),
     ] = None,
-    keep: Annotated[str | None, flag("with --input: columns to pass through", metavar="NAME,...")] = None,
+    keep: Annotated[str | None, flag("with --input: columns to copy to the output", metavar="NAME,...")] = None,
     options: Given,
     config: Config = None,
     assignments: Assignments = None,
-    dry_run: Annotated[bool, flag("with --input: show what it will take and stop", "--dry-run")] = False,
+    dry_run: Annotated[bool, flag("with --input: show the plan and stop", "--dry-run")] = False,
     quiet: Quiet = False,
     as_json: Json = False,
     nproc: Nproc = None,
 ) -> None:
     """Label a text, or the rows of a file, with a tuned head.
 
-    Given are a label with its probabilities, several labels, a number, a label for each word, the span that answers a
-    question, or the sentences that sum up a text. How a text is put to the model is what it was tuned with.
+    The head's task decides the result: a label with probabilities, several labels, a number, a label for each word, the
+    span that answers a question, or the sentences of a summary. Texts go through the template that the model was tuned
+    with.
     """
     from gptj_ft.cli.several import check_dealt, leading
 
     check_dealt(nproc, rows)
     with leading(nproc) as workers:
         if rows is not None and text is not None:
-            raise UsageError("a text and --input are two ways of asking: use one")
+            raise UsageError("a text and --input exclude each other: use one")
         is_piped = text == "-" or (text is None and rows is None and not sys.stdin.isatty())
-        given = sys.stdin.read() if is_piped else text
-        if rows is None and given is None:
+        single = sys.stdin.read() if is_piped else text
+        if rows is None and single is None:
             raise UsageError('nothing to label: gptj-ft predict "text", or --input FILE --output FILE')
         if (rows is None) != (output is None):
             raise UsageError("--input and --output go together: --input rows.csv --output out.jsonl")
         if rows is None and (keep or dry_run):
-            raise UsageError("--keep and --dry-run are about the rows of a file: add --input FILE --output FILE")
+            raise UsageError("--keep and --dry-run are for the rows of a file: add --input FILE --output FILE")
         if rows is not None and pair is not None:
-            raise UsageError("the second texts of a file are a column of it: leave out --pair")
+            raise UsageError("with --input, second texts are a column of the file: leave out --pair")
         out = Output(as_json, quiet)
         with out.activity():
             from gptj_ft import api
@@ -84,4 +83,4 @@ def predict(
             columns = tuple(name.strip() for name in (keep or "").split(",") if name.strip())
             label_file(InferenceSetup.of(folder, recipe, workers=workers), rows, output, columns, dry_run, out)
         else:
-            show_text_labels(folder, recipe, str(given), pair, out)
+            show_text_labels(folder, recipe, str(single), pair, out)
