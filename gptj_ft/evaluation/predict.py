@@ -298,7 +298,8 @@ def _table(lines: Path) -> str:
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    # str.splitlines would also split at U+2028 and other line separators, which JSON allows inside a string.
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
 def _cell(value: Any) -> Any:

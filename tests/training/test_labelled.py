@@ -55,7 +55,7 @@ def finetune(shell: Any, task: str, more: str, steps: int = 60) -> Any:
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
 def test_text_classification_end_to_end(shell: Any, rows: Path, tmp_path: Path) -> None:
@@ -209,7 +209,10 @@ def test_validation_rows_with_unknown_labels_are_skipped(shell: Any, tmp_path: P
 
 def test_odd_rows_are_labelled_or_counted(shell: Any, rows: Path, tmp_path: Path) -> None:
     finetune(shell, "classification", f"--data rows.csv {TEXT} --set holdout=0", steps=1)
-    odd = [{"text": "", "label": "red", "row": "a"}, {"text": 'sky; "ink",\nsea', "label": "blue", "row": "b"}]
+    odd = [
+        {"text": "", "label": "red", "row": "a"},
+        {"text": 'sky; "ink",\nsea\u2028jeans', "label": "blue", "row": "b"},
+    ]
     write_lines(tmp_path / "odd.jsonl", [*odd, {"label": "green", "row": "c"}])
     ask = "predict --model run --input odd.jsonl --output"
     for output, read in (
