@@ -87,11 +87,7 @@ class PairedEvaluation:
 
     @classmethod
     def of(cls, request: EvaluateRequest) -> PairedEvaluation:
-        """Read the rows and plan the passes of each model over them.
-
-        Raises:
-            GptjFtError: no rows, no such model, or it does not fit.
-        """
+        """Read the rows and plan the passes of each model over them."""
         data = data_path(request.data) if request.data else default_rows(request.model)
         baseline, models = _models(request)
         recipe, wanted = fitted(request.recipe, models.values(), data), request.recipe.max_length
@@ -108,11 +104,7 @@ class PairedEvaluation:
 
     @classmethod
     def of_tasks(cls, request: TasksRequest) -> PairedEvaluation:
-        """Plan the passes of each model over the questions of tasks.
-
-        Raises:
-            GptjFtError: no such model, or it does not fit.
-        """
+        """Plan the passes of each model over the questions of tasks."""
         baseline, models = _models(request)
         runs = {
             name: plan_on_tasks(each, request.recipe, request.tasks, request.limit, request.workers)
@@ -128,9 +120,6 @@ class PairedEvaluation:
     def run(self, count: Count) -> ModelComparison:
         """Evaluate the models and compare them.
 
-        Args:
-            count: receiver of the number of finished rows or questions.
-
         Raises:
             Interrupted: a signal; finished rows are cached.
             NotFinite: a loss is not finite.
@@ -140,6 +129,7 @@ class PairedEvaluation:
             with stop_says(lambda: _STOPPED):
                 results[name] = each.run(lambda done, total, name=name: count(name, done, total, self.unit))  # type: ignore[misc]
         comparison = self.compare(results["model"], results.get("baseline"))
+        # Only now: if a comparison failed, repeating the command would not compute the results again.
         for each in self.runs.values():
             each.close()
         return comparison

@@ -62,6 +62,7 @@ def outputs_of(
     """
     for span in passes(rows.lengths, budget.read):
         before_pass()
+        # Pack documents of the pass into micro-batches in any order; the last line restores theirs.
         groups = first_fit([rows.lengths[row] for row in span], budget.computed)
         numbers = [[span.start + place for place in group] for group in groups]
         batches = [batch.to(offloaded.device) for group in numbers for batch in rows.batches(group, NO_TOKEN_LIMIT)]
@@ -178,6 +179,7 @@ class LabelledEvaluation:
                 rows.append(row)
                 if progress:
                     progress(len(rows), len(places))
+        # Match in order, since several rows can have one place: all questions of a SQuAD article are on one line.
         unmatched = iter(enumerate(places))
         done = {next(number for number, place in unmatched if place == row.place) for row in rows}
         check_complete(done, len(places), places.__getitem__)

@@ -99,6 +99,8 @@ def label_candidates(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> dict
 
 def documents_of(prompt: Sequence[int], answers: Sequence[Sequence[int]]) -> list[list[int]]:
     """Build the fewest documents that contain the context of every answer token."""
+    # The last token of an answer is only predicted, never read. So answers of one token need only the prompt, and an
+    # answer whose context starts another one's is scored in that document.
     contexts = {tuple(answer[:-1]) for answer in answers}
     longest = [each for each in contexts if not any(each != other and other[: len(each)] == each for other in contexts)]
     return [[*prompt, *each] for each in sorted(longest)]

@@ -229,7 +229,7 @@ class SentenceReadout(PlainReadout):
 
     def read(self, row: RowOutput) -> RowAnswer:
         scores = sigmoid(np.concatenate(row.outputs)[:, 0].astype(np.float64))
-        texts = list(row.texts)[: len(scores)]
+        texts = list(row.texts)[: len(scores)]  # sentences beyond the context have no score
         chosen = select_sentences(scores[: len(texts)].tolist(), texts, self.num_sentences, self.block_trigrams)
         picked = [texts[number] for number in chosen]
         facts = {"sentences": picked, "numbers": chosen, "scores": [round(float(each), 6) for each in scores]}
@@ -273,6 +273,7 @@ def loss_of(task: Task, row: RowOutput) -> tuple[float, float]:
     total = weight = 0.0
     for output_SC, mark in zip(row.outputs, row.marks, strict=True):
         logits = output_SC.astype(np.float64)
+        # Cross-entropy is log-sum-exp minus the target's logit; for spans, over the positions of the window.
         if task in ("classification", "token-labels"):
             total += float((_log_sum(logits) - np.take_along_axis(logits, np.c_[list(mark.targets)], -1)[:, 0]).sum())
             weight += len(mark.targets)
@@ -286,6 +287,7 @@ def loss_of(task: Task, row: RowOutput) -> tuple[float, float]:
         else:
             expected = np.asarray(mark.values if task == "multi-label" else mark.targets, np.float64)
             given = logits[0] if task == "multi-label" else logits[:, 0]
+            # Binary cross-entropy with logits: log(1 + e^x) - target * x.
             total += float((np.logaddexp(0.0, given) - expected * given).sum())
             weight += len(expected)
     return total, weight

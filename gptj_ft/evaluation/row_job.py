@@ -76,6 +76,7 @@ class OutputFile:
         self._check_settings()
         with disk_errors(path, other=UsageError):
             self._descriptor = open_file(path, os.O_RDWR | os.O_CREAT, SHARED_FILE)
+        # Hold the lock as long as the descriptor is open: two processes would append each row twice.
         if not take(self._descriptor):
             os.close(self._descriptor)
             raise UsageError(f"{path} is being written by another process; wait until it ends")
@@ -128,11 +129,13 @@ class OutputFile:
 
     def append(self, lines: Iterable[tuple[int, Line]]) -> None:
         """Append lines of rows that are not in the file; they are on disk when this returns."""
+        # A resumed batch computes all its rows again, because samples depend on the whole batch.
         new = {row: line for row, line in lines if row not in self.done}
         self._lines.append(*({ROW: row, **line} for row, line in new.items()))
         self.done |= new.keys()
 
     def _sort(self) -> None:
+        # Batches group rows by length, so lines were appended in another order than the rows'.
         lines = self._rows()
         if (ordered := sorted(lines)) != lines:
             self._lines.replace(line for _, line in ordered)

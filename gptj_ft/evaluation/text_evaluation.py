@@ -155,12 +155,9 @@ class EvaluationPlan:
         return replace(self, rows=replace(self.rows, notes=(*self.rows.notes, note)))
 
     def run(self, progress: Progress | None = None) -> Evaluation:
-        """Evaluate the model on its rows.
-
-        Raises:
-            NotFinite: a loss is not finite.
-        """
+        """Evaluate the model on its rows."""
         recipe, rows = self.setup.recipe, self.rows
+        # Store the batch size first: answers depend on it, so a resumed run must use it again.
         self.cache.add("together", {0: self.plan.together.written})
         with self.setup.open(self.plan.weights) as opened:
             row_losses, answers = EvaluationRun(self, *opened, progress).run()
@@ -274,6 +271,7 @@ class EvaluationRun:
     def _prompt_group(self, rows: Sequence[int], is_written: bool) -> PromptGroup:
         prompts = [self.planned.rows.prompts[row] for row in rows]
         documents = [self.planned.rows.documents[row] for row in rows]
+        # The losses can reuse the prefill of the prompts only if the documents start with them.
         shared = all(
             len(prompt) < document.num_inputs and list(document.ids[: len(prompt)]) == prompt
             for prompt, document in zip(prompts, documents, strict=True)

@@ -109,6 +109,7 @@ class InferenceSetup:
             UsageError: another process has another version, command, model or number of threads.
         """
         recipe = self.recipe.model_copy(update={"precision": PRECISION_NAMES[self.dtype]})
+        # Before opening: the workers then check and open their copies at the same time.
         self.workers.announce(self.folder, recipe, weights, cap)
         opened = open_for_inference(self.folder, self.device, self.dtype, weights, self.recipe.read_ahead, cap)
         with opened as (architecture, offloaded), self.workers.attached(offloaded):

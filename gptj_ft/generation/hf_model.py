@@ -176,6 +176,7 @@ class StreamedModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         """Prefill the prompts; adjacent rows with the same prompt share it."""
         if is_token is None:
             is_token = torch.ones_like(input_ids, dtype=torch.bool)
+        # `generate` repeats each prompt once per beam or returned sequence, in adjacent rows.
         width = _equal_rows(input_ids.masked_fill(~is_token, -1))
         ids, is_token = input_ids[::width].cpu(), is_token[::width].cpu()
         prompts = [row[real].tolist() for row, real in zip(ids, is_token, strict=True)]
@@ -236,6 +237,8 @@ class Prefill:
 
     def score(self, batches: Sequence[PackedBatch], queries: Sequence[TokenQuery]) -> list[TokenScores]:
         """Score token queries on all documents, as `score_tokens` does."""
+        # Documents continue after their prompts. The logits at the end of each prompt start the generation, and
+        # `KVCache.begin` has the prompts' lengths: it keeps only their keys and values.
         own = [replace(batch, cache=self.cache.kv) for batch in batches]
         ends = [
             torch.tensor(

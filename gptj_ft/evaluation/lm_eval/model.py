@@ -150,6 +150,7 @@ class StreamedLM(TemplateLM):  # type: ignore[misc]
             before, scored = self._encode_pair(context, continuation)
         else:
             before, scored = [self.prefix_token_id], self.tok_encode(continuation)
+            # As lm-eval does: a continuation that starts with the prefix token is not given a second one.
             if scored[:1] == before:
                 scored = scored[1:]
         if not scored:
@@ -159,6 +160,7 @@ class StreamedLM(TemplateLM):  # type: ignore[misc]
                 f"the task asks for the likelihood of {len(scored):,} tokens; the model's context has "
                 f"{self.max_length:,}"
             )
+        # The last token is only predicted, so both together may be one token longer than the model's context.
         return before[-(self.max_length + 1 - len(scored)) :], scored
 
     def _windows(self, text: str) -> Iterator[Pair]:
@@ -169,6 +171,7 @@ class StreamedLM(TemplateLM):  # type: ignore[misc]
     def _score(self, pairs: Sequence[Pair], cache: ResultCache) -> list[tuple[float, int]]:
         """Score continuations; pairs with the same context share it."""
         score_of = cache.of("score")
+        # The choices of a multiple-choice question have the same context: read it once.
         groups: dict[tuple[int, ...], list[int]] = {}
         for number, (before, _) in enumerate(pairs):
             groups.setdefault(tuple(before), []).append(number)

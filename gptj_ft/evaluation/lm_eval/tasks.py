@@ -129,6 +129,7 @@ def _manager(make: Callable[..., Any], chosen: TaskSelection) -> Any:
     """Build the task manager. Indexing lm-eval's thousands of tasks is slow, so do it only if one of them is named."""
     path = str(chosen.include_path) if chosen.include_path else None
     if path is not None:
+        # Try the user's folder alone first.
         own = make(include_path=path, include_defaults=False)
         if all(own.match_tasks([name]) for name in chosen.names):
             return own
@@ -178,8 +179,10 @@ class TasksPlan:
             tokenizer = load_tokenizer(tokenizer_folder(setup.folder))
             model = StreamedModel(*opened, budget.computed)
             lm = StreamedLM(model, tokenizer, budget, results, setup.recipe.seed)
+            # The seeds of lm-eval's own `simple_evaluate`.
             random.seed(0)
             np.random.seed(SEED)  # some tasks sample few-shot examples from it
+            # A task keeps the requests of its last evaluation, the baseline's.
             for task in self.tasks.tasks.values():
                 task._instances = None
             try:

@@ -190,6 +190,7 @@ class RocAuc:
         sorted_BN, positive_N = weights_BN[:, order_N], self.positive_N[order_N]
         positive_BU = np.add.reduceat(sorted_BN * positive_N, starts_U, axis=-1)
         negative_BU = np.add.reduceat(sorted_BN * ~positive_N, starts_U, axis=-1)
+        # Weight of the negative rows below each score, counting half of those with an equal score.
         below_BU = negative_BU.cumsum(-1) - negative_BU / 2
         pairs_B = positive_BU.sum(-1) * negative_BU.sum(-1)
         return 100.0 * divided((positive_BU * below_BU).sum(-1), pairs_B)
@@ -268,6 +269,7 @@ def best_threshold(labels: ArrayLike, probabilities: ArrayLike) -> float:
     f1 = 2.0 * right[ends] / (ends + 1 + has.sum())
     if not len(ends) or not f1.max():
         return 0.5
+    # Halfway to the next lower probability, or to 0 after the last.
     thresholds = (given[ends] + np.append(given, 0.0)[ends + 1]) / 2
     best = thresholds[f1 == f1.max()]
     return float(best[np.abs(best - 0.5).argmin()])

@@ -44,7 +44,7 @@ def entities_of(tags: Sequence[str]) -> list[Entity]:
     """
     spans: list[Entity] = []
     start, type, is_open = 0, "", False  # of the previous word's entity, and whether another word may continue it
-    for word, tag in enumerate([*tags, "O"]):
+    for word, tag in enumerate([*tags, "O"]):  # the last "O" closes an open entity
         prefix, new = tag[:1], tag[2:] or "_"
         is_inside = is_open and prefix in ("I", "E") and new == type
         if type and not is_inside:

@@ -66,6 +66,7 @@ class Spearman:
 def _ranks(codes_N: NDArray[np.int64], weights_BN: Vector) -> Vector:
     # A row that a sample contains several times has as many ranks; they count as equal numbers.
     times_BU = np.stack([np.bincount(codes_N, each) for each in weights_BN])
+    # Equal numbers get the ranks from cumsum - times + 1 to cumsum; this is their mean.
     ranks_BU: Vector = times_BU.cumsum(-1) - (times_BU - 1.0) / 2
     return ranks_BU[:, codes_N]
 

@@ -20,6 +20,7 @@ def relations(predictions: Sequence[str], references: Sequence[Sequence[str]]) -
     counts = []
     for prediction, targets in zip(predictions, references, strict=True):
         facts = _facts(prediction)
+        # Choose the best reference per row before summing: micro-averages need counts, not scores.
         right = max((_facts(target) for target in targets or [""]), key=lambda target: _dice(facts, target))
         counts.append((len(facts & right), len(facts), len(right)))
     both_N, written_N, expected_N = np.asarray(counts, dtype=np.float64).T
