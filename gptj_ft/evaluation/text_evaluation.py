@@ -84,12 +84,12 @@ def make_eval_set(recipe: Recipe, tokenizer: RowTokenizer, folder: Path, data: P
     if recipe.cut == "answer" and report.rows_cut:
         notes.append(
             f"{report.rows_cut:,} of these rows were shortened around their answers, which makes them easier "
-            "than real questions: name the original file with --data for scores without that"
+            "than what will be asked: name the file they come from with --data for figures without that"
         )
     if max_prompt and report.rows_cut:
         notes.append(
             f"{report.rows_cut:,} of these rows were shortened when they were prepared, and not to {max_prompt:,} "
-            "tokens as generation.max_prompt_tokens says: name the original file with --data"
+            "tokens as generation.max_prompt_tokens says: name the file they come from with --data"
         )
     notes += [f"{skips.count:,} rows were left out: {reason}" for reason, skips in report.rows_skipped.items()]
     if limit is not None:
@@ -135,7 +135,7 @@ def with_short_answers(rows: EvalSet, new_tokens: int, window: int) -> EvalSet:
         return rows
     note = (
         f"{count:,} prompts leave less than {new_tokens:,} of the model's {window:,} tokens: answers end there; "
-        f"--set max_length={max(1, window - new_tokens)} shortens the prompts"
+        f"--set max_length={max(1, window - new_tokens)} shortens what is asked"
     )
     return replace(rows, notes=(*rows.notes, note))
 
