@@ -1,10 +1,10 @@
-"""Converting all of a GPT-J 6B, made on the spot: peak memory, and seconds beside what a copy of as many bytes takes.
+"""Convert all of a random GPT-J 6B: peak memory, and speed compared with copying the same bytes.
 
     python benchmarks/convert_full_size.py --work /tmp/bench           # 40 GB of disk
     python benchmarks/convert_full_size.py --work /tmp/bench --only moments --layers 2    # 20 GB of disk
     python benchmarks/convert_full_size.py --work /tmp/bench --layers 2 --width 64 --vocabulary 512    # a try
 
-Each direction is a process of its own, `gptj-ft convert`, with and without the comparison that follows; its memory is
+Each direction is a separate process, `gptj-ft convert`, with and without the comparison that follows; its memory is
 what the kernel says (the most resident at a time). Before each, the files it reads are dropped from the page cache,
 and what it writes is on the disk when it ends. The copy is the better of two ways: a file of the source after the
 other through the page cache, and past it with eight requests in flight; both end with fsync. A direction's rate is all
@@ -44,7 +44,7 @@ POLL_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Direction:
-    """A source, how it is made, and the options that convert it."""
+    """Conversion to measure: source format, its writer, and the options."""
 
     name: str
     source: str
@@ -53,12 +53,12 @@ class Direction:
 
 
 def random_tensor(*shape: int) -> Tensor:
-    """Draw fp32 numbers such as weights are."""
+    """Draw random fp32 weights."""
     return torch.randn(shape).mul_(0.02)
 
 
 def make_bin(folder: Path, architecture: Architecture) -> None:
-    """Write fp32 ``.bin`` shards, a layer each."""
+    """Write fp32 ``.bin`` shards, one per layer."""
     folder.mkdir(parents=True)
     layers, name_of = architecture.layers(), architecture.family.name_of
     weight_map = {}
@@ -157,7 +157,7 @@ def copy_direct(source: Path, target: Path) -> None:
 
 
 def copy_rate(source: Path, work: Path) -> float:
-    """Return bytes read and written a second by the faster of two ways to copy."""
+    """Return the rate of the faster way to copy, in bytes read and written per second."""
     rates = []
     for copy in (copy_buffered, copy_direct):
         forget(source)
@@ -172,7 +172,7 @@ def copy_rate(source: Path, work: Path) -> float:
 
 
 def converted(arguments: list[str]) -> tuple[float, int]:
-    """Run `gptj-ft convert`; return its seconds and its most resident memory."""
+    """Run `gptj-ft convert`; return its seconds and peak resident memory."""
     start, peak = time.perf_counter(), 0
     process = subprocess.Popen([sys.executable, "-m", "gptj_ft", "convert", "--json", *arguments], stdout=-3)
     while process.poll() is None:
@@ -184,7 +184,7 @@ def converted(arguments: list[str]) -> tuple[float, int]:
 
 
 def measure(direction: Direction, work: Path, architecture: Architecture) -> Path:
-    """Convert once without the comparison and once with it; print a line of each. Return what was written."""
+    """Convert without and with verification; print a line for each and return the written folder."""
     source, target = work / direction.source, work / direction.name.replace(" ", "-")
     if direction.make:
         direction.make(source, architecture)
@@ -205,13 +205,13 @@ def measure(direction: Direction, work: Path, architecture: Architecture) -> Pat
 
 
 def main() -> None:
-    """Measure all directions, one after the other; what is not needed any more goes."""
+    """Measure all directions in order; remove files that are no longer needed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="new folder, on the disk to measure")
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--vocabulary", type=int, default=50400)
-    parser.add_argument("--only", choices=("bin", "mesh", "moments"), help="one source only")
+    parser.add_argument("--only", choices=("bin", "mesh", "moments"), help="measure one source only")
     arguments = parser.parse_args()
     shape = {"n_layer": arguments.layers, "n_embd": arguments.width, "vocab_size": arguments.vocabulary}
     shape |= {"rotary_dim": min(64, arguments.width // 16)}

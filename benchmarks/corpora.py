@@ -1,4 +1,4 @@
-"""Files for the data benchmarks: as DialogSum and SQuAD are, and of the length of CNN/DailyMail; of any size.
+"""Write files of any size for the data benchmarks, in the formats of DialogSum, SQuAD and CNN/DailyMail.
 
 A file that is to be longer than its source goes on with rows made of two of its rows: other texts, of the same
 language and nearly the same lengths.
@@ -18,17 +18,17 @@ ARTICLE_CHARACTERS = 4000  # of the middle one of CNN/DailyMail's articles, abou
 
 
 def write_dialogues(path: Path, source: Path, wanted: int) -> None:
-    """Write DialogSum's form: short dialogues, a summary of each."""
+    """Write DialogSum's format: short dialogues with summaries."""
     write_lines(path, dialogues(source, wanted))
 
 
 def write_articles(path: Path, source: Path, wanted: int) -> None:
-    """Write CNN/DailyMail's form: articles of some thousand characters, here of dialogues, and their highlights."""
+    """Write CNN/DailyMail's format: articles of some thousand characters, here made of dialogues, with highlights."""
     write_lines(path, articles(source, wanted))
 
 
 def write_squad(path: Path, source: Path, wanted: int) -> None:
-    """Write SQuAD's form: nested, all of it on one line."""
+    """Write SQuAD's format: nested, on one line."""
     with path.open("w", encoding="utf-8") as file:
         file.write('{"version": "1.1", "data": [')
         for number, article in enumerate(passages(source, wanted)):
@@ -43,7 +43,7 @@ def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def dialogues(source: Path, wanted: int) -> Iterator[dict[str, str]]:
-    """Yield rows of DialogSum with so many characters of text, at least those of its file."""
+    """Yield DialogSum rows until their text has a number of characters; at least the whole file."""
     with (source / "summarization/dialogsum/train.jsonl").open(encoding="utf-8") as lines:
         rows = [json.loads(line) for line in lines]
     written = 0
@@ -60,7 +60,7 @@ def dialogues(source: Path, wanted: int) -> Iterator[dict[str, str]]:
 
 
 def articles(source: Path, wanted: int) -> Iterator[dict[str, str]]:
-    """Yield articles with so many characters of text."""
+    """Yield articles until their text has a number of characters."""
     draw, parts, length = random.Random(0), list[dict[str, str]](), 0.0
     for row in dialogues(source, wanted):
         parts.append(row)
@@ -71,7 +71,7 @@ def articles(source: Path, wanted: int) -> Iterator[dict[str, str]]:
 
 
 def passages(source: Path, wanted: int) -> Iterator[dict[str, Any]]:
-    """Yield articles of SQuAD whose rows have so many characters of text, at least those of its file.
+    """Yield SQuAD articles until their text has a number of characters; at least the whole file.
 
     Those made of two have the first sentence of another passage before their own.
     """
@@ -96,7 +96,7 @@ def passages(source: Path, wanted: int) -> Iterator[dict[str, Any]]:
 
 
 def moved(paragraph: dict[str, Any], before: str, turn: int) -> dict[str, Any]:
-    """Return a paragraph with a text before its own, and its answers where they are then."""
+    """Insert a text before a paragraph, and shift the offsets of its answers."""
     questions = []
     for question in paragraph["qas"]:
         answers = [{**each, "answer_start": each["answer_start"] + len(before)} for each in question["answers"]]

@@ -1,4 +1,4 @@
-"""Figures a, b and c of writing: against `transformers.generate`, against memory, and from disk.
+"""Measure generation: compared with `transformers.generate` (a), with the memory bandwidth (b), and from disk (c).
 
     python benchmarks/decoding.py a --work NEW_FOLDER     # tokens/s beside transformers.generate
     python benchmarks/decoding.py b --work NEW_FOLDER     # bytes of weights a second, beside what memory gives
@@ -6,7 +6,7 @@
 
 A random GPT-J of 8 layers x 1024 with GPT-J's vocabulary, on the CPU, in fp32 or, with `--precision bf16`, in bf16, in
 memory and on disk, by both programs: 0.8 GB or half of that, which a holds twice in memory and b once; c reads it past
-the page cache. Runs take turns, and medians are compared. To try the script:
+the page cache. Runs alternate, and medians are compared. To try the script:
 `--layers 2 --width 64 --vocabulary 512 --tokens 4 --runs 1 --memory-bytes 4000000`.
 """
 
@@ -39,7 +39,7 @@ BLOCK_BYTES, READERS = 2**20, 8  # of requests to the disk, those that are on th
 
 
 def model_folder(arguments: argparse.Namespace) -> Path:
-    """Return the folder of the model; make it if it is new."""
+    """Return the model folder; create it if it does not exist."""
     folder = arguments.work / f"model-{arguments.precision}"
     if not folder.exists():
         torch.manual_seed(0)
@@ -53,7 +53,7 @@ def model_folder(arguments: argparse.Namespace) -> Path:
 
 
 def write(model: Any, arguments: argparse.Namespace, rows: int, beams: int, tokens: int) -> tuple[float, Tensor]:
-    """Return the seconds that so many new tokens take, none of them an end, and the tokens."""
+    """Generate a number of tokens without stopping early; return the seconds and the tokens."""
     prompts = torch.randint(
         1, arguments.vocabulary, (rows, arguments.prompt), generator=torch.Generator().manual_seed(rows)
     )
@@ -66,7 +66,7 @@ def write(model: Any, arguments: argparse.Namespace, rows: int, beams: int, toke
 
 
 def seconds_a_pass(model: Any, arguments: argparse.Namespace, rows: int, beams: int = 1) -> float:
-    """Return the seconds of a pass that writes one token to each row: what prompts take is left out."""
+    """Return the seconds of a pass that appends one token per row, without the prompts."""
     first, _ = write(model, arguments, rows, beams, 1)
     whole, _ = write(model, arguments, rows, beams, arguments.tokens)
     return (whole - first) / (arguments.tokens - 1)
@@ -123,7 +123,7 @@ def figure_b(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 class Disk:
-    """Reads what a pass needs of a model's files, past the page cache and as fast as it comes, into kept memory.
+    """Reads the tensors of a pass with direct I/O, as fast as possible, into reused memory.
 
     Args:
         folder: the model.
@@ -143,7 +143,7 @@ class Disk:
         self._kept = list(allocate(READERS * BLOCK_BYTES // 4, torch.float32, CPU).view(READERS, -1))
 
     def rate(self, num_bytes: int) -> float:
-        """Return the bytes/s of reading so many, from where the last call ended."""
+        """Read a number of bytes from the current position; return bytes/s."""
         time.sleep(0.5)  # until what a model reads ahead has come
         blocks = islice(self._blocks, -(-num_bytes // BLOCK_BYTES))
         start = time.perf_counter()
@@ -198,19 +198,19 @@ FIGURES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {"a": figur
 
 
 def main() -> None:
-    """Print a figure as JSON."""
+    """Run one part and print its result as JSON."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("figure", choices=FIGURES)
     options.add_argument("--work", type=Path, required=True, help="folder for the model; kept")
-    options.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of both programs")
+    options.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="compute type of both programs")
     options.add_argument("--layers", type=int, default=8)
     options.add_argument("--width", type=int, default=1024)
     options.add_argument("--vocabulary", type=int, default=50400)
     options.add_argument("--prompt", type=int, default=64, help="tokens of each prompt")
     options.add_argument("--tokens", type=int, default=64, help="new tokens, two at least")
     options.add_argument("--runs", type=int, default=5)
-    options.add_argument("--disk-bytes", type=int, default=2**30, help="whose reading is timed")
-    options.add_argument("--memory-bytes", type=int, default=2**30, help="of the array whose reading is timed")
+    options.add_argument("--disk-bytes", type=int, default=2**30, help="bytes of the timed read")
+    options.add_argument("--memory-bytes", type=int, default=2**30, help="bytes of the array of the timed read")
     arguments = options.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
     print(json.dumps({arguments.figure: FIGURES[arguments.figure](arguments)}, indent=2))

@@ -1,4 +1,4 @@
-"""`gptj-ft finetune` with everything on disk against DeepSpeed ZeRO-3 with NVMe offload, on the same rows of DialogSum.
+"""Compare `gptj-ft finetune` from disk with DeepSpeed ZeRO-3 with NVMe offload, on the same rows of DialogSum.
 
 Model: a random GPT-J of 8 blocks x n_embd 1024 with 50,400 rows of vocabulary, 204 M parameters, fp32 on the CPU, or
 with `--size` one of the depth and width that `ladder.py` has under that name (GPT-J's head comes on top). The script
@@ -43,7 +43,7 @@ SUB_GROUP = 2**24  # parameters updated at once
 
 
 class LossModel(torch.nn.Module):
-    """A model whose forward pass is the loss of a step: DeepSpeed fetches weights around the forward pass of a whole.
+    """Model whose forward pass returns the loss: DeepSpeed gathers weights around the forward pass of a module.
 
     Args:
         model: model of `transformers`.
@@ -144,7 +144,7 @@ def make_environment(folder: Path) -> dict[str, str]:
 
 
 def main(words: Sequence[str]) -> None:
-    """Run both, each in a process of its own, and compare."""
+    """Run both in separate processes, and compare."""
     from side_by_side import facts_of, finetune, parser, report, watch
 
     options = parser(__doc__)
@@ -172,7 +172,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def peer(words: Sequence[str]) -> None:
-    """Train in this process, which DeepSpeed's environment runs."""
+    """Train in this process, inside DeepSpeed's environment."""
     options = argparse.ArgumentParser()
     options.add_argument("--mode", choices=MODES)
     options.add_argument("--loss", choices=LOSSES)

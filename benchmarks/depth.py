@@ -1,7 +1,7 @@
-"""Peak memory of a model streamed from disk as it gets deeper: only the inputs of its layers are added.
+"""Measure peak memory by depth for a model streamed from disk: only layer inputs should add to it.
 
 Random GPT-Js of one width and 4, 8, 16 and 32 blocks, weights, gradients and moments on disk, every block recomputed;
-two steps each, because the first has no update to apply. Each in a process of its own.
+two steps each, because the first has no update to apply. Each in a separate process.
 
     python benchmarks/depth.py --work /tmp/depth
 """
@@ -19,7 +19,7 @@ SCRIPT = Path(__file__).with_name("streamed_vs_resident.py")
 
 
 def main() -> None:
-    """Run the depths one after the other."""
+    """Measure the depths in order."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="new folder, removed at the end")
     parser.add_argument("--layers", default="4,8,16,32")

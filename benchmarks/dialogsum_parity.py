@@ -1,4 +1,4 @@
-"""The same 200 steps twice: `gptj-ft finetune` streaming from disk, and `transformers` with `torch.optim.AdamW`.
+"""Train the same 200 steps with `gptj-ft finetune` from disk and with `transformers` and `torch.optim.AdamW`.
 
 A random GPT-J of about 50 M parameters with the real GPT-2 vocabulary is trained on DialogSum. Both runs see the same
 rows in the same order, learning rates and clipping; the claim is that their losses agree to 1e-3 at every step.
@@ -28,7 +28,7 @@ SHAPE = {"vocab_size": 50400, "n_positions": 1024, "n_embd": 384, "n_layer": 8, 
 
 
 def train_streamed(folder: Path, data: Path, run: Path, steps: int) -> float:
-    """Run the command line; return the seconds it took."""
+    """Run the command line; return its seconds."""
     options = [
         "--recipe", "summarization", "--data", data, "--model", folder, "--output", run, "--max-steps", steps,
         "--batch-size", 4, "--max-length", 512, "--lr", "5e-4", "--weights", "disk", "--optimizer-state", "disk",

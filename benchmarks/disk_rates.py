@@ -1,4 +1,4 @@
-"""What a disk takes: files written anew, allocated beforehand, or over files that are there; and reads.
+"""Measure disk rates: new files, preallocated files, overwritten files, and reads.
 
 The stores replace a layer's file by writing a new one and renaming it over the old. Whether the new one gets fresh
 blocks or those of a file replaced before is the difference between the first and the third line. Processor time is that
@@ -57,7 +57,7 @@ def read(path: Path, data: memoryview) -> None:
 
 
 def measure(task: Callable[[Path], None], paths: list[Path], idle: float) -> str:
-    """Do something with each file; say how fast and for how much processor time."""
+    """Apply an operation to each file; print its rate and processor time."""
     start, busy = time.perf_counter(), busy_seconds()
     for path in paths:
         task(path)
@@ -68,7 +68,7 @@ def measure(task: Callable[[Path], None], paths: list[Path], idle: float) -> str
 
 
 def main() -> None:
-    """Measure each twice; the second counts."""
+    """Measure each operation twice and report the second."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--request-mib", type=int, default=direct_io.REQUEST_BYTES // 2**20)

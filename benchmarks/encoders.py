@@ -1,4 +1,4 @@
-"""Encoders without padding: against the same engine on padded rows, and against a plain `transformers` loop.
+"""Compare encoders without padding with padded rows on the same engine, and with a plain `transformers` loop.
 
     python benchmarks/encoders.py padding --data data/ --tokenizer bert/ --work /tmp/encoders
     python benchmarks/encoders.py loop --data data/ --tokenizer bert/ --work /tmp/encoders --tasks sst2
@@ -6,17 +6,17 @@
 Rows are those of SST-2 and of a sample of MNLI, 32 a step, and windows of SQuAD, 384 tokens at most, 12 a step, with
 BERT's vocabulary; models are random, of MiniLM's shape (6 layers of 384) and of BERT base's, with dropout of 0.1.
 
-Everything computes in one thread, and what is compared are seconds of that thread's processor: what else a machine does
-is not counted. Of steps from disk the clock's seconds count: nothing else may run then.
+Everything computes in one thread, and its processor seconds are compared, so other programs do not count. Steps from
+disk are compared by wall-clock time: nothing else may run then.
 
-`padding`: forward and backward of a step, without its update, of rows as they are and of rows filled up to the longest
-of their step. Both ways in turns; the faster turn of each step counts. Asked for: the speed-up is at least 0.95 of
+`padding`: forward and backward of a step, without its update, of ragged rows and of rows padded to the longest
+of their step. Both ways alternate; the faster turn of each step counts. Target: the speed-up is at least 0.95 of
 longest / mean where products bound the step, 2.8 times on SST-2 and 2.0 on SQuAD.
 
-`loop`: whole steps, in processes of their own whose memory is watched from outside, against what one writes for speed:
+`loop`: whole steps, in separate processes whose memory is monitored from outside, compared with a tuned loop:
 rows padded to the longest of their batch, sdpa attention, `AdamW(fused=True)`, `clip_grad_norm_`; in bf16 by autocast.
-Asked for: 1.5 times the examples a second, 0.6 times the memory. That losses stay alike is checked; they are not the
-same, for each draws its own dropout.
+Target: 1.5 times the examples per second, 0.6 times the memory. Losses must be similar; they are not
+equal, because each program draws its own dropout.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SAME_LOSS = 0.1  # of the means over steps: each trainer drops by random numbers
 
 @dataclass(frozen=True)
 class Example:
-    """A row: token ids, where the second text begins, and its label, or the first and the last token of its answer."""
+    """A row: token ids, start of the second text, and label, or first and last token of the answer."""
 
     ids: list[int]
     border: int
@@ -62,7 +62,7 @@ class Example:
 
 
 def main() -> None:
-    """Run a part of the benchmark, or, started by itself, one trainer."""
+    """Run a part of the benchmark or, in a child process, one trainer."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("padding", "loop", *TRAINERS), help="a trainer: used by the script itself")
     parser.add_argument("--data", type=Path, help=f"folder with {', '.join(FILES.values())}")
@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--shapes", default="minilm,base")
     parser.add_argument("--precisions", default="fp32,bf16")
     parser.add_argument("--trainers", default=",".join(TRAINERS))
-    parser.add_argument("--steps", type=int, default=8, help="after two that are not timed")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps, after two warm-up steps")
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--micro-batch", type=int, default=2048, help="tokens computed at once, padded or not")
     arguments = parser.parse_args()
@@ -177,7 +177,7 @@ def open_model(folder: Path, task: str, precision: str, num_kept: int, is_on_dis
 
 
 class NoUpdates:
-    """Takes gradients, and leaves the weights as they are."""
+    """Optimizer that discards gradients and leaves the weights unchanged."""
 
     loss_scale = None
 
@@ -197,7 +197,7 @@ class NoUpdates:
 
 
 def against_padding(shape: str, task: str, steps: list[list[Example]], arguments: argparse.Namespace) -> None:
-    """Compare the seconds of forward and backward on rows as they are and on rows that are filled up."""
+    """Compare the seconds of forward and backward on ragged and on padded rows."""
     from gptj_ft.streaming.objective import CrossEntropy, Spans
     from gptj_ft.streaming.step import train_step
 
@@ -230,13 +230,13 @@ def against_padding(shape: str, task: str, steps: list[list[Example]], arguments
 
 
 def padding_of(steps: list[list[Example]]) -> tuple[int, int]:
-    """Count the tokens of steps, and those with padding."""
+    """Count the tokens of steps without and with padding."""
     lengths = [[len(row.ids) for row in step] for step in steps]
     return sum(map(sum, lengths)), sum(len(step) * max(step) for step in lengths)
 
 
 def against_loop(shape: str, task: str, steps: list[list[Example]], arguments: argparse.Namespace) -> None:
-    """Compare trainers, each in processes of its own, in turns."""
+    """Compare trainers, each in processes of its own, alternating."""
     from side_by_side import watch
 
     (arguments.work / "steps.json").write_text(json.dumps([[asdict(row) for row in step] for step in steps]))
@@ -273,7 +273,7 @@ def against_loop(shape: str, task: str, steps: list[list[Example]], arguments: a
 
 
 def run_trainer(arguments: argparse.Namespace) -> None:
-    """Take the steps of a file, and write a line after each."""
+    """Run the steps of a file; write a line after each."""
     text = (arguments.work / "steps.json").read_text(encoding="utf-8")
     steps = [[Example(**row) for row in step] for step in json.loads(text)]
     train = train_transformers if arguments.part == "transformers" else train_ours
@@ -284,7 +284,7 @@ def run_trainer(arguments: argparse.Namespace) -> None:
 
 
 def train_ours(arguments: argparse.Namespace, steps: list[list[Example]]) -> Iterator[float]:
-    """Train as `gptj-ft` does; yield the loss of each step."""
+    """Train with `gptj-ft`'s engine; yield the loss of each step."""
     from gptj_ft.config.options import Recipe
     from gptj_ft.streaming.adamw import AdamW
     from gptj_ft.streaming.objective import CrossEntropy, Spans
@@ -309,7 +309,7 @@ def train_ours(arguments: argparse.Namespace, steps: list[list[Example]]) -> Ite
 
 
 def train_transformers(arguments: argparse.Namespace, steps: list[list[Example]]) -> Iterator[float]:
-    """Train by a plain loop; yield the loss of each step."""
+    """Train with a plain loop; yield the loss of each step."""
     import torch
     import transformers
 

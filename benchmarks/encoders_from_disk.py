@@ -1,7 +1,7 @@
-"""Fine-tune an encoder whose weights and optimizer state are on disk, in little memory, beside the same in RAM.
+"""Fine-tune an encoder from disk in little memory, and compare with the same run in RAM.
 
 The model has random weights in the shape of bert-large, or of 1.3 billion parameters (24 blocks of width 2048). Each
-run is a process of its own, watched from outside; the weights afterwards must be the same bits.
+run is a separate process, monitored from outside; the weights afterwards must be the same bits.
 
     python benchmarks/encoders_from_disk.py --vocabulary vocab.txt --data train.tsv --work /tmp/disk --shape large
 

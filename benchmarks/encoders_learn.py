@@ -1,4 +1,4 @@
-"""Does an encoder learn its tasks? A pre-trained one, by the command line, and the same by `transformers`.
+"""Compare the scores of a pre-trained encoder tuned by the command line and by `transformers`.
 
 For each seed `gptj-ft finetune` trains with a recipe, and a plain loop of `transformers` trains its own class of the
 model on the same tokens in the same order, with the same learning rates, clipping, decay and dropout; its new head and
@@ -36,7 +36,7 @@ from gptj_ft.training.schedule import Schedule
 
 @dataclass(frozen=True)
 class Task:
-    """A training and what is measured afterwards.
+    """A training run and its evaluation.
 
     Attributes:
         recipe: preset of it.
@@ -71,7 +71,7 @@ TASKS = {
 
 
 def main() -> None:
-    """Train and measure each task with each seed, both ways, and print a table."""
+    """Train and evaluate each task with each seed, both ways; print a table."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--model", type=Path, required=True)
     options.add_argument("--data", type=Path, required=True)
@@ -87,7 +87,7 @@ def main() -> None:
 
 
 def compare(name: str, task: Task, seed: int, arguments: argparse.Namespace) -> None:
-    """Train a task both ways with a seed, measure both, and print rows of the table."""
+    """Train a task both ways with a seed, evaluate both, and print rows of the table."""
     work = arguments.work / f"{name}-{seed}"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
@@ -120,7 +120,7 @@ def compare(name: str, task: Task, seed: int, arguments: argparse.Namespace) -> 
 
 
 def command(line: str) -> str:
-    """Run `gptj-ft`; return what it prints."""
+    """Run `gptj-ft`; return its output."""
     done = subprocess.run(
         [sys.executable, "-m", "gptj_ft", *line.split()], stdout=subprocess.PIPE, text=True, check=True
     )
@@ -128,7 +128,7 @@ def command(line: str) -> str:
 
 
 def train(base: Path, run: Run, target: Path, seed: int) -> None:
-    """Train the run's rows by `transformers`: padded to the longest of each step, as one writes it."""
+    """Train the run's rows with `transformers`, padded to the longest row of each step."""
     recipe, prepared = run.recipe(), load_dataset(run.data / "train")
     rows = Rows.of(prepared.rows)
     config = transformers.AutoConfig.from_pretrained(run.model)
@@ -156,7 +156,7 @@ def train(base: Path, run: Run, target: Path, seed: int) -> None:
 
 
 def padded(documents: list[Document], task: str) -> dict[str, Tensor]:
-    """Return rows as `transformers` takes them, with their targets."""
+    """Return padded rows and targets for `transformers`."""
     longest = max(len(document.ids) for document in documents)
     ids, mask, types = (torch.zeros(len(documents), longest, dtype=torch.int64) for _ in range(3))
     for row, document in enumerate(documents):

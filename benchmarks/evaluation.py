@@ -1,15 +1,15 @@
-"""`gptj-ft evaluate` against a plain `transformers` loop, its scores against their references, its memory.
+"""Compare `gptj-ft evaluate` with a plain `transformers` loop: speed, scores and memory.
 
     python benchmarks/evaluation.py --data data/ --tokenizer gpt2/ --work /tmp/evaluation
 
 speed   DialogSum's validation rows, loss and ROUGE of greedy answers. The loop is what one writes: batches in the order
         of the file, padded to their longest row, on the right for the loss and on the left for `generate`. Each in a
         process of its own, one after the other, timed from an opened tokenizer to the scores, the model's loading
-        included. Asked for: 2 times the rows a second (`--asked`). Model: a random GPT-J of 8 blocks x n_embd 1024; in
+        included. Target: 2 times the rows per second (`--asked`). Model: a random GPT-J of 8 blocks x n_embd 1024; in
         fp32 or, with `--precision bf16`, in bf16 by both.
 scores  ROUGE of 1,000 pairs against rouge-score, SQuAD's exact match and F1 of 1,000 damaged predictions against the
         official definition (as written in tests/evaluation/test_metrics.py), perplexity of those rows against
-        `transformers`. Asked for: equal, to 1e-6 and 1e-5; perplexity in bf16 to 2e-2, for each rounds in its own
+        `transformers`. Target: equal, to 1e-6 and 1e-5; perplexity in bf16 to 2e-2, for each rounds in its own
         order.
 memory  loss and ROUGE of the same rows, streamed from the folder: no tensor of [tokens, vocabulary], peak within what
         the plan said (its allowance for interpreter and libraries replaced by what they took before).
@@ -45,18 +45,18 @@ TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def main() -> None:
-    """Run what is asked for, and compare."""
+    """Run the chosen parts, and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help=f"folder with {FILE} and squad/dev-v1.1.json")
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder with GPT-2's vocab.json and merges.txt")
     parser.add_argument("--work", type=Path, required=True, help="new folder")
     parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--batch-size", type=int, default=8, help="of the loop")
+    parser.add_argument("--batch-size", type=int, default=8, help="batch size of the loop")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="a random model never ends by itself")
-    parser.add_argument("--precision", choices=list(TYPES), default="fp32", help="of both programs")
-    parser.add_argument("--asked", type=float, default=ASKED_SPEED, help="times the rows a second; less exits with 1")
+    parser.add_argument("--precision", choices=list(TYPES), default="fp32", help="compute type of both programs")
+    parser.add_argument("--asked", type=float, default=ASKED_SPEED, help="target speed-up; less exits with 1")
     parser.add_argument("--small", action="store_true")
-    parser.add_argument("--part", choices=PARTS, help="used by the script itself")
+    parser.add_argument("--part", choices=PARTS, help="internal")
     arguments = parser.parse_args()
     if arguments.part:
         found = PARTS[arguments.part](arguments)
@@ -71,13 +71,13 @@ def main() -> None:
 
 
 def run(part: str) -> dict[str, Any]:
-    """Run a part in a process of its own; return what it prints."""
+    """Run a part in a separate process; return its output."""
     done = subprocess.run([sys.executable, *sys.argv, "--part", part], check=True, stdout=subprocess.PIPE, text=True)
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def recipe_of(arguments: argparse.Namespace, **options: object) -> Any:
-    """Return the recipe of the rows, with greedy answers of so many tokens."""
+    """Return the recipe, with greedy answers of a number of tokens."""
     from gptj_ft.config.presets import load_preset
     from gptj_ft.config.resolve import build
 
@@ -91,7 +91,7 @@ def recipe_of(arguments: argparse.Namespace, **options: object) -> Any:
 
 
 def ours(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Evaluate as the command does."""
+    """Evaluate with gptj-ft."""
     from gptj_ft.evaluation.text_evaluation import plan_on_rows
 
     start = time.perf_counter()
@@ -136,7 +136,7 @@ def theirs(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def memory(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Evaluate from the folder; note the largest logits and what the plan said."""
+    """Evaluate from the folder; record the largest logits tensor and the forecast."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from gptj_ft.evaluation.text_evaluation import plan_on_rows
@@ -166,7 +166,7 @@ def memory(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def compare_speed(found: dict[str, dict[str, Any]], arguments: argparse.Namespace) -> list[str]:
-    """Print rows a second; return what was not reached."""
+    """Print rows per second; return missed targets."""
     mine, other = found["ours"], found["theirs"]
     for name, each in (("gptj-ft", mine), ("transformers", other)):
         print(
@@ -185,7 +185,7 @@ def compare_speed(found: dict[str, dict[str, Any]], arguments: argparse.Namespac
 
 
 def compare_scores(arguments: argparse.Namespace) -> list[str]:
-    """Print how far scores are from their references; return those that are too far."""
+    """Print the deviation of scores from their references; return those above the tolerance."""
     from rouge_score.rouge_scorer import RougeScorer
     from test_metrics import official
 
@@ -216,7 +216,7 @@ def compare_scores(arguments: argparse.Namespace) -> list[str]:
 
 
 def damage(text: str, generator: random.Random) -> str:
-    """Return an answer as a model may write it: with other articles, case, punctuation, words more or less."""
+    """Perturb an answer: articles, case, punctuation, extra or missing words."""
     words = text.split()
     ways = [
         lambda: "the " + text, lambda: text.upper(), lambda: text + ".", lambda: " ".join(words[1:]), lambda: "",
@@ -226,7 +226,7 @@ def damage(text: str, generator: random.Random) -> str:
 
 
 def check_memory(found: dict[str, Any]) -> list[str]:
-    """Print peak and largest logits; return what is too much."""
+    """Print peak memory and largest logits; return exceeded limits."""
     print(
         f"memory: peak {found['peak_bytes'] / 1e9:.2f} GB, planned {found['need'] / 1e9:.2f} GB; largest tensor "
         f"as wide as the vocabulary {found['largest'] / 1e6:.0f} MB, allowed {found['chunk'] / 1e6:.0f} MB"

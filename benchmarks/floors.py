@@ -1,16 +1,16 @@
-"""One small form of every claim of RESULTS.md that can be had in minutes, beside a floor: exits with 1 if one is worse.
+"""Check a small version of each quick claim in RESULTS.md against a floor; exit with 1 if one is worse.
 
     python benchmarks/floors.py --data data/ --tokenizer gpt2/ --vocabulary bert/ --work /tmp/floors
     python benchmarks/floors.py ... --only disk,parity
 
-Each measurement is a benchmark of this folder in a small form, 10 to 16 minutes in all on two cores. Figures are
-ratios of two programs that ran side by side, never seconds, so floors hold on other machines of the same kind. They are
-those of these small forms, where much is worse than at full size: RESULTS.md has the claims. A figure 10 % worse than
+Each measurement is a benchmark of this folder in a small form, 10 to 16 minutes in all on two cores. Numbers are
+ratios of two programs that ran side by side, never seconds, so floors hold on other machines of the same kind. They
+belong to these small versions, which are worse than full size: RESULTS.md has the claims. A figure 10 % worse than
 its floor is measured once more, for machines are shared; if it is again, the claim is named and the exit code is 1. So
 is a claim whose benchmark fails or prints something else; its folder stays in WORK, and the others go on.
 
-Not here, for they take longer, another machine or a network: 6 billion parameters, DeepSpeed, forecasts of time,
-several processes, the tables of what is learnt, `predict`. Bits over kills and placements: `make test`, too.
+Left out, because they take longer or need another machine or a network: 6 billion parameters, DeepSpeed, forecasts of
+time, several processes, the tables of learned scores, `predict`. Bits over kills and placements: `make test`, too.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ Objects = Sequence[Mapping[str, Any]]  # JSON that a benchmark printed
 
 @dataclass(frozen=True)
 class Measurement:
-    """A benchmark in a small form.
+    """A small version of a benchmark.
 
     Attributes:
         names: of its figures, in the order of `FLOORS`: what stands there before the colon.
@@ -73,7 +73,7 @@ class Measurement:
     read: Callable[[Objects, str], Sequence[float]]
 
     def run(self, places: Mapping[str, Path]) -> dict[str, float]:
-        """Run it in a folder of its own; return its figures by their names.
+        """Run it in its own folder; return its values by name.
 
         Raises:
             subprocess.CalledProcessError: it failed.
@@ -90,7 +90,7 @@ class Measurement:
 
 
 def objects(text: str) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects in what a benchmark printed, each at the beginning of a line."""
+    """Yield the JSON objects at the beginnings of lines of a benchmark's output."""
     decoder, position = json.JSONDecoder(), 0
     while (start := re.compile(r"^\{", re.MULTILINE).search(text, position)) is not None:
         try:
@@ -120,7 +120,7 @@ def from_disk(found: Objects, text: str) -> list[float]:
 
 
 def beside_a_loop(found: Objects, text: str) -> list[float]:
-    """Read what `side_by_side.report` prints: gptj-ft, and a loop."""
+    """Read the output of `side_by_side.report`: gptj-ft and a loop."""
     results = found[0]["results"]
     ours = next(of for name, of in results.items() if name.startswith("gptj-ft"))
     loop = next(of for name, of in results.items() if not name.startswith("gptj-ft"))
@@ -128,7 +128,7 @@ def beside_a_loop(found: Objects, text: str) -> list[float]:
 
 
 def depth(found: Objects, text: str) -> list[float]:
-    """Read `depth.py`: the deepest model beside the shallowest and the inputs of the layers between them."""
+    """Read `depth.py`: the deepest model compared with the shallowest plus the layer inputs between them."""
     return [1 + float(re.findall(r"([-+][\d.]+)%", text)[-1]) / 100]
 
 
@@ -139,7 +139,7 @@ def planned(found: Objects, text: str) -> list[float]:
 
 
 def forecast(found: Objects, text: str) -> list[float]:
-    """Read `forecast.py`; say on stderr how far it is off."""
+    """Read `forecast.py`; print the deviations to stderr."""
     told, was = (found[0][when]["memory"] for when in ("forecast", "measured"))
     print(f"forecast: {told / was - 1:+.1%} of the memory that was measured", file=sys.stderr)
     return [float(was <= told <= 1.1 * was)]
@@ -151,7 +151,7 @@ def proven(found: Objects, text: str) -> list[float]:
 
 
 def generated(found: Objects, text: str) -> list[float]:
-    """Read figure a of `decoding.py`."""
+    """Read part a of `decoding.py`."""
     return [found[0]["a"]["batch 1, beams 1"]["ratio"]]
 
 
@@ -230,18 +230,18 @@ MEASUREMENTS = [
 
 
 def is_worse(name: str, value: float) -> bool:
-    """Tell whether a figure is 10 % worse than its floor."""
+    """Tell whether a value is 10 % worse than its floor."""
     side, floor = FLOORS[name]
     return value < floor * (1 - WORSE) if side == LEAST else value > floor * (1 + WORSE)
 
 
 def better(name: str, one: float, other: float) -> float:
-    """Return the better of two figures."""
+    """Return the better of two values."""
     return (max if FLOORS[name][0] == LEAST else min)(one, other)
 
 
 def measure(measurement: Measurement, places: Mapping[str, Path]) -> dict[str, float]:
-    """Run a measurement, and once more if a figure is worse than its floor; of two figures the better counts."""
+    """Run a measurement, and repeat it if a value is below its floor; keep the better value."""
     found = measurement.run(places)
     if any(is_worse(name, value) for name, value in found.items()):
         again = measurement.run(places)
@@ -250,7 +250,7 @@ def measure(measurement: Measurement, places: Mapping[str, Path]) -> dict[str, f
 
 
 def what_failed(error: Exception) -> str:
-    """Return an error in a line; print the last lines of a benchmark that failed to stderr."""
+    """Summarize an error in one line; print a failed benchmark's last lines to stderr."""
     if not isinstance(error, subprocess.CalledProcessError):
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     lines = (error.stderr or "").strip().splitlines()
@@ -259,13 +259,13 @@ def what_failed(error: Exception) -> str:
 
 
 def main() -> None:
-    """Measure every claim, print a table, name those that are worse."""
+    """Measure every claim, print a table, and name those below their floor."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with summarization/, squad/, sentiment/")
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder with GPT-2's vocab.json and merges.txt")
     parser.add_argument("--vocabulary", type=Path, required=True, help="folder with BERT's vocab.txt")
     parser.add_argument("--work", type=Path, required=True, help="new folder")
-    parser.add_argument("--only", help="names of measurements, with commas: parity,disk")
+    parser.add_argument("--only", help="comma-separated names of measurements: parity,disk")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True)
     places = {name: getattr(arguments, name).resolve() for name in ("data", "tokenizer", "vocabulary", "work")}

@@ -53,7 +53,7 @@ RUNS: list[tuple[str, dict[str, Any]]] = [
 def main() -> None:
     """Measure, plan and run each configuration; print a table."""
     options = parser(__doc__)
-    options.add_argument("--only", help="numbers of the runs, from 1; default all")
+    options.add_argument("--only", help="numbers of the configurations, from 1; default all")
     arguments = options.parse_args()
     arguments.work.mkdir(parents=True)
     chosen = [int(word) - 1 for word in arguments.only.split(",")] if arguments.only else range(len(RUNS))

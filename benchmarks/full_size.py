@@ -1,15 +1,15 @@
-"""All 6,050,882,784 parameters of GPT-J trained from disk in 6 GiB, killed in the middle of a step, and resumed.
+"""Train all 6,050,882,784 parameters of GPT-J from disk in 6 GiB, kill the run during a step, and resume it.
 
-Random weights, computed with in fp32 or bf16; moments and stored gradients in bf16: the run takes 10 bytes a parameter
-on the disk, 61 GB, and 2 more for a layer on its way. AdamW, clipping on, steps of 2,048 tokens. A first process trains
-until it is killed (SIGKILL) in the middle of the second step; a second one resumes, ends that step and the rest,
-applies the last update to every layer; then every file is read and compared with its digests.
+Random weights, computed with in fp32 or bf16; moments and stored gradients in bf16: the run takes 10 bytes per
+parameter on the disk, 61 GB, and 2 more for a layer on its way. AdamW, clipping on, steps of 2,048 tokens. A first
+process trains until it is killed (SIGKILL) in the middle of the second step; a second one resumes, ends that step and
+the rest, applies the last update to every layer; then every file is read and compared with its digests.
 
     python benchmarks/full_size.py --work /tmp/full --memory 6
     python benchmarks/full_size.py --work /tmp/full --memory 6 --precision bf16 --steps 5
 
 Each step is held against the longer of two bounds: its FLOP by the best of twenty products, recomputation counted, and
-its bytes by the rates of the disk; both are measured before and after, in the same go, and the better counts. Steps
+its bytes by the rates of the disk; both are measured before and after, in the same run, and the better counts. Steps
 from the third on are steady: they begin and end with an update on its way.
 
 The steps are the trainer's own (`AdamW`, `train_step`, `checkpoint.commit`). What is on the device at once, and which
@@ -66,7 +66,7 @@ POLL_SECONDS = 0.2
 
 
 class Work:
-    """What both processes do: the model, the recipe, the plan, the documents."""
+    """Inputs of both processes: model, recipe, plan, documents."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         shape = {**SHAPE, "n_layer": arguments.layers, "n_embd": arguments.width}
@@ -103,7 +103,7 @@ class Work:
 
 
 def say(kind: str, **facts: Any) -> None:
-    """Tell the process that watches."""
+    """Print a message for the parent process."""
     print(json.dumps({"kind": kind, **facts}), flush=True)
 
 
@@ -116,7 +116,7 @@ def fill(generator: torch.Generator, name: str, view: torch.Tensor) -> None:
 
 
 def train(arguments: argparse.Namespace) -> None:
-    """Train to the end of the last step, from nothing or from the last commit."""
+    """Train to the last step, from the start or from the last commit."""
     work, run = Work(arguments), Run(arguments.work)
     stack = work.open(run)
     late = work.plan.costs.num_deferred
@@ -150,7 +150,7 @@ def train(arguments: argparse.Namespace) -> None:
 
 
 def take_step(run: Run, stack: OffloadedModel, optimizer: AdamW, batches: list[PackedBatch]) -> float:
-    """Take a step and queue its commit, as `trainer.train` does."""
+    """Run a step and queue its commit, as the training loop does."""
     optimizer.begin_step(1e-5)
     loss = train_step(stack, optimizer, batches).mean
     optimizer.finish_step()
@@ -193,10 +193,10 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=1024)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--layers", type=int, default=SHAPE["n_layer"], help="fewer only to try the script")
-    parser.add_argument("--width", type=int, default=SHAPE["n_embd"], help="less only to try the script")
-    parser.add_argument("--kill-at", type=float, default=0.6, help="share of the second step")
-    parser.add_argument("--rate", type=float, help="used by the script itself")
+    parser.add_argument("--layers", type=int, default=SHAPE["n_layer"], help="smaller only to try the script")
+    parser.add_argument("--width", type=int, default=SHAPE["n_embd"], help="smaller only to try the script")
+    parser.add_argument("--kill-at", type=float, default=0.6, help="share of the second step after which it is killed")
+    parser.add_argument("--rate", type=float, help="internal")
     arguments = parser.parse_args()
     if arguments.rate:
         train(arguments)

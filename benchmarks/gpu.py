@@ -1,7 +1,7 @@
-"""GPT-J 6B on one GPU: streamed from host RAM under a cap on the device's memory, against everything on the device.
+"""Compare GPT-J 6B on one GPU: streamed from host RAM under a memory cap, and entirely on the device.
 
 Random weights, bf16 computation with fp32 master weights, AdamW, clipping on; moments and waiting gradients in bf16 in
-every variant, so that the same numbers are computed. For each variant and number of tokens a step: tokens/s of steady
+every variant, so that the same numbers are computed. For each variant and number of tokens per step: tokens/s of steady
 steps, share of the time that the device stood still for the stores, peak device memory. First, on a tiny model, that
 placements give the same bits on this device.
 
@@ -9,7 +9,7 @@ placements give the same bits on this device.
 
 Needs torch >= 2.11, transformers >= 5.17, safetensors and pydantic, about 110 GB of host RAM, and less than 9 minutes.
 
-It has not been run: no GPU was at hand when it was written.
+It has not been run yet: no GPU was available.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def batches_of(tokens: int, row: int, vocabulary: int, budget: int, device: torc
 
 
 def check_placements(device: torch.device) -> None:
-    """Train a tiny model in several placements; every loss must be the same to the bit."""
+    """Train a tiny model in several placements; every loss must be bit-identical."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     model, curves = architecture(TINY), {}
     boundary = boundary_layout(256, TINY["n_embd"], 4)
@@ -106,7 +106,7 @@ def check_placements(device: torch.device) -> None:
 
 
 def has_xxhash() -> bool:
-    """Tell whether the disk store can run: a bare machine may lack what its digests need."""
+    """Tell whether the disk store can run: its digests need xxhash."""
     try:
         import xxhash  # noqa: F401
     except ImportError:
@@ -115,7 +115,7 @@ def has_xxhash() -> bool:
 
 
 def plan_for(cap: float | None, load: Workload, rates: Rates, device: torch.device, budget: int) -> Plan:
-    """Return where everything goes: on the device without a cap, from host RAM under one."""
+    """Return the placement: on the device without a cap, in host RAM under one."""
     place = "device" if cap is None else "host"
     recipe = Recipe(
         weights=place, optimizer_state=place, moments="bf16", gradients="bf16", micro_batch_tokens=budget,
@@ -126,7 +126,7 @@ def plan_for(cap: float | None, load: Workload, rates: Rates, device: torch.devi
 
 
 def run_variant(cap: float | None, arguments: argparse.Namespace, rates: Rates, device: torch.device) -> None:
-    """Train some steps for each number of tokens; print what was measured."""
+    """Train some steps for each number of tokens; print the measurements."""
     model = architecture({**SHAPE, "n_layer": arguments.layers})
     layouts = [Layout.of(layer) for layer in model.layers()]
     tokens_of_steps = [int(word) for word in arguments.tokens.split(",")]
@@ -181,7 +181,7 @@ def say(**facts: Any) -> None:
 def main() -> None:
     """Run all variants."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--caps", default="24,8", help="GB of device memory, beside the variant without a cap")
+    parser.add_argument("--caps", default="24,8", help="caps of device memory in GB; a run without cap comes on top")
     parser.add_argument("--tokens", default="4096,16384,65536")
     parser.add_argument("--micro-batch", type=int, default=8192)
     parser.add_argument("--layers", type=int, default=SHAPE["n_layer"])

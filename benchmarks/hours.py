@@ -1,8 +1,8 @@
-"""Hours that 10,000 rows take on machines of several sizes: the table in README.md and docs/planning.md.
+"""Compute the hours for 10,000 rows on several machines: the tables in README.md and docs/planning.md.
 
     python benchmarks/hours.py
 
-Rows as in DialogSum (260 tokens, 36 of them trained on), one epoch, 32 rows a step, GPT-J 6B. Computed by the planner
+Rows as in DialogSum (260 tokens, 36 of them trained on), one epoch, 32 rows per step, GPT-J 6B. Computed by the planner
 that `gptj-ft plan` runs, from the rates below. They are assumptions, well below the data sheets; `gptj-ft plan`
 measures those of your machine. Only the rates of the first two machines, and their seconds for a step of 2,048 tokens,
 were measured (benchmarks/RESULTS.md). No GPU has run the program yet.
@@ -124,7 +124,7 @@ def plan_for(machine: Machine, method: str) -> Plan:
 
 
 def duration(plan: Plan) -> str:
-    """Return the duration of a run: hours, or minutes or days where that reads better."""
+    """Format the duration of a run in minutes, hours or days."""
     return rounded((plan.costs.seconds or 0.0) / 3600)
 
 

@@ -1,4 +1,4 @@
-"""Does it learn? Small models from random weights to tasks, by the command line, and the same by `transformers`.
+"""Train and tune small random models by the command line and by `transformers`, and compare scores.
 
 A random GPT-J with a tokenizer learned on the spot is trained on Wikipedia text with the recipe
 `continuous-pretraining`, then tuned three times: sentiment (SST-2), summaries (DialogSum), questions on passages
@@ -13,8 +13,8 @@ validation file; SQuAD's development articles. Dialogues and passages are those 
     python benchmarks/it_learns.py --data DATA --work /tmp/it_learns
 
 DATA has lm/wikitext-2/valid.txt, lm/wikipedia-demo/wiki_demo.txt (an article a line), sentiment/sst2/{train,dev}.tsv,
-summarization/dialogsum/{train,val}.jsonl and squad/{train-v1.1-subset,dev-v1.1}.json. What is done already in WORK is
-not done again: after a kill the same command goes on (a training by `transformers` begins anew). Prints Markdown.
+summarization/dialogsum/{train,val}.jsonl and squad/{train-v1.1-subset,dev-v1.1}.json. Finished parts in WORK
+are kept: after a kill the same command resumes (a run of `transformers` restarts). Prints Markdown.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 
 @dataclass(frozen=True)
 class Task:
-    """A training and what is measured afterwards.
+    """A training run and its evaluation.
 
     Attributes:
         recipe: preset of it.
@@ -83,13 +83,13 @@ TASKS = {
 
 
 def main() -> None:
-    """Do what is not done yet, then print."""
+    """Run the missing steps, then print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="folder of the files")
-    parser.add_argument("--work", type=Path, required=True, help="folder for everything that is made")
+    parser.add_argument("--work", type=Path, required=True, help="folder for all output")
     parser.add_argument("--only", default=",".join(TASKS), help=f"some of {','.join(TASKS)}; the others need the first")
-    parser.add_argument("--steps", type=float, default=1.0, help="times the optimizer steps of each training")
-    parser.add_argument("--transformers", choices=TASKS, help="used by the script itself")
+    parser.add_argument("--steps", type=float, default=1.0, help="factor of the optimizer steps of each run")
+    parser.add_argument("--transformers", choices=TASKS, help="internal")
     arguments = parser.parse_args()
     work: Path = arguments.work
     if arguments.transformers:
@@ -125,7 +125,7 @@ def rows_of(work: Path, name: str, part: str) -> Path:
 
 
 def run(command: Iterable[object]) -> None:
-    """Run a command whose output goes where this one's progress does: standard error."""
+    """Run a command with its output on stderr."""
     print("+", *command, file=sys.stderr, flush=True)
     subprocess.run(list(map(str, command)), check=True, stdout=sys.stderr)
 
@@ -137,7 +137,7 @@ def gptj_ft(work: Path, *arguments: object) -> None:
 
 
 def finetune(work: Path, name: str, steps: int) -> None:
-    """Train with the command line, or go on with it."""
+    """Train with the command line, or resume."""
     task, folder = TASKS[name], work / "runs" / name
     if tuned(work, name).exists():
         return
@@ -173,7 +173,7 @@ def train_with_transformers(work: Path, name: str) -> None:
 
 
 def evaluate(work: Path, name: str, other: Path, suffix: str) -> None:
-    """Put the tuned model beside another."""
+    """Evaluate the tuned model against another."""
     task, report = TASKS[name], work / f"{name}-{suffix}.json"
     if not report.exists():
         gptj_ft(
@@ -184,7 +184,7 @@ def evaluate(work: Path, name: str, other: Path, suffix: str) -> None:
 
 
 def score_beginnings(work: Path) -> None:
-    """Score the first two turns of each dialogue as its summary: what needs no model."""
+    """Score the first two turns of each dialogue as its summary: a baseline without a model."""
     rows, report = rows_of(work, "dialogsum", "held"), work / "dialogsum-beginnings.json"
     if report.exists():
         return
@@ -228,14 +228,14 @@ def changed(found: dict[str, Any], score: str) -> str:
 
 
 def interval(value: float, low: float, high: float, sign: str = "") -> str:
-    """Return three numbers as text, with two digits after the point, or what is left of them if they are small."""
+    """Format three numbers with two decimals, or more if they are small."""
     largest = max(map(abs, (value, low, high)))
     kind = f"{sign},.2f" if largest >= 0.01 or largest == 0 else f"{sign}.0e"
     return f"{value:{kind}} ({low:{kind}} to {high:{kind}})"
 
 
 def curve_of(work: Path, name: str) -> list[str]:
-    """Return losses by step as Markdown: each the mean of the steps since the line before."""
+    """Return losses by step as Markdown, averaged over the steps since the previous line."""
     metrics = read_lines(work / "runs" / name / "metrics.jsonl")
     held = {line["step"]: line["validation_loss"] for line in metrics if "validation_loss" in line}
     ours = [line for line in metrics if "loss" in line]
@@ -273,7 +273,7 @@ def make_inputs(data: Path, work: Path) -> None:
 
 
 def write_wikipedia(data: Path, work: Path) -> list[str]:
-    """Write articles, and return those that are trained on; SQuAD's passages are Wikipedia's, too."""
+    """Write articles; return the training articles, because SQuAD's passages are from Wikipedia, too."""
     wikitext = (data / "lm" / "wikitext-2" / "valid.txt").read_text(encoding="utf-8")
     articles = [text.strip() for text in re.split(r"(?m)^(?= = [^=])", wikitext) if text.strip()]
     texts = articles[:-HELD_OUT_ARTICLES]
@@ -286,7 +286,7 @@ def write_wikipedia(data: Path, work: Path) -> list[str]:
 
 
 def write_sst2(source: Path, work: Path) -> None:
-    """Write phrases: both files are of the same sentences, so that what they share is taken out of the training."""
+    """Write phrases; remove phrases of the evaluation sentences from the training file."""
 
     def sequences(line: str) -> set[tuple[str, ...]]:
         words = line.partition("\t")[0].split()
@@ -311,7 +311,7 @@ def write_dialogsum(source: Path, work: Path) -> None:
 
 
 def write_squad(source: Path, work: Path) -> None:
-    """Write the questions on shorter passages; of those that are measured, some of all articles."""
+    """Write the questions on short passages; evaluation questions come from all articles."""
     for part, name in (("train", "train-v1.1-subset.json"), ("held", "dev-v1.1.json")):
         rows = [
             (paragraph["context"], question)

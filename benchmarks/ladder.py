@@ -1,4 +1,4 @@
-"""A ladder from a plain `transformers` loop to `gptj-ft finetune`: one model, one set of rows, one change a rung.
+"""Compare `gptj-ft finetune` with a ladder of `transformers` loops: one model, one set of rows, one change per rung.
 
     plain        rows padded to the longest of their batch, eager attention, logits of every position, fused AdamW
     grouped      + batches of rows of like lengths: the same rows, sorted
@@ -11,7 +11,7 @@
     ours-capped  gptj-ft, planned for 0.6 times the memory of the best of the loops that ran
 
 Each rung runs in fp32 and in bf16: the loops by autocast. Models are random, of GPT-2's shape with exact GELU (as
-Cerebras-GPT has it, and kinder to the loops' memory); clipping is on. Each run is a process of its own, watched from
+Cerebras-GPT has it, and kinder to the loops' memory); clipping is on. Each run is a separate process, watched from
 outside; all rungs take their turn before the next begins. The first step is not timed: it compiles and warms up.
 
     python benchmarks/ladder.py --data train.jsonl --tokenizer gpt2/ --work /tmp/ladder --size 760M --batch-size 4
@@ -20,10 +20,10 @@ outside; all rungs take their turn before the next begins. The first step is not
 With `--method lora` every rung trains adapters of rank 8 on the attention's `c_attn` alone, the loops those of PEFT,
 from equal values.
 
-A loop keeps 16 bytes a parameter, 4 of a frozen one, and its activations in RAM. What does not fit, by an estimate that
-errs low, is skipped with the reason, as is a rung that needs a compiler where there is none; gptj-ft is compared with
-the best of those that ran. Each result is a JSON line as soon as it is there. If gptj-ft fails on a rung, the others go
-on, it is told at the end, and the exit code is 1. Figures are medians over turns, with the least and most.
+A loop keeps 16 bytes per parameter, 4 of a frozen one, and its activations in RAM. A rung that does not fit, by an
+estimate that errs low, or that needs a missing compiler, is skipped with the reason. gptj-ft is compared with the best
+finished loop. Each result is printed as a JSON line immediately. If gptj-ft fails on a rung, the others continue, the
+failure is reported at the end, and the exit code is 1. Numbers are medians over turns, with the least and most.
 
 Rates are shares of the best of 20 product shapes in the same precision, measured before and after: mfu counts what
 every way of training needs (real tokens, the head on targets), hfu what was computed (padding, the head everywhere,
@@ -76,16 +76,16 @@ Key = tuple[str, str]  # rung and precision
 
 
 class Skipped(Exception):
-    """A rung that cannot be taken here; the message is the reason."""
+    """A rung that cannot run on this machine; the message gives the reason."""
 
 
 class Failed(Exception):
-    """A rung of gptj-ft that ended with an error; the message is the reason."""
+    """A rung of gptj-ft that failed; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Ladder:
-    """What every rung works on.
+    """The work that all rungs share.
 
     Attributes:
         shape: shape of the model, under Hugging Face's names.
@@ -99,12 +99,12 @@ class Ladder:
 
     @property
     def passes(self) -> float:
-        """FLOPs a parameter and token: 2 forward, 2 for the gradient of inputs, 2 for that of weights."""
+        """FLOPs per parameter and token: 2 forward, 2 for input gradients, 2 for weight gradients."""
         return 4.0 if self.trains_adapters else 6.0
 
     @property
     def block_parameters(self) -> int:
-        """Parameters of all blocks that products take."""
+        """Number of parameters in matrix products of all blocks."""
         return 12 * self.shape["n_layer"] * self.shape["n_embd"] ** 2
 
     @property
@@ -112,7 +112,7 @@ class Ladder:
         return VOCABULARY * self.shape["n_embd"]
 
     def steps_of(self, loop: str) -> list[Step]:
-        """Return a loop's steps: from ``grouped`` on, those that are timed have the same rows, sorted by length."""
+        """Return a loop's steps; from ``grouped`` on, the rows of the timed steps are sorted by length."""
         first, *timed = self.work.steps
         if loop == "plain":
             return self.work.steps
@@ -138,13 +138,13 @@ class Ladder:
         return state + 4 * max(peaks) + PROCESS_BYTES
 
     def model_flops(self) -> float:
-        """FLOPs of the timed steps that every way of training needs."""
+        """FLOPs that every trainer needs for the timed steps."""
         timed = self.work.steps[1:]
         tokens, targets = sum(step.num_tokens for step in timed), sum(step.num_targets for step in timed)
         return self.passes * (tokens * self.block_parameters + targets * self.head_parameters)
 
     def hardware_flops(self, rung: str, lines: Sequence[Mapping[str, Any]]) -> float:
-        """FLOPs of the timed steps that a rung computes."""
+        """FLOPs that a rung computes in the timed steps."""
         if rung in OURS:
             return sum(line["hardware_gflops"] * line["seconds"] * 1e9 for line in lines[1:])
         timed = self.steps_of(rung)[1:]
@@ -155,7 +155,7 @@ class Ladder:
 
 
 def train(model: GPT2LMHeadModel, work: Work, loop: str, precision: str) -> Iterator[float]:
-    """Train a model by a loop; yield the loss of each step."""
+    """Train a model with a loop; yield the loss of each step."""
     if loop == "compile":
         for block in model.transformer.h:
             block.compile(dynamic=True)
@@ -173,7 +173,7 @@ def train(model: GPT2LMHeadModel, work: Work, loop: str, precision: str) -> Iter
 
 
 def run_loop(arguments: argparse.Namespace) -> None:
-    """Be the process of a loop."""
+    """Run a loop in this process."""
     loop, precision = arguments.loop.split(",")
     attention = "eager" if loop in WITH_EAGER_ATTENTION else "sdpa"
     model = GPT2LMHeadModel.from_pretrained(
@@ -186,7 +186,7 @@ def run_loop(arguments: argparse.Namespace) -> None:
 
 
 def take(results: Results, rung: str, precision: str, arguments: argparse.Namespace) -> Watched:
-    """Run a rung in a process of its own.
+    """Run a rung in a separate process.
 
     Raises:
         Skipped: it cannot be taken here.
@@ -265,7 +265,7 @@ def make_model(folder: Path, tokenizer: Path, shape: Mapping[str, int]) -> None:
 
 
 def first_look(arguments: argparse.Namespace, precision: str) -> tuple[Watched | Failed, Work]:
-    """Train by `gptj-ft`, as all rungs then do; return its steps, too, which a run that fails leaves as well.
+    """Train with `gptj-ft`; return the result and the steps that all other rungs repeat. A failed run has steps, too.
 
     Raises:
         subprocess.CalledProcessError: it failed before it had any.
@@ -299,7 +299,7 @@ def check_losses(runs: Mapping[Key, Sequence[Watched]]) -> None:
 
 @dataclass
 class Results:
-    """What came of the rungs.
+    """Results of the rungs.
 
     Attributes:
         ladder: what every rung works on.
@@ -314,7 +314,7 @@ class Results:
     failed: dict[Key, str] = field(default_factory=dict)
 
     def add(self, key: Key, found: Watched | Skipped | Failed) -> None:
-        """Keep what came of a rung, and print it as a JSON line."""
+        """Store the result of a rung, and print it as a JSON line."""
         facts: dict[str, Any]
         if isinstance(found, Watched):
             self.runs.setdefault(key, []).append(found)
@@ -342,7 +342,7 @@ class Results:
         return median(self.speeds(key))
 
     def peak(self, key: Key) -> int:
-        """Return the most memory of a rung, in bytes."""
+        """Return the peak memory of a rung, in bytes."""
         return max(run.peak_rss_bytes for run in self.runs[key])
 
     def loops(self, precision: str) -> list[Key]:
@@ -352,7 +352,7 @@ class Results:
 
 
 def report(results: Results, rates: Mapping[str, float], size: str) -> None:
-    """Print a JSON line, a table, and what the ladder is for: gptj-ft beside the best rung and beside the first."""
+    """Print a JSON line, a table, and the ratios of gptj-ft to the best and to the first rung."""
     ladder, timed = results.ladder, results.ladder.work.steps[1:]
     examples, tokens = sum(len(step.documents) for step in timed), sum(step.num_tokens for step in timed)
     named: dict[str, dict[str, Any]] = {}
@@ -396,7 +396,7 @@ def report(results: Results, rates: Mapping[str, float], size: str) -> None:
 
 
 def compare(results: Results) -> None:
-    """Print ratios of what `gptj-ft` does to what the best of the rungs that ran does, and the first."""
+    """Print the ratios of `gptj-ft` to the best finished rung and to the first."""
     for precision in PRECISIONS:
         loops = results.loops(precision)
         for rung in OURS:
@@ -412,13 +412,13 @@ def compare(results: Results) -> None:
 
 
 def ratio_of(results: Results, one: Key, other: Key) -> str:
-    """Return the ratio of the speeds of two rungs, and of those of each turn the least and most."""
+    """Return the ratio of the speeds of two rungs, with its minimum and maximum over turns."""
     turns = [a / b for a, b in zip(results.speeds(one), results.speeds(other), strict=False)]
     return f"{results.speed(one) / results.speed(other):.2f}x ({min(turns):.2f} to {max(turns):.2f})"
 
 
 def main() -> None:
-    """Climb the ladder in turns."""
+    """Run all rungs in each turn."""
     options = parser(__doc__)
     options.set_defaults(steps=2, batch_size=4, max_length=512)
     options.add_argument("--size", choices=SHAPES, default="1.3B")
@@ -426,7 +426,7 @@ def main() -> None:
     options.add_argument("--precisions", default="fp32,bf16")
     options.add_argument("--turns", type=int, default=2)
     options.add_argument("--method", choices=("full", "lora"), default="full")
-    options.add_argument("--loop", help="used by the script itself")
+    options.add_argument("--loop", help="internal")
     arguments = options.parse_args()
     if arguments.loop:
         run_loop(arguments)

@@ -1,10 +1,10 @@
-"""Steps of a run that two processes share over a shaped link: bytes and seconds, measured, forecast and simulated.
+"""Measure, forecast and simulate the steps of two processes that share a run over a shaped link.
 
     sudo python benchmarks/links.py --tokenizer gpt2/ --data dialogues.jsonl --work /tmp/links
 
 Two network namespaces of this machine are two machines, joined by a link that `tc` shapes: as it is, at 1 Gbit/s, at
 100 Mbit/s. Each process has one core and one thread, and the whole state in memory. A model of 12 blocks of width 1024
-with GPT-J's vocabulary (254 million parameters, random), fp32, 8 rows a step in micro-batches of 256 tokens: all
+with GPT-J's vocabulary (254 million parameters, random), fp32, 8 rows per step in micro-batches of 256 tokens: all
 parameters by `share: layers`, LoRA by `share: rows`. The first step is left out: it has no update to apply.
 
 * bytes: what the link has carried in a step, against the plan's;
@@ -13,7 +13,7 @@ parameters by `share: layers`, LoRA by `share: rows`. The first step is left out
   most that sharing can give there, since they have one memory and one cache;
 * the seconds of each layer in these are measured, too, and are what `scaling.py --measured` simulates with.
 
-All of that in turns; figures are means over turns, with the least and most.
+All of that alternating; numbers are means over turns, with the least and most.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def main() -> None:
 
 
 def measure(work: Path, options: str, share: str, turns: int) -> list[dict[str, float]]:
-    """Measure one way to share, in turns, and print it; return what to simulate."""
+    """Measure one way to share, and print it; return the inputs of the simulation."""
     alone, beside = list[float](), list[float]()
     kinds, together = list[dict[str, float]](), {name: list[float]() for name in RATES}
     said = dict[str, str]()
@@ -138,12 +138,12 @@ def measure(work: Path, options: str, share: str, turns: int) -> list[dict[str, 
 
 
 def spread(seconds: list[float]) -> str:
-    """Return a mean of seconds, with the least and most."""
+    """Format the mean of seconds with minimum and maximum."""
     return f"{statistics.mean(seconds):.2f} s ({min(seconds):.2f} to {max(seconds):.2f})"
 
 
 def run_alone(work: Path, options: str, copies: int) -> tuple[list[float], float, dict[str, float]]:
-    """Train in one process, or in several at once that share nothing.
+    """Train in one process, or in several independent ones at once.
 
     Returns:
         Seconds of a step of each; memory of the first; mean seconds of each kind of layer, those of a step beside
@@ -179,7 +179,7 @@ def run_alone(work: Path, options: str, copies: int) -> tuple[list[float], float
 
 
 def run_together(work: Path, options: str) -> tuple[float, float, list[float]]:
-    """Train in two namespaces; return the seconds of a step, the bytes that the busier one sends in it, and memory."""
+    """Train in two namespaces; return seconds per step, bytes sent by the busier one per step, and memory."""
     os.sync()
     output = work / "run"
     shutil.rmtree(output, ignore_errors=True)
@@ -205,7 +205,7 @@ def run_together(work: Path, options: str) -> tuple[float, float, list[float]]:
 
 
 def planned(work: Path, options: str, tokens: float, split: dict[str, int] | None = None) -> tuple[float, float]:
-    """Return the seconds that are forecast of a step of so many tokens, and the bytes that the busier process sends."""
+    """Return the forecast of a step: seconds, and bytes sent by the busier process."""
     command = ["taskset", "-c", "0", sys.executable, "-m", "gptj_ft", "plan", *options.split(), "--json"]
     said = subprocess.run(command, check=True, env=environment(), capture_output=True, text=True, cwd=work).stdout
     found = json.loads(said)
@@ -218,7 +218,7 @@ def planned(work: Path, options: str, tokens: float, split: dict[str, int] | Non
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of one thread."""
+    """Return environment variables for one thread."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
@@ -232,13 +232,13 @@ def steps_of(output: Path) -> list[dict[str, Any]]:
 
 
 def mean_seconds(steps: list[dict[str, Any]]) -> float:
-    """Return the seconds of a step, but for the first."""
+    """Return the mean seconds of steps, except the first."""
     return statistics.mean(line["seconds"] for line in steps[1:])
 
 
 @contextmanager
 def link(rate: float | None) -> Iterator[None]:
-    """Join two namespaces by a link of so many bits/s each way; ``None``: as fast as it is."""
+    """Join two namespaces by a link of a rate in bits/s each way; ``None``: unshaped."""
     remove()
     for name in PLACES:
         ip(f"netns add {name}")
@@ -268,7 +268,7 @@ def ip(words: str) -> None:
 
 
 def sent_bytes(place: str) -> int:
-    """Return what a namespace's end of the link has sent since it is there."""
+    """Return the bytes sent so far by a namespace's end of the link."""
     said = subprocess.run(["ip", "-n", place, "-s", "-j", "link", "show"], check=True, capture_output=True).stdout
     (found,) = (each for each in json.loads(said) if each["ifname"] != "lo")
     return int(found["stats64"]["tx"]["bytes"])

@@ -1,13 +1,13 @@
-"""One LoRA step of all of GPT-J 6B, streamed from its folder: memory, and what is written to the disk.
+"""Measure one LoRA step of GPT-J 6B streamed from its folder: memory, and bytes written to disk.
 
 A model folder of GPT-J's shape with random weights is made on the spot (24.2 GB in fp32, with the tokenizer of a
 folder that is named), and rows of random words. Then `gptj-ft finetune --method lora` takes one step of four windows of
-256 tokens, in a process that is watched from outside: its peak resident memory, and the bytes that the kernel has
-written for it, from its start to the exported adapter. To reach: 4 GiB, and 1 % of the weights.
+256 tokens, in a process that is monitored from outside: its peak resident memory, and the bytes that the kernel has
+written for it, from its start to the exported adapter. Target: 4 GiB, and 1 % of the weights.
 
     python benchmarks/lora_full_size.py --tokenizer gpt2/ --work /tmp/lora-full
 
-`--layers 2 --width 64` tries the script. `--set key=value` reaches `gptj-ft`.
+`--layers 2 --width 64` tries the script. `--set key=value` is passed to `gptj-ft`.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def prepare(arguments: argparse.Namespace) -> int:
 
 
 def main() -> None:
-    """Make the model, take the step, tell."""
+    """Make the model, run the step, print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder with GPT-2's vocab.json and merges.txt")
     parser.add_argument("--work", type=Path, required=True, help="new folder, removed at the end; needs 25 GB")
-    parser.add_argument("--layers", type=int, default=SHAPE["n_layer"], help="fewer only to try the script")
-    parser.add_argument("--width", type=int, default=SHAPE["n_embd"], help="less only to try the script")
+    parser.add_argument("--layers", type=int, default=SHAPE["n_layer"], help="smaller only to try the script")
+    parser.add_argument("--width", type=int, default=SHAPE["n_embd"], help="smaller only to try the script")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of the recipe")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True)

@@ -1,15 +1,15 @@
-"""`gptj-ft finetune --method lora` against `peft` with a plain training loop, on the same rows of DialogSum.
+"""Compare `gptj-ft finetune --method lora` with `peft` in a plain training loop, on the same rows of DialogSum.
 
 Model and loop are those of `transformers_loop.py`: a random GPT-J of 8 blocks x n_embd 1024 with 50,400 rows of
 vocabulary, fp32 on the CPU, rows padded to the longest of their batch, `AdamW(fused=True)`, `clip_grad_norm_`. The
 adapters are the same: rank 8 on q_proj and v_proj, beginning with the same values. Variants of the loop as there: the
 head on all positions (plain), on the targets only (targets), and plain with gradient checkpointing (recompute).
-That every step had the same tokens and the same loss is checked. To reach: 2 times plain's examples/s, 0.6 times its
+That every step had the same tokens and the same loss is checked. Target: 2 times plain's examples/s, 0.6 times its
 memory.
 
     python benchmarks/lora_vs_peft.py --data train.jsonl --tokenizer gpt2/ --work /tmp/lora-loop
 
-`--set key=value` reaches `gptj-ft`. Needs `peft`.
+`--set key=value` is passed to `gptj-ft`. Needs `peft`.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ def train(folder: Path, work: Work, loop: str) -> Iterator[float]:
 
 
 def main() -> None:
-    """Run the trainers one after the other, each in a process of its own, and compare."""
+    """Run the trainers one after the other, each in a separate process, and compare."""
     options = parser(__doc__)
     options.add_argument("--places", default=",".join(PLACES), help="of gptj-ft: where the model is")
     options.add_argument("--loops", default=",".join(LOOPS), help="of peft; the first is compared with")
-    options.add_argument("--loop", choices=LOOPS, help="used by the script itself")
-    options.add_argument("--width", type=int, default=SHAPE["n_embd"], help="less only to try the script")
+    options.add_argument("--loop", choices=LOOPS, help="internal")
+    options.add_argument("--width", type=int, default=SHAPE["n_embd"], help="smaller only to try the script")
     arguments = options.parse_args()
     folder = arguments.work
     if arguments.loop:

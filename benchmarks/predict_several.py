@@ -1,9 +1,9 @@
-"""`gptj-ft predict` of short texts by one process and by two that share the rows: seconds, and the same bytes.
+"""Compare `gptj-ft predict` on short texts in one process and in two that share the rows: seconds and bytes.
 
     python benchmarks/predict_several.py --tokenizer bert-base-uncased/ --data train.tsv --work /tmp/several
 
-A random encoder of MiniLM's shape (6 layers of 384) in fp32. Whole commands, one after the other, in turns; each once
-more for ten texts, which is what loading Python, torch and the model takes. Asked for: two processes of one thread
+A random encoder of MiniLM's shape (6 layers of 384) in fp32. Whole commands, one after the other, alternating; each
+once more for ten texts, which is what loading Python, torch and the model takes. Target: two processes of one thread
 1.8 times as fast as one of one thread, without loading.
 """
 
@@ -26,7 +26,7 @@ FEW = 10
 
 
 def main() -> None:
-    """Make the model, run the commands in turns, and print a table."""
+    """Make the model, alternate the commands, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder with BERT's tokenizer")
     parser.add_argument("--data", type=Path, required=True, help="SST-2's train.tsv")
@@ -71,7 +71,7 @@ def make_model(folder: Path, tokenizer: Path) -> Path:
 
 
 def run(model: Path, rows: Path, output: Path, processes: int, threads: int) -> float:
-    """Label a file by a command of its own; return the seconds that it took."""
+    """Label a file with one command; return its seconds."""
     options = f"--precision fp32 --device cpu --set cache=false --set threads={threads} --nproc {processes} --quiet"
     words = f"predict --model {model} --input {rows} --output {output} {options}"
     command = [sys.executable, "-m", "gptj_ft", *words.split()]
@@ -81,7 +81,7 @@ def run(model: Path, rows: Path, output: Path, processes: int, threads: int) -> 
 
 
 def labelling(name: str, seconds: dict[tuple[str, int], list[float]], count: int) -> float:
-    """Return the median seconds of a run without those of loading."""
+    """Return the median seconds of a run without loading."""
     return statistics.median(seconds[name, count]) - statistics.median(seconds[name, FEW])
 
 

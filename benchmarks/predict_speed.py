@@ -1,6 +1,6 @@
-"""`gptj-ft predict` on short texts, beside the pipeline of `transformers` with its best batch size.
+"""Compare `gptj-ft predict` on short texts with the pipeline of `transformers` at its best batch size.
 
-Both label the same texts with the same tuned encoder, in fp32 on the CPU, and take turns; seconds are those of
+Both label the same texts with the same tuned encoder, in fp32 on the CPU, and alternate; seconds are those of
 labelling and of writing the file, without loading Python and the model.
 
     python benchmarks/predict_speed.py --model runs/sst2-bert-1/model --data train.tsv --rows 10000 --work /tmp/predict
@@ -24,7 +24,7 @@ BATCH_SIZES = (1, 8, 32, 128)
 
 
 def main() -> None:
-    """Label the texts both ways in turns, and print a table."""
+    """Label the texts both ways alternating, and print a table."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--model", type=Path, required=True, help="tuned model with one label a text")
     options.add_argument("--data", type=Path, required=True, help="SST-2's train.tsv")
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def best_of(seconds: dict[str, list[float]]) -> int:
-    """Return the batch size that took least in the first turn."""
+    """Return the fastest batch size of the first turn."""
     return min(BATCH_SIZES, key=lambda size: seconds[f"transformers, {size} at once"][0])
 
 

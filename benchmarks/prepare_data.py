@@ -1,4 +1,4 @@
-"""What it takes to turn a file into tokens: time beside the bare tokenizer's, memory, time to a first batch.
+"""Measure preparing a file: speed compared with the bare tokenizer, memory, and time to the first batch.
 
     python benchmarks/prepare_data.py --data data/ --tokenizer gpt2/ --work /tmp/prepare
 
@@ -9,7 +9,7 @@ d  From the start of a process until it has its first batch: what ``gptj-ft fine
    ``datasets.map`` and a padding collator of ``transformers``. Neither finds anything in a cache.
 
 ``--data`` is a folder with ``summarization/dialogsum/train.jsonl`` and ``squad/train-v1.1-subset.json``. What is
-compared takes turns. Times and memory are what the kernel says of whole processes. Linux only.
+compared alternates. Times and memory are what the kernel says of whole processes. Linux only.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BATCH_SIZE = 16
 
 @dataclass(frozen=True)
 class Ended:
-    """A process that has ended.
+    """A finished process.
 
     Attributes:
         first_line: seconds from its start to the first line that it printed.
@@ -54,7 +54,7 @@ class Ended:
 
 
 def main() -> None:
-    """Measure what was asked for, or be one of the processes that are measured."""
+    """Run the chosen measurements or, in a child process, the measured work."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with summarization/dialogsum and squad")
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder with GPT-2's vocab.json and merges.txt")
@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=100, help="of text, in the large files of a; a quarter in d's")
     parser.add_argument("--sizes", default="0.5,2", help="gigabytes of the files of b")
     parser.add_argument("--repetitions", type=int, default=2)
-    parser.add_argument("--child", choices=list(CHILDREN), help="used by the script itself")
+    parser.add_argument("--child", choices=list(CHILDREN), help="internal")
     arguments = parser.parse_args()
     if arguments.child:
         CHILDREN[arguments.child](arguments)
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def beside_the_tokenizer(arguments: argparse.Namespace) -> None:
-    """Run a: the whole command beside the bare tokenizer."""
+    """Run part a: compare the whole command with the bare tokenizer."""
     work = arguments.work
     prepared = work / "prepared"
     print(
@@ -114,7 +114,7 @@ def beside_the_tokenizer(arguments: argparse.Namespace) -> None:
 
 
 def peak_memory(arguments: argparse.Namespace) -> None:
-    """Run b: files of several sizes."""
+    """Run part b: peak memory for files of several sizes."""
     file, prepared, peaks = arguments.work / "rows.jsonl", arguments.work / "prepared", list[int]()
     for size in map(float, arguments.sizes.split(",")):
         write_dialogues(file, arguments.data, int(size * 1e9))
@@ -133,7 +133,7 @@ def peak_memory(arguments: argparse.Namespace) -> None:
 
 
 def first_batch(arguments: argparse.Namespace) -> None:
-    """Run d: the time to a first batch beside that of `datasets` and `transformers`."""
+    """Run part d: compare the time to the first batch with `datasets` and `transformers`."""
     for wanted in (0, arguments.megabytes * 10**6 // 4):
         write_dialogues(arguments.work / "dialogues.jsonl", arguments.data, wanted)
         ours, theirs = list[Ended](), list[Ended]()
@@ -156,7 +156,7 @@ def first_batch(arguments: argparse.Namespace) -> None:
 
 
 def run(command: Sequence[object], work: Path) -> Ended:
-    """Run a process to its end, with an empty folder for all that it keeps.
+    """Run a process to its end, with an empty home folder.
 
     Raises:
         subprocess.CalledProcessError: it failed.
@@ -180,7 +180,7 @@ def run(command: Sequence[object], work: Path) -> Ended:
 
 
 def child(name: str) -> list[str]:
-    """Return the command of one of the processes below."""
+    """Return the command line of a child process."""
     return [sys.executable, *sys.argv, "--child", name]
 
 
@@ -194,7 +194,7 @@ def make_model(arguments: argparse.Namespace) -> None:
 
 
 def write_texts(arguments: argparse.Namespace) -> None:
-    """Write what the prepared rows say, prompt and completion: what was tokenised, cut as it was cut."""
+    """Write the tokenized texts of the prepared rows, cut in the same way."""
     import datasets
     from tokenizers import Tokenizer
 
@@ -224,7 +224,7 @@ def tokenise(arguments: argparse.Namespace) -> None:
 
 
 def first_batch_here(arguments: argparse.Namespace) -> None:
-    """Do what `finetune` does until it has the micro-batches of the first step."""
+    """Prepare rows like `finetune`, up to the micro-batches of the first step."""
     import torch  # noqa: F401, would be imported later
 
     from gptj_ft.config.resolve import resolve
@@ -244,7 +244,7 @@ def first_batch_here(arguments: argparse.Namespace) -> None:
 
 
 def first_batch_there(arguments: argparse.Namespace) -> None:
-    """Do the same as most scripts do, with `datasets.map`, whose tokenizer has all cores, and a padding collator."""
+    """Do the same with `datasets.map`, whose tokenizer uses all cores, and a padding collator."""
     import datasets
     import torch
     from transformers import AutoTokenizer, DataCollatorForSeq2Seq

@@ -1,4 +1,4 @@
-"""Count processor time: of this process, by what its threads do, and of the whole machine.
+"""Count processor time of this process, by kind of thread, and of the whole machine.
 
 A thread of Python's is told by the name of its pool (``disk-read_0`` is of ``disk-read``); the main thread and those
 that OpenMP starts compute.
@@ -20,7 +20,7 @@ NANOSECONDS = 1e9
 
 @dataclass(frozen=True)
 class ProcessorTime:
-    """Processor time spent so far, or in between.
+    """Processor time so far, or between two points.
 
     Attributes:
         user: seconds of this process, outside the kernel.
@@ -38,12 +38,12 @@ class ProcessorTime:
 
     @classmethod
     def now(cls) -> ProcessorTime:
-        """Return what has been spent so far."""
+        """Return the processor time so far."""
         usage = resource.getrusage(resource.RUSAGE_SELF)
         return cls(usage.ru_utime, usage.ru_stime, busy_seconds(), usage.ru_minflt, _thread_seconds())
 
     def since(self, before: ProcessorTime) -> ProcessorTime:
-        """Return what has been spent between two of them."""
+        """Return the processor time since an earlier point."""
         return ProcessorTime(
             self.user - before.user,
             self.system - before.system,
@@ -59,7 +59,7 @@ class ProcessorTime:
 
 
 def busy_seconds() -> float:
-    """Return the processor seconds that this machine has spent on anything, so far."""
+    """Return the processor seconds of the whole machine so far."""
     columns = [int(text) for text in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
     return (sum(columns[:3]) + sum(columns[5:7])) / os.sysconf("SC_CLK_TCK")
 

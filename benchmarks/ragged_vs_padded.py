@@ -1,4 +1,4 @@
-"""What padding costs: the same steps on ragged batches, and on rows that are all as long as the longest of their step.
+"""Measure the cost of padding: the same steps on ragged batches and on rows padded to the longest of their step.
 
     python benchmarks/ragged_vs_padded.py --data data/ --tokenizer gpt2/ --work /tmp/padding
 
@@ -7,14 +7,14 @@ own, so that they change no loss, which is checked. Rows are those of DialogSum,
 tokens folded into a small vocabulary; the model is random, so wide that its time is that of matrix products. Its
 vocabulary is so small that embedding and head have the same share of the parameters as GPT-J's, 3.4 % each: they are
 updated at every step, however few its tokens are, and padding passes the head free of charge. Each step is run in both
-ways one after the other, several times in turns; the learning rate is 0, so that all start from the same weights. The
-fastest of each counts: what else a machine does makes a step longer, never shorter.
+ways one after the other, several times alternating; the learning rate is 0, so that all start from the same weights.
+The fastest of each counts: what else a machine does makes a step longer, never shorter.
 
 Padding is taken through embedding, blocks and attention, forward and backward. It is not taken through the head, which
 this engine runs on positions with a target only; so a loop that computes logits for all of [rows, longest], as
 `transformers` does, loses more by padding than is measured here.
 
-Asked for: the speed-up is at least 0.95 of padded tokens / tokens.
+Target: the speed-up is at least 0.95 of padded tokens / tokens.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ SAME_LOSS = 1e-4
 
 
 def main() -> None:
-    """Prepare each file, and run its first steps in both ways."""
+    """Prepare each file, and run its first steps both ways."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help=f"folder with {', '.join(FILES.values())}")
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder with GPT-2's vocab.json and merges.txt")
     parser.add_argument("--work", type=Path, required=True, help="new folder")
     parser.add_argument("--recipes", default=",".join(FILES))
-    parser.add_argument("--steps", type=int, default=5, help="after a first one that is not timed")
-    parser.add_argument("--turns", type=int, default=3, help="how often each step is run in both ways")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps, after one warm-up step")
+    parser.add_argument("--turns", type=int, default=3, help="repetitions of each step, both ways")
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument(
         "--micro-batch", type=int, default=2048, help="tokens computed at once, with padding or without"
     )
-    parser.add_argument("--asked", type=float, default=ASKED, help="share of what the tokens allow; less exits with 1")
+    parser.add_argument("--asked", type=float, default=ASKED, help="target share of the token ratio; less exits with 1")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True)
     make_model(arguments)
@@ -116,7 +116,7 @@ def compare(recipe: str, arguments: argparse.Namespace) -> float:
 
 
 def rows_of(recipe: str, arguments: argparse.Namespace) -> Rows:
-    """Prepare a file, as the command does."""
+    """Prepare a file as `prepare-data` does."""
     from gptj_ft.data.batches import Rows
     from gptj_ft.data.dataset import load_dataset
 
@@ -127,7 +127,7 @@ def rows_of(recipe: str, arguments: argparse.Namespace) -> Rows:
 
 
 def vocabulary_of(arguments: argparse.Namespace) -> int:
-    """Return the tokens of a vocabulary whose share of the parameters is that of GPT-J's."""
+    """Return the vocabulary size that gives embedding and head GPT-J's share of the parameters."""
     return GPTJ["vocab_size"] * arguments.width * arguments.layers // (GPTJ["n_embd"] * GPTJ["n_layer"])
 
 
@@ -158,7 +158,7 @@ def open_model(arguments: argparse.Namespace) -> tuple[OffloadedModel, AdamW]:
 
 
 def padded(documents: Sequence[Sequence[int]], prompt_lengths: Sequence[int], budget_tokens: int) -> list[PackedBatch]:
-    """Return micro-batches of rows that are all as long as the longest, as `micro_batches` does of rows as they are."""
+    """Return micro-batches of rows padded to the longest of their step."""
     from gptj_ft.data.batches import micro_batches
     from gptj_ft.models.batch import NO_TARGET
 
@@ -172,7 +172,7 @@ def padded(documents: Sequence[Sequence[int]], prompt_lengths: Sequence[int], bu
 
 
 def take_step(stack: OffloadedModel, optimizer: AdamW, batches: list[PackedBatch]) -> tuple[float, int]:
-    """Take an optimizer step, the update of the one before included; return its mean loss and number of targets."""
+    """Run an optimizer step including the previous update; return its mean loss and number of targets."""
     from gptj_ft.streaming.step import train_step
 
     optimizer.begin_step(0.0)

@@ -1,4 +1,4 @@
-"""Every data file in a folder, prepared from the command line with ``--recipe`` alone: what became of each row.
+"""Prepare every data file in a folder with ``--recipe`` alone, and account for every row.
 
     python benchmarks/real_files.py --data data/ --tokenizer gpt2/ --work /tmp/files
 
@@ -43,7 +43,7 @@ COLUMNS = {"premise": "#1 String", "hypothesis": "#2 String", "label": "Quality"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command made of a file: its ``--map``, if it needed one, and the report; or why it refused it."""
+    """Result for a file: the ``--map`` that it needed, and the report or the error."""
 
     map: str
     report: dict[str, Any]
@@ -51,12 +51,12 @@ class Outcome:
 
 
 def main() -> None:
-    """Prepare all files, print a table, and say what does not add up."""
+    """Prepare all files, print a table, and report rows that do not add up."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder of files, in folders named as in RECIPES")
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder with GPT-2's vocab.json and merges.txt")
     parser.add_argument("--work", type=Path, required=True, help="new folder")
-    parser.add_argument("--only", default="", help="files whose path has this in it")
+    parser.add_argument("--only", default="", help="only files whose path contains this")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True)
     make_model(arguments)
@@ -103,7 +103,7 @@ def chosen(data: Path, part: str) -> list[tuple[Path, str]]:
 
 
 def prepare(path: Path, recipe: str, work: Path) -> Outcome:
-    """Run the command; again with what its message asks for, as long as it asks for another column."""
+    """Run the command; repeat it with the columns that its error names."""
     environment, mapped = {**os.environ, "GPTJ_FT_HOME": str(work / "home")}, dict[str, str]()
     while True:
         shutil.rmtree(work / "prepared", ignore_errors=True)
@@ -126,7 +126,7 @@ def prepare(path: Path, recipe: str, work: Path) -> Outcome:
 
 
 def written(mapped: dict[str, str]) -> str:
-    """Return fields and their columns as ``--map`` takes them."""
+    """Format fields and their columns for ``--map``."""
     return ",".join(f"{field}={column}" for field, column in mapped.items())
 
 

@@ -1,4 +1,4 @@
-"""The work that different trainers are given: one model, one list of steps, one loss.
+"""Define the work that all compared trainers share: one model, one list of steps, one loss.
 
 A process that cannot import `gptj_ft` reads it too: nothing here needs more than torch and `transformers`.
 """
@@ -60,7 +60,7 @@ class Step:
 
     @property
     def num_padded(self) -> int:
-        """Tokens when every row is padded to the longest."""
+        """Number of tokens if every row is padded to the longest."""
         return len(self.documents) * max(map(len, self.documents))
 
     @property
@@ -84,7 +84,7 @@ class Work:
 
     @classmethod
     def of(cls, run: Run) -> Work:
-        """Read it from the folder of a run that was given ``max_steps``."""
+        """Read the work from the folder of a run with ``max_steps``."""
         from gptj_ft.data.batches import Rows, rows_of_step
         from gptj_ft.data.dataset import load_dataset
         from gptj_ft.training.schedule import Schedule
@@ -119,7 +119,7 @@ class Work:
 
 
 def shape_of(width: int) -> Mapping[str, int]:
-    """Return the shape of a model that is as deep as that of the benchmarks, and as wide as it is told."""
+    """Return the benchmarks' model shape with another width."""
     return {**SHAPE, "n_embd": width, "rotary_dim": min(SHAPE["rotary_dim"], width // SHAPE["n_head"])}
 
 
@@ -133,12 +133,12 @@ def make_model(folder: Path, tokenizer: Path, shape: Mapping[str, int] = SHAPE) 
 
 
 def open_model(folder: Path, dtype: torch.dtype = torch.float32) -> GPTJForCausalLM:
-    """Read it with the only attention that `transformers` has for GPT-J on a CPU."""
+    """Open the model with eager attention, the only one that `transformers` has for GPT-J on a CPU."""
     return GPTJForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").train()
 
 
 def with_adapters(model: Any, targets: Sequence[str]) -> PeftModel:
-    """Add PEFT's adapters to a model of `transformers`, with the values that `gptj-ft` begins with.
+    """Add PEFT adapters to a `transformers` model, with `gptj-ft`'s initial values.
 
     Args:
         model: model; its layers are changed in place.
@@ -197,7 +197,7 @@ LOSSES: Mapping[str, Callable[[Any, Step], Tensor]] = {"targets": loss_of_target
 
 
 def take_steps(model: torch.nn.Module, work: Work, add_gradients: Callable[[Step], float]) -> Iterator[float]:
-    """Train by a plain loop, with a fused AdamW and clipping; yield the loss of each step.
+    """Train with a plain loop, fused AdamW and clipping; yield the loss of each step.
 
     Args:
         model: model; what of it needs no gradient is not trained.

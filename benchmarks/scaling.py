@@ -1,4 +1,4 @@
-"""Simulate steps of runs that 2 to 1,024 machines share: a relay of layers, replicas, replicas of relays.
+"""Simulate steps of runs on 2 to 1,024 machines that share layers, rows, or both.
 
     python benchmarks/scaling.py                                             # efficiency by number of machines
     python benchmarks/scaling.py --tflops 100 --network 10Gbit --jitter 0.05
@@ -39,7 +39,7 @@ MACHINES = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 @dataclass(frozen=True)
 class Cluster:
-    """Machines that share a run, and what a micro-batch takes on them.
+    """Machines that share a run, and their seconds per micro-batch.
 
     Attributes:
         stages, replicas: machines that share the layers, and groups of them that share the rows.
@@ -100,7 +100,7 @@ class Cluster:
         return total
 
     def summing(self, num_bytes: float) -> float:
-        """Return the seconds of a link, each way, by which gradients of so many bytes are summed up over replicas."""
+        """Return the link seconds, each way, to sum gradients of a size over replicas."""
         return 2 * num_bytes * (self.replicas - 1) / self.replicas / self.rate
 
 
@@ -142,7 +142,7 @@ class Simulation:
         return max(*ends, *(max(ready) for ready in self._ready), *(max(free) for free in self._free))
 
     def _layer(self, rank: int, following: int, seconds: float) -> None:
-        """Have all micro-batches computed with a layer, and sent on to the next."""
+        """Compute all micro-batches with a layer, and send them to the next."""
         cluster = self.cluster
         for chain, ready in enumerate(self._ready):
             free, out, arriving = self._free[chain], self._out[chain], self._in[chain]
@@ -158,12 +158,12 @@ class Simulation:
                         self._hops[rank].append((start, end))
 
     def _sum_gradients(self, rank: int, num_bytes: float) -> None:
-        """Note that a layer's gradient is to be summed up over the replicas, once the last has it."""
+        """Sum a layer's gradient over the replicas as soon as the last one has it."""
         self._sums[rank].append((max(free[rank] for free in self._free), self.cluster.summing(num_bytes)))
 
 
 def _end_of(sums: Sequence[tuple[float, float]], hops: Sequence[tuple[float, float]]) -> float:
-    """Return when gradients are summed up that take, one after the other, the time of a link between hops."""
+    """Return the end time of gradient sums that use a link between hops, one after the other."""
     now, following = 0.0, 0
     for there, left in sums:
         now = max(now, there)
@@ -179,7 +179,7 @@ def _end_of(sums: Sequence[tuple[float, float]], hops: Sequence[tuple[float, flo
 
 
 def cluster_of(split: tuple[int, int], tokens: int, tflops: float, network: Network) -> Cluster:
-    """Return machines that train GPT-J 6B on so many tokens a machine and step, in bf16."""
+    """Return machines that train GPT-J 6B in bf16 on a number of tokens per machine and step."""
     stages, replicas = split
     block = 2.0 * BLOCK_PARAMETERS * MICRO_BATCH / (1e12 * tflops)
     head = 6.0 * HEAD_PARAMETERS * MICRO_BATCH / (1e12 * tflops)
@@ -189,17 +189,17 @@ def cluster_of(split: tuple[int, int], tokens: int, tflops: float, network: Netw
 
 
 def splits_of(machines: int) -> list[tuple[int, int]]:
-    """Return stages and replicas: powers of 2, with at least two blocks a stage."""
+    """Return pairs of stages and replicas: powers of 2, with at least two blocks per stage."""
     return [(s, machines // s) for s in (1, 2, 4, 8) if s <= machines]
 
 
 def efficiency(cluster: Cluster, seconds: float) -> float:
-    """Return the seconds of one machine over those that all machines take together."""
+    """Return the seconds of one machine divided by the total seconds of all machines."""
     return cluster.alone / (cluster.stages * cluster.replicas * seconds)
 
 
 def show_efficiency(tflops: float, network: Network, jitter: float) -> None:
-    """Print the efficiency of every split, simulated and, in brackets, as forecast."""
+    """Print the efficiency of every split: simulated and, in brackets, forecast."""
     print(f"{tflops:g} TFLOP/s a machine, {network.bits / 1e9:g} Gbit/s, jitter {jitter:.0%}; simulated (forecast)")
     print(f"{'machines':>8} {'tokens':>7}" + "".join(f"{f'layers {s}':>16}" for s in (1, 2, 4, 8)))
     for machines in MACHINES:
@@ -217,7 +217,7 @@ def show_efficiency(tflops: float, network: Network, jitter: float) -> None:
 
 
 def show_measured(points: Sequence[dict[str, Any]]) -> None:
-    """Print steps as they were measured, as simulated and as forecast."""
+    """Print measured, simulated and forecast steps."""
     print(f"{'ranks':>5} {'link MB/s':>9} {'measured':>9} {'simulated':>9} {'off':>6} {'forecast':>9} {'off':>6}")
     worst = 0.0
     for point in points:

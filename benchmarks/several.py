@@ -1,17 +1,17 @@
-"""One run by one process and by two that share its layers: seconds of a step, memory and disk of each.
+"""Compare one process with two that share the layers of a run: seconds per step, memory and disk.
 
     python benchmarks/several.py --tokenizer gpt2/ --data dialogues.jsonl --work /tmp/several
 
 4 blocks of n_embd 4096 with GPT-J's vocabulary (1.2 billion parameters, random), fp32, clipping on, the state on disk,
-8 rows of some 256 tokens a step in micro-batches of 256 (or 512, with ``--micro-batch``): while the first of a pass is
-in one process and the last in the other, each waits for it. Whole commands, one after the other: one process with one
-thread, two with one thread each (`--nproc 2 --set share=layers`), one with two threads, and two runs of one thread at
-once that share nothing but the machine: what its second core, its memory and its disk can add. So in turns. The first
-two steps of each are left out: one has no update to apply, the next takes the memory of its buffers. Losses of one
-thread must be the same, to the bit.
+8 rows of some 256 tokens per step in micro-batches of 256 (or 512, with ``--micro-batch``): each process waits while
+the first or last micro-batch of a pass is in the other. Whole commands, one after the other: one process with one
+thread, two with one thread each (`--nproc 2 --set share=layers`), one with two threads, and two independent runs of one
+thread at once, which show what the second core, the memory and the disk can add. The commands alternate. The first two
+steps of each are left out: one has no update to apply, the next allocates its buffers. Losses of one thread must be
+bit-identical.
 
-Asked for: two processes of one thread against one of them 1.85 times as fast, against one of two threads 0.95; half
-of its memory and disk, and a tenth.
+Targets: two processes of one thread are 1.85 times as fast as one of them, and 0.95 times as fast as one with two
+threads; each takes half of its memory and disk, and a tenth more.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ RUNS = {  # runs at once, processes of each, threads of a process
 
 
 def main() -> None:
-    """Make the model, and run the commands in turns."""
+    """Make the model, and alternate the commands."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder with GPT-2's tokenizer")
     parser.add_argument("--data", type=Path, required=True, help="rows with dialogue and summary")
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=256, help="tokens")
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--width", type=int, default=4096)
-    parser.add_argument("--only", choices=RUNS, nargs="+", default=list(RUNS), help="these, and no comparison")
+    parser.add_argument("--only", choices=RUNS, nargs="+", default=list(RUNS), help="only these runs")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True)
     model = make_model(arguments.work / "model", arguments.tokenizer, arguments.width)
@@ -92,7 +92,7 @@ def make_model(folder: Path, tokenizer: Path, width: int) -> Path:
 
 
 def run(model: Path, arguments: argparse.Namespace, processes: int, threads: int, copy: int) -> dict[str, object]:
-    """Train some steps by a command; return the mean seconds of a step, memory and disk of each process, and losses."""
+    """Train some steps with a command; return mean seconds per step, memory and disk of each process, and losses."""
     output = arguments.work / f"run-{copy}"
     shutil.rmtree(output, ignore_errors=True)
     options = (

@@ -1,4 +1,4 @@
-"""What the benchmarks against other trainers share: each trainer is a process of its own, watched from outside.
+"""Run trainers in separate processes and monitor them from outside, for comparisons with other programs.
 
 A trainer adds a JSON line to a file after each step. Its times are those at which the lines appear, and its memory is
 what the kernel says, so that neither depends on what a trainer says of itself. Linux only.
@@ -30,7 +30,7 @@ SAME_LOSS = 1e-3
 
 @dataclass(frozen=True)
 class Watched:
-    """A finished trainer, as seen from outside.
+    """Measurements of a finished trainer.
 
     Attributes:
         lines: what it wrote, one per step.
@@ -46,13 +46,13 @@ class Watched:
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """Return the options that these benchmarks have in common."""
+    """Return the parser with the common options."""
     options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--data", type=Path, help="DialogSum's train.jsonl")
     options.add_argument("--tokenizer", type=Path, help="folder with GPT-2's vocab.json and merges.txt")
     options.add_argument("--work", type=Path, required=True, help="new folder")
     options.add_argument("--steps", type=int, default=12)
-    options.add_argument("--warm-up", type=int, default=2, help="first steps, at least one, that are not timed")
+    options.add_argument("--warm-up", type=int, default=2, help="untimed first steps, at least one")
     options.add_argument("--batch-size", type=int, default=8)
     options.add_argument("--max-length", type=int, default=1024)
     options.add_argument(
@@ -68,7 +68,7 @@ def command(name: str, options: Mapping[str, Any]) -> list[str]:
 
 
 def run_of(arguments: argparse.Namespace, variant: str) -> Run:
-    """Return the run of a variant: its folder in WORK."""
+    """Return the run folder of a variant in WORK."""
     return Run(arguments.work / f"run-{variant.replace(':', '-').replace('=', '-')}")
 
 
@@ -105,7 +105,7 @@ def finetune(arguments: argparse.Namespace, variant: str) -> tuple[Watched, Run]
 
 
 def watch(words: Sequence[str], lines: Path, environment: Mapping[str, str] | None = None) -> Watched:
-    """Run a trainer to its end; what it prints goes to stderr.
+    """Run a trainer to its end, with its output on stderr.
 
     Args:
         words: its command line.
@@ -149,7 +149,7 @@ def memory(pid: int, key: str) -> int:
 
 
 def report(runs: Mapping[str, Watched], work: Work, warm_up: int, facts: Mapping[str, Any]) -> None:
-    """Print a JSON line and a table for people; the first run is what the others are compared with.
+    """Print a JSON line and a table; the first run is the reference.
 
     Raises:
         AssertionError: the runs did not do the same work: other tokens, or losses apart by `SAME_LOSS`.
@@ -192,6 +192,6 @@ def report(runs: Mapping[str, Watched], work: Work, warm_up: int, facts: Mapping
 
 
 def facts_of(run: Run) -> dict[str, Any]:
-    """Return what a run recorded of its surroundings."""
+    """Return the environment that a run recorded."""
     environment = json.loads((run.folder / "environment.json").read_text(encoding="utf-8"))
     return {key: environment[key] for key in ("torch", "transformers", "threads", "platform")}

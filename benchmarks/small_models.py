@@ -1,4 +1,4 @@
-"""Models that are bound by Python and dispatch, beside a plain `transformers` loop: tokens a second, and memory.
+"""Compare small models, bound by Python and dispatch, with a plain `transformers` loop: tokens per second, and memory.
 
     python benchmarks/small_models.py --data train.jsonl --tokenizer gpt2/ --work /tmp/small
     python benchmarks/small_models.py --part memory --data train.jsonl --tokenizer gpt2/ --work /tmp/small
@@ -7,12 +7,12 @@ Models are random GPT-Js: `tiny` is that of `--model tiny` and of the demo (2 bl
 vocabulary, a tokenizer learned from the rows), 16 rows of DialogSum a step; `demo` is the same on the demo's own, short
 rows; `50M` has 8 blocks of 384 and GPT-2's vocabulary, 8 rows of DialogSum a step. `gptj-ft finetune` is run as it is,
 in fp32 and in what `--precision auto` takes; the loop is the plain one of `transformers_loop.py`, in fp32. Each trainer
-is a process of its own, watched from outside, in turns; that every step had the same tokens and in fp32 the same loss
-is checked. A rate is that of all steps after the warm-up.
+is a separate process, monitored from outside, alternating; that every step had the same tokens and in fp32 the same
+loss is checked. A rate is that of all steps after the warm-up.
 
 `memory`: the peak of resident memory after 30, 300 and 1,000 steps, of which no two have the same numbers of tokens.
 
-Asked for: twice the tokens a second of the loop, no precision that `auto` takes slower than fp32, memory that stays.
+Target: twice the tokens per second of the loop, no precision that `auto` takes slower than fp32, memory that stays.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SAME_LOSS_BF16 = 5e-2
 
 
 def main() -> None:
-    """Run the trainers in turns on each model, or look at memory over many steps."""
+    """Alternate the trainers on each model, or measure memory over many steps."""
     options = parser(__doc__)
     options.add_argument("--part", choices=("speed", "memory"), default="speed")
     options.add_argument("--shapes", default=",".join(SHAPES))
@@ -74,7 +74,7 @@ def make(shape: str, arguments: argparse.Namespace) -> None:
 
 
 def take(way: str, arguments: argparse.Namespace) -> Watched:
-    """Run a trainer; the first of `gptj-ft` leaves the work for the loop."""
+    """Run a trainer; the first `gptj-ft` run also records the work for the loop."""
     if WAYS[way] is None:
         script = Path(__file__).with_name("transformers_loop.py")
         lines = arguments.work / "plain.jsonl"
@@ -89,7 +89,7 @@ def take(way: str, arguments: argparse.Namespace) -> Watched:
 
 
 def speed(shape: str, arguments: argparse.Namespace) -> None:
-    """Compare tokens a second.
+    """Compare tokens per second.
 
     Raises:
         AssertionError: the trainers did not do the same work.
@@ -120,7 +120,7 @@ def speed(shape: str, arguments: argparse.Namespace) -> None:
 
 
 def memory(shape: str, arguments: argparse.Namespace) -> None:
-    """Print the peak of memory as steps go by."""
+    """Print peak memory after different numbers of steps."""
     arguments.steps = max(LOOK_AT)
     for way in arguments.ways.split(","):
         if WAYS[way] is not None:

@@ -1,4 +1,4 @@
-"""The same steps with everything in RAM and with everything on disk, at GPT-J's real block size.
+"""Compare the same steps with everything in RAM and with everything on disk, at GPT-J's block size.
 
 4 blocks of n_embd 4096 (838 M parameters with a small vocabulary, so that the resident run fits a 24 GB machine),
 random weights, fp32, clipping on. Each variant runs in a fresh process, one after the other; the
@@ -8,11 +8,11 @@ first step is left out, because it has no update to apply.
 
 A variant is a placement and what sets it apart from the options of the whole: ``disk:late=2:parts=60``. Variants that
 differ in placement, late updates or kept activations only must have the same losses, to the bit. With ``--turns``
-variants take turns, and figures are medians, with the least and most. ``--profile`` tells where the time of the last
+variants alternate, and numbers are medians, with the least and most. ``--profile`` tells where the time of the last
 step goes.
 
 A step from disk is held against the longer of two bounds: the step of the first variant in RAM, and its bytes by the
-rates of the disk, measured in the same go: the better of before and after the variants.
+rates of the disk, measured in the same run: the better of before and after the variants.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ ROW = 256  # tokens a document, all of them but the first trained on
 
 
 def open_model(arguments: argparse.Namespace, place: Place, budget: BufferBudget) -> OffloadedModel:
-    """Open a model of GPT-J's blocks; what its stores hold is as it is found."""
+    """Open a model of GPT-J's blocks, with its stores uninitialized."""
     family = families()["gptj"]
     layers = family.build_layers(family.read_config({**SHAPE, "n_embd": arguments.width, "n_layer": arguments.layers}))
     dtypes = training_dtypes(TYPES[arguments.compute], TYPES[arguments.moments], TYPES[arguments.gradients])
@@ -96,7 +96,7 @@ def fill_randomly(model: OffloadedModel) -> torch.Generator:
 
 
 def run_variant(variant: str, arguments: argparse.Namespace) -> dict[str, object]:
-    """Train some steps in one placement; return what was measured."""
+    """Train some steps in one placement; return the measurements."""
     place, *differences = variant.split(":")
     for key, value in (difference.split("=") for difference in differences):
         setattr(arguments, key, type(getattr(arguments, key))(value))
@@ -152,7 +152,7 @@ def run_variant(variant: str, arguments: argparse.Namespace) -> dict[str, object
 
 
 def best_product(dtype: torch.dtype, width: int) -> float:
-    """Return GFLOP/s of the fastest of twenty products: what a step is held against, measured right after it.
+    """Return GFLOP/s of the fastest of twenty products, the bound of a step; measure it right after the step.
 
     Args:
         dtype: data type of the computation.
@@ -172,7 +172,7 @@ def best_product(dtype: torch.dtype, width: int) -> float:
 
 
 def shares(profile: Any, seconds: float) -> dict[str, float]:
-    """Return the share of a step's seconds that each kind of operation took, the largest first."""
+    """Return each kind of operation's share of a step's seconds, the largest first."""
     taken = dict.fromkeys(PARTS, 0.0)
     for event in profile.key_averages():
         part = next(
@@ -184,7 +184,7 @@ def shares(profile: Any, seconds: float) -> dict[str, float]:
 
 
 def main() -> None:
-    """Run the variants one after the other, each in a process of its own."""
+    """Run the variants in order, each in a separate process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="new folder, removed at the end")
     parser.add_argument("--tokens", type=int, default=1024)
@@ -200,10 +200,10 @@ def main() -> None:
     parser.add_argument("--compute", default="fp32", choices=list(TYPES))
     parser.add_argument("--moments", default="fp32", choices=list(TYPES))
     parser.add_argument("--gradients", default="fp32", choices=list(TYPES))
-    parser.add_argument("--profile", action="store_true", help="where the time of the last step goes")
+    parser.add_argument("--profile", action="store_true", help="profile the last step")
     parser.add_argument("--variants", default="device,disk")
     parser.add_argument("--turns", type=int, default=1)
-    parser.add_argument("--variant", help="used by the script itself")
+    parser.add_argument("--variant", help="internal")
     arguments = parser.parse_args()
     if arguments.variant:
         print(json.dumps(run_variant(arguments.variant, arguments)))
@@ -223,12 +223,12 @@ def main() -> None:
 
 
 def place_of(variant: str) -> str:
-    """Return where a variant has its weights and state."""
+    """Return the placement of a variant."""
     return variant.partition(":")[0]
 
 
 def run_apart(variant: str, work: Path) -> dict[str, Any]:
-    """Run a variant in a process of its own; return what was measured, and what follows from it."""
+    """Run a variant in a separate process; return measured and derived values."""
     state = work / "state"
     words = [*sys.argv[1:], "--variant", variant, "--work", str(state)]
     done = subprocess.run([sys.executable, __file__, *words], check=True, stdout=subprocess.PIPE)
@@ -276,7 +276,7 @@ def report(results: dict[str, list[dict[str, Any]]], disks: list[DiskRates], arg
 
 
 def print_bounds(runs: list[dict[str, Any]], disks: list[DiskRates], in_ram: list[float]) -> None:
-    """Print what a step from disk takes at least: as long as in RAM, and as the disk takes for its bytes."""
+    """Print the lower bounds of a step from disk: its seconds in RAM, and the disk's seconds for its bytes."""
     read, written = (
         median(sum(run[name][1:]) / len(run[name][1:]) for run in runs) for name in ("read_bytes", "written_bytes")
     )

@@ -1,4 +1,4 @@
-"""Processor time of transfers: core-seconds a gigabyte to read, check, update and write the state of layers on disk.
+"""Measure core-seconds per gigabyte to read, check, update and write layer state on disk.
 
 Blocks of a GPT-J go through the store and the optimizer of a run, with nothing computed beside them: state that this
 process has written is read; state that it has not is read and compared with its digests; it is written; and a pending
@@ -8,8 +8,8 @@ those of OpenMP burn processor time while they wait for each other.
 
     python benchmarks/transfer_cost.py --work /tmp/bench
 
-``--steps N`` adds steps of the same model in RAM and from disk in turns, by `streamed_vs_resident.py`: their processor
-time beside the seconds that they take.
+``--steps N`` adds steps of the same model in RAM and from disk alternating, by `streamed_vs_resident.py`: their
+processor time beside the seconds that they take.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ REQUESTS = [(1, 1), (1, 8), (4, 4), (8, 1), (8, 8), (16, 4), (32, 2)]  # MiB, in
 
 @dataclass(frozen=True)
 class Cost:
-    """What moving some bytes took.
+    """Cost of moving bytes.
 
     Attributes:
         moved_bytes: bytes read and written.
@@ -63,19 +63,19 @@ class Cost:
 
     @classmethod
     def of(cls, work: Callable[[], int]) -> Cost:
-        """Measure work that returns how many bytes it has moved."""
+        """Measure a function that returns the number of bytes it moved."""
         start, before = time.perf_counter(), ProcessorTime.now()
         moved_bytes = work()
         return cls(moved_bytes, time.perf_counter() - start, ProcessorTime.now().since(before))
 
     @property
     def a_gigabyte(self) -> float:
-        """Core-seconds a gigabyte, of this process."""
+        """Core-seconds of this process per gigabyte."""
         return self.spent.total / self.moved_bytes * 1e9
 
 
 def show(name: str, costs: list[Cost]) -> None:
-    """Print a row: the cheapest of several turns, for others on the machine make each dearer; and the median."""
+    """Print the minimum and the median over turns; other programs only ever add cost."""
     best = min(costs, key=lambda cost: cost.a_gigabyte)
     gigabytes = best.moved_bytes / 1e9
     middle = statistics.median(cost.a_gigabyte for cost in costs)
@@ -95,7 +95,7 @@ def show(name: str, costs: list[Cost]) -> None:
 
 
 def read_all(model: OffloadedModel) -> int:
-    """Read the whole state, part by part, several on their way; return its bytes."""
+    """Read the whole state in parts, several in flight; return its bytes."""
     before = model.meter.bytes_read
     for layer in model.trained:
         for kind in model.updated_kinds:
@@ -119,7 +119,7 @@ def _end(lease) -> None:  # type: ignore[no-untyped-def]
 
 
 def write_all(model: OffloadedModel, kinds: tuple[Kind, ...], step: int) -> int:
-    """Write kinds of every layer, with what the buffers hold, and commit them; return the bytes."""
+    """Write and commit some kinds of every layer from the buffers; return the bytes."""
     before = model.meter.bytes_written
     for layer in model.trained:
         for kind in kinds:
@@ -139,7 +139,7 @@ def update_all(model: OffloadedModel, optimizer: AdamW, step: int) -> int:
 
 
 def through_store(arguments: argparse.Namespace) -> None:
-    """Measure the store and the optimizer; one turn more than asked for, to take the memory of the buffers."""
+    """Measure the store and the optimizer, after one warm-up turn that allocates the buffers."""
     costs: dict[str, list[Cost]] = {}
 
     def measure(name: str, work: Callable[[], int]) -> None:
@@ -167,7 +167,7 @@ def through_store(arguments: argparse.Namespace) -> None:
 
 
 def plain(path: Path, buffer: Tensor, request: int, in_flight: int, is_write: bool) -> int:
-    """Read or write a file with requests of one size, so many in flight; return its bytes."""
+    """Read or write a file with requests of one size and a number in flight; return its bytes."""
     view = memoryview(buffer.numpy())  # type: ignore[arg-type]
     size, transfer = len(view), os.pwritev if is_write else os.preadv
     descriptor = open_direct(path, os.O_RDWR)
@@ -212,7 +212,7 @@ def without_store(arguments: argparse.Namespace) -> None:
 
 
 def steps(arguments: argparse.Namespace) -> Iterator[str]:
-    """Run steps in RAM and from disk in turns; yield a line for each process."""
+    """Alternate steps in RAM and from disk; yield a line for each process."""
     script = Path(__file__).with_name("streamed_vs_resident.py")
     for place in ("device", "disk") * arguments.turns:
         words = [
@@ -237,7 +237,7 @@ def steps(arguments: argparse.Namespace) -> Iterator[str]:
 
 
 def main() -> None:
-    """Measure the transfers; steps only if asked for."""
+    """Measure the transfers and, with ``--steps``, whole steps."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="new folder, removed at the end")
     parser.add_argument("--layers", type=int, default=2)
@@ -248,10 +248,10 @@ def main() -> None:
     parser.add_argument("--compute", default="bf16", choices=list(TYPES))
     parser.add_argument("--moments", default="bf16", choices=list(TYPES))
     parser.add_argument("--gradients", default="bf16", choices=list(TYPES))
-    parser.add_argument("--threads", type=int, default=1, help="of the computation")
+    parser.add_argument("--threads", type=int, default=1, help="compute threads")
     parser.add_argument("--steps", type=int, default=0, help="steady steps in RAM and from disk, each turn")
     parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--no-plain", action="store_true", help="the store alone")
+    parser.add_argument("--no-plain", action="store_true", help="measure the store only")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True)
     torch.set_num_threads(arguments.threads)

@@ -1,22 +1,22 @@
-"""`gptj-ft finetune` against a plain `transformers` training loop, on the same rows of DialogSum.
+"""Compare `gptj-ft finetune` with a plain `transformers` training loop, on the same rows of DialogSum.
 
 Model: a random GPT-J of 8 blocks x n_embd 1024 with 50,400 rows of vocabulary, 204 M parameters, fp32 on the CPU. The
-loop is what one writes for speed: rows padded to the longest of their batch, `AdamW(fused=True)`, `clip_grad_norm_`,
-gradients set to None, no KV cache, no copy of the logits, and the only attention that `transformers` has for GPT-J on
-a CPU: eager (by its source it has no sdpa for this model, and flash attention needs CUDA). Others show where the
-difference lies:
+loop is written for speed: rows padded to the longest of their batch, `AdamW(fused=True)`, `clip_grad_norm_`, gradients
+set to None, no KV cache, no copy of the logits, and the only attention that `transformers` has for GPT-J on a CPU:
+eager (by its source it has no sdpa for this model, and flash attention needs CUDA). Its variants show the sources of
+the difference:
 
     plain       logits at every position, as `model(labels=...)` computes them
     targets     plain, but the head on the positions that carry a target only
     rows        targets, but row by row, without padding, gradients accumulated
     recompute   plain, with gradient checkpointing: less memory, more time
 
-`gptj-ft` runs in the placement it chooses by itself (auto) and with everything on disk (disk). Each trainer has a
-process of its own, one after the other. That every step had the same tokens and the same loss is checked.
+`gptj-ft` runs in the placement it chooses by itself (auto) and with everything on disk (disk). Each trainer is a
+separate process, one after the other. That every step had the same tokens and the same loss is checked.
 
     python benchmarks/transformers_loop.py --data train.jsonl --tokenizer gpt2/ --work /tmp/loop
 
-`--set key=value` reaches `gptj-ft`.
+`--set key=value` is passed to `gptj-ft`.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ def train(model: GPTJForCausalLM, work: Work, loop: str = "plain") -> Iterator[f
 
 
 def main() -> None:
-    """Run the trainers one after the other, each in a process of its own, and compare."""
+    """Run the trainers one after the other, each in a separate process, and compare."""
     options = parser(__doc__)
     options.add_argument(
         "--places", default=",".join(PLACES), help="of gptj-ft; the first is compared with; auto:device_memory=4GiB"
     )
     options.add_argument("--loops", default=",".join(LOOPS), help="of transformers")
-    options.add_argument("--loop", choices=LOOPS, help="used by the script itself")
-    options.add_argument("--width", type=int, default=SHAPE["n_embd"], help="less only to try the script")
+    options.add_argument("--loop", choices=LOOPS, help="internal")
+    options.add_argument("--width", type=int, default=SHAPE["n_embd"], help="smaller only to try the script")
     arguments = options.parse_args()
     folder = arguments.work
     if arguments.loop:
