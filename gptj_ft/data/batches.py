@@ -213,7 +213,7 @@ def micro_batches(
         else:
             spans = [masked_spans[i] for i in group]
             whole = pack(chosen, [prompt_lengths[i] for i in group], masked_spans=spans)
-            batch = whole.up_to([inputs[i] for i in group])
+            batch = whole.truncated([inputs[i] for i in group])
         batches.append(batch if seeds is None else replace(batch, seeds=tuple(seeds[i] for i in group)))
     return batches
 

@@ -75,12 +75,12 @@ def _message(value: Any) -> dict[str, str]:
     return {"role": ROLES[role.strip().casefold()], "content": content.strip()}
 
 
-def asked(text: str) -> Conversation:
+def start_conversation(text: str) -> Conversation:
     """Return a conversation that begins with a user's text."""
     return Conversation([{"role": "user", "content": text.strip()}])
 
 
-def up_to_the_last_answer(conversation: Conversation) -> Conversation:
+def drop_trailing_messages(conversation: Conversation) -> Conversation:
     """Drop the messages after the last answer.
 
     Raises:
@@ -114,7 +114,7 @@ def render_parts(recipe: Recipe, conversation: Conversation) -> list[tuple[str, 
     return parts
 
 
-def shorter(conversation: Conversation) -> Iterable[Conversation]:
+def drop_oldest(conversation: Conversation) -> Iterable[Conversation]:
     """Yield the conversation without its oldest messages, one less each time.
 
     The system message stays; the other messages begin with one of the user.

@@ -9,7 +9,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gptj_ft.config.options import Recipe
-from gptj_ft.data.chat import ASSISTANT, MESSAGES, REPLY, SYSTEM, is_chat, read_conversation, up_to_the_last_answer
+from gptj_ft.data.chat import ASSISTANT, MESSAGES, REPLY, SYSTEM, drop_trailing_messages, is_chat, read_conversation
 from gptj_ft.data.template import fields_of, render, stripped_fields
 from gptj_ft.errors import DataError, RowSkipped, did_you_mean, listed
 from gptj_ft.system.plain_text import quoted, shortened
@@ -332,7 +332,7 @@ def _read_chat(row: Mapping[str, Any], columns: Mapping[str, str]) -> FieldTexts
         contents = {SYSTEM: cells.get(SYSTEM, ""), "user": question, ASSISTANT: cells[ASSISTANT]}
         turns = [{"role": role, "content": text} for role, text in contents.items() if role != SYSTEM or text.strip()]
         conversation = read_conversation(turns)
-    used = up_to_the_last_answer(conversation)
+    used = drop_trailing_messages(conversation)
     if any(not _is_unicode(message["content"]) for message in used):
         raise RowSkipped("half a surrogate pair, which is no character")
     dropped = len(conversation) - len(used)

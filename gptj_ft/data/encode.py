@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gptj_ft.config.options import Recipe
-from gptj_ft.data.chat import MESSAGES, REPLY, is_chat, render_parts, shorter
+from gptj_ft.data.chat import MESSAGES, REPLY, drop_oldest, is_chat, render_parts
 from gptj_ft.data.loss_mask import num_inputs
 from gptj_ft.data.template import fields_of, render
 from gptj_ft.data.tokenization import NoTokenizer, RowTokenizer, no_tokenizer, tokenize
@@ -159,7 +159,7 @@ def assemble(
     if recipe.on_long == "split":
         return Encoded(_windows(_joined(texts, ids, eos).documents[0], limit), 0)
     if is_chat(recipe):
-        for fewer in shorter(values[MESSAGES]):
+        for fewer in drop_oldest(values[MESSAGES]):
             texts = render_parts(recipe, fewer)
             ids = tokenize(tokenizer, [text for text, _ in texts])
             if (rest := sum(map(len, ids)) + 1) <= limit:
@@ -243,7 +243,7 @@ def encode_prompt(recipe: Recipe, tokenizer: RowTokenizer, values: Mapping[str, 
     if recipe.on_long in ("skip", "error"):
         raise DataError(f"the prompt takes {len(ids)} tokens, there is room for {room} (on_long: {recipe.on_long})")
     if is_chat(recipe):
-        for fewer in shorter(values[MESSAGES]):
+        for fewer in drop_oldest(values[MESSAGES]):
             ids = tokenize(tokenizer, [render(template, {**values, MESSAGES: fewer})])[0]
             if len(ids) <= room:
                 return Prompt(ids, cut=True)

@@ -12,7 +12,7 @@ import torch
 
 from gptj_ft.checkpoints.adapter import tokenizer_folder, tuned_architecture, weight_bytes
 from gptj_ft.config.options import Recipe
-from gptj_ft.data.chat import MESSAGES, asked
+from gptj_ft.data.chat import MESSAGES, start_conversation
 from gptj_ft.data.encode import Prompt, encode_prompt
 from gptj_ft.data.template import fields_of, stripped
 from gptj_ft.data.tokenization import load_tokenizer
@@ -252,4 +252,4 @@ def fill_fields(recipe: Recipe, prompt: str, more: Mapping[str, str]) -> dict[st
             f"this model's template has the fields {', '.join(names)}: give all but one, e.g. {example}, or use --raw"
         )
     texts = stripped(recipe, {**more, left[0]: prompt})
-    return {**texts, left[0]: asked(prompt)} if left[0] == MESSAGES else texts
+    return {**texts, left[0]: start_conversation(prompt)} if left[0] == MESSAGES else texts

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gptj_ft.models.batch import Bucket, BucketIndex, Documents, PackedBatch
-from gptj_ft.models.dropout import Dropout, NoiseSpan, as_numbers
+from gptj_ft.models.dropout import Dropout, NoiseSpan, mask_to
 from gptj_ft.system.machine import bf16_unit
 
 log = logging.getLogger(__name__)
@@ -316,13 +316,13 @@ class _DroppedAttention(torch.autograd.Function):
         keep = keep.flatten(0, 1)
         ctx.save_for_backward(q, k, v, weights, keep)
         ctx.scale, ctx.kept, ctx.num_heads = scale, kept, scores.shape[1]
-        return torch.bmm(as_numbers(keep, v.dtype).mul_(kept).mul_(weights.to(v.dtype)), v)
+        return torch.bmm(mask_to(keep, v.dtype).mul_(kept).mul_(weights.to(v.dtype)), v)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         q, k, v, weights, keep = ctx.saved_tensors
         (gradient,) = gradients
-        scaled = as_numbers(keep, v.dtype).mul_(ctx.kept)
+        scaled = mask_to(keep, v.dtype).mul_(ctx.kept)
         dv = torch.bmm((weights.to(v.dtype) * scaled).transpose(1, 2), gradient)
         dweights = torch.bmm(gradient, v.transpose(1, 2)).mul_(scaled).float()
         # dweights is the gradient of the weights before dropout: masked and scaled like the weights themselves.

@@ -59,7 +59,7 @@ def rounded_up(count: int) -> int:
     return -(-count // step) * step
 
 
-def most_filled(count: int) -> int:
+def most_padded(count: int) -> int:
     """Return the largest total of batches with ``count`` rows in all, each rounded by `rounded_up`."""
     return count + count // 16
 
@@ -205,12 +205,12 @@ class HeadRows:
     noise: Noise | None = None  # dropout; None: no dropout
     ends: tuple[int, ...] = ()  # end of each document's rows, if documents are complete
 
-    def filled(self, count: int) -> HeadRows:
+    def padded(self, count: int) -> HeadRows:
         """Return the rows with ``count`` fillers behind them."""
-        return self if self.noise is None else replace(self, noise=(*self.noise, *filler_noise(count)))
+        return self if self.noise is None else replace(self, noise=(*self.noise, *padding_noise(count)))
 
 
-def filler_noise(count: int) -> Noise:
+def padding_noise(count: int) -> Noise:
     """Return the dropout noise of filler rows; its values have no effect."""
     return (NoiseSpan(0, 0, count, count),) if count else ()
 
@@ -219,7 +219,7 @@ def filler_noise(count: int) -> Noise:
 class PackedBatch:
     """A micro-batch: documents packed end to end, without padding."""
 
-    tokens_T: Tensor  # token ids, int64; behind the last document are fillers, see `filled`
+    tokens_T: Tensor  # token ids, int64; behind the last document are fillers, see `padded`
     positions_T: Tensor  # position of each token in its own document, int64
     targets_T: Tensor
     """int64, ``NO_TARGET`` where there is no loss: the next token, or the class id of `Marks`. If the head reads all
@@ -255,7 +255,7 @@ class PackedBatch:
             return None
         lengths = [end - start for start, end in pairwise(self.cu_seqlens)]
         spans = (NoiseSpan(seed, 0, length, length) for seed, length in zip(self.seeds, lengths, strict=True))
-        return (*spans, *filler_noise(self.num_fillers))
+        return (*spans, *padding_noise(self.num_fillers))
 
     @cached_property
     def row_ends(self) -> tuple[int, ...]:
@@ -273,7 +273,7 @@ class PackedBatch:
         """Number of tokens behind the last document."""
         return len(self.tokens_T) - self.cu_seqlens[-1]
 
-    def filled(self) -> PackedBatch:
+    def padded(self) -> PackedBatch:
         """Return the batch padded with filler tokens to `rounded_up` tokens.
 
         Nothing attends to fillers; they have no targets and no gradients, so they change no result.
@@ -320,7 +320,7 @@ class PackedBatch:
         """Tokens of the longest document."""
         return max(end - start for start, end in zip(self.cu_seqlens, self.cu_seqlens[1:], strict=False))
 
-    def up_to(self, counts: Sequence[int]) -> PackedBatch:
+    def truncated(self, counts: Sequence[int]) -> PackedBatch:
         """Truncate each document to its first ``counts[d]`` tokens; the last target may be one token beyond."""
         ends = self.cu_seqlens
         if all(end - start == count for start, end, count in zip(ends, ends[1:], counts, strict=False)):

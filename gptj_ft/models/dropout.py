@@ -128,15 +128,15 @@ class _Masked(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, keep: Tensor, scale: float) -> Tensor:
         ctx.save_for_backward(keep)
         ctx.scale = scale
-        return as_numbers(keep, x.dtype).mul_(x).mul_(scale)
+        return mask_to(keep, x.dtype).mul_(x).mul_(scale)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (keep,) = ctx.saved_tensors
-        return as_numbers(keep, gradients[0].dtype).mul_(gradients[0]).mul_(ctx.scale), None, None
+        return mask_to(keep, gradients[0].dtype).mul_(gradients[0]).mul_(ctx.scale), None, None
 
 
-def as_numbers(keep: Tensor, dtype: torch.dtype) -> Tensor:
+def mask_to(keep: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert a mask to ones and zeros of a type."""
     # Through bytes, since torch converts bool element by element. Measured with 430 rows of 384 on one thread of an AMD
     # EPYC: 0.010 ms instead of 0.066.

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from gptj_ft.config.options import Recipe
-from gptj_ft.models.batch import BUCKET_PAIRS, most_filled, padded_length, rounded_up
+from gptj_ft.models.batch import BUCKET_PAIRS, most_padded, padded_length, rounded_up
 from gptj_ft.models.layout import TIED_SOURCE_LAYER, Layout
 from gptj_ft.planning.constants import (
     INNER,
@@ -63,7 +63,7 @@ class StepTokens:
     @property
     def most_rows(self) -> int:
         """Rows of hidden states in the largest step, padding included."""
-        return most_filled(self.most) if self.fillers else self.most
+        return most_padded(self.most) if self.fillers else self.most
 
     def scaled(self, share: Fraction, longest_row: int) -> StepTokens:
         """Return the tokens of steps that are this many times as large, with at least one row."""

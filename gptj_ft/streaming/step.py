@@ -113,7 +113,7 @@ def kept_layers(model: OffloadedModel) -> dict[int, KeptActivations]:
 def pad_batches(model: OffloadedModel, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
     """Pad token counts to a few sizes where kernels are compiled per shape."""
     is_padded = compiles_per_shape(model.device)
-    return [batch.filled() if is_padded and not batch.cache else batch for batch in batches]
+    return [batch.padded() if is_padded and not batch.cache else batch for batch in batches]
 
 
 def compiles_per_shape(device: torch.device) -> bool:
@@ -202,7 +202,7 @@ def head_gradients(step: Step, head: LoadedLayer, hidden: Iterable[Tensor]) -> t
             count = num_padding_rows(head, positions_S, step.objective)
             # Padding rows repeat position 0. The objective ignores them, so their gradient is zero.
             x_SD = x_TD[F.pad(positions_S, (0, count))].requires_grad_(head.needs_input_gradient)
-            output_SC = head.run(parameters, x_SD, rows.filled(count))
+            output_SC = head.run(parameters, x_SD, rows.padded(count))
             loss, z_loss = step.objective.loss(output_SC, batch, positions_S)
             losses.append(loss.detach())
             if z_loss is not None:

@@ -11,7 +11,7 @@ from gptj_ft.checkpoints.optimizer_state import open_moments
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.run_folder import COMMIT, Run, recipe_digest
 from gptj_ft.errors import DataError
-from gptj_ft.models.batch import most_filled
+from gptj_ft.models.batch import most_padded
 from gptj_ft.planning.memory import keeps_gradients
 from gptj_ft.streaming.activations import boundary_layout
 from gptj_ft.streaming.adamw import AdamW, AdamWConfig, Update
@@ -122,7 +122,7 @@ def open_offloaded(setup: TrainSetup, run: Run, placement: Placement) -> Offload
     # A pass is one of all processes: the one with the least memory decides how many tokens share it.
     pass_tokens = min(each["tokens"] for each in group.gather("pass", {"tokens": planned.pass_tokens}))
     budget = replace(planned, num_kept_layers=planned.num_kept_layers * group.size, pass_tokens=pass_tokens)
-    most_tokens, width = most_filled(setup.most_step_tokens), setup.architecture.config.n_embd
+    most_tokens, width = most_padded(setup.most_step_tokens), setup.architecture.config.n_embd
     boundary = boundary_layout(most_tokens, width, recipe.batch_size)
     offloaded = open_for_training(
         setup.architecture,

@@ -17,7 +17,7 @@ HEADS, WIDTH = 3, 12
 def inputs(dtype: torch.dtype) -> tuple[PackedBatch, list[Tensor], Tensor]:
     """Return a batch with fillers; queries, keys and values; the gradient of the output."""
     torch.manual_seed(0)
-    batch = pack([[1] * length for length in LENGTHS]).filled()
+    batch = pack([[1] * length for length in LENGTHS]).padded()
     shape = len(batch.tokens_T), HEADS, WIDTH
     assert batch.num_fillers
     taken = [torch.randn(shape).to(dtype).requires_grad_() for _ in range(3)]

@@ -227,7 +227,7 @@ def test_workload_counts_packed_micro_batches() -> None:
     assert load.step.micro_batches == pytest.approx(sum(packed) / 3, abs=0.7)
     assert load.step.micro_batches > load.step.mean / 256
     batches = [rows.batches(range(start, start + 8), 256) for start in (0, 8, 16)]
-    fillers = [len(batch.filled().tokens_T) - len(batch.tokens_T) for step in batches for batch in step]
+    fillers = [len(batch.padded().tokens_T) - len(batch.tokens_T) for step in batches for batch in step]
     assert load.step.fillers == pytest.approx(sum(fillers) / 3, rel=0.3)
     assert load.step.computed == load.step.mean + load.step.fillers
     assert load.rows.typical == round(sum(length**2 for length in rows.lengths) / sum(rows.lengths))

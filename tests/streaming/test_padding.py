@@ -17,7 +17,7 @@ from gptj_ft.checkpoints.architecture import read_architecture
 from gptj_ft.checkpoints.model_folder import open_checkpoint
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.batches import micro_batches
-from gptj_ft.models.batch import PackedBatch, most_filled, pack, rounded_up
+from gptj_ft.models.batch import PackedBatch, most_padded, pack, rounded_up
 from gptj_ft.streaming import step
 from gptj_ft.streaming.adamw import AdamW
 from gptj_ft.streaming.buffers import BufferBudget
@@ -125,12 +125,12 @@ def test_products_have_few_shapes(model_folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 64, 65, 1000, 1025, 2047, 2048, 2049, 100_000])
 def test_padding_adds_less_than_a_sixteenth(count: int) -> None:
-    assert count <= rounded_up(count) <= most_filled(count)
+    assert count <= rounded_up(count) <= most_padded(count)
     assert rounded_up(rounded_up(count)) == rounded_up(count)
     assert len({rounded_up(each) for each in range(count, 2 * count)}) <= 33
 
 
 def test_full_batch_is_not_padded() -> None:
     batch: PackedBatch = pack([[1] * 64])
-    assert batch.filled() is batch
-    assert len(pack([[1] * 65]).filled().tokens_T) == 68
+    assert batch.padded() is batch
+    assert len(pack([[1] * 65]).padded().tokens_T) == 68

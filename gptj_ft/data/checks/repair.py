@@ -171,7 +171,7 @@ def _difference(before: str, after: str) -> Iterator[str]:
             pairs = [_near_the_change(*pair) for pair in zip(removed, added, strict=True)]
             removed, added = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         for sign, lines in (("-", removed), ("+", added)):
-            yield from (f"{sign}{visible(line)}\n" for line in lines)
+            yield from (f"{sign}{escape_controls(line)}\n" for line in lines)
 
 
 def _near_the_change(before: str, after: str) -> tuple[str, str]:
@@ -195,7 +195,7 @@ def _common(before: str, after: str) -> int:
     return low
 
 
-def visible(line: str) -> str:
+def escape_controls(line: str) -> str:
     """Escape control characters and line breaks."""
     return "".join(letter if letter.isprintable() or letter == "\t" else ascii(letter)[1:-1] for letter in line)
 
@@ -259,7 +259,7 @@ def fix_rows(
         raise UsageError(f"{source.path}: the rows are tokens, which cannot be repaired: leave out --fix")
     report = RepairReport(str(target), str(diff_of(target)))
     with atomic_files(diff_of(target), target) as (diff, out):
-        diff.write(visible(f"--- {source.path}") + "\n" + visible(f"+++ {target}") + "\n")
+        diff.write(escape_controls(f"--- {source.path}") + "\n" + escape_controls(f"+++ {target}") + "\n")
         fixer = _Repairer(recipe, columns, report, diff)
         findings = Findings(sys.maxsize)
         for row in read_rows(source, findings):
@@ -327,7 +327,7 @@ class _Repairer:
     def _drop(self, where: str, reason: str, detail: str) -> None:
         self._report.rows_read += 1
         self._report.rows_dropped.setdefault(reason, Occurrences()).add(where)
-        self._diff.write(visible(f"@@ {where} dropped: {reason}: {detail} @@") + "\n")
+        self._diff.write(escape_controls(f"@@ {where} dropped: {reason}: {detail} @@") + "\n")
 
     def _write_changes(self, row: Row, column: str, before: list[str], after: list[RepairedText]) -> None:
         fixes = dict.fromkeys(fix for each in after for fix in each.fixes)
@@ -335,7 +335,7 @@ class _Repairer:
             self._report.cells[fix] += 1
         if fixes:
             place = f"{row.where}, now line {self._report.rows_written}, column '{column}'"
-            self._diff.write(visible(f"@@ {place}: {', '.join(fixes)} @@") + "\n")
+            self._diff.write(escape_controls(f"@@ {place}: {', '.join(fixes)} @@") + "\n")
         for old, new in zip(before, after, strict=True):
             self._diff.writelines(_difference(old, new.text))
 

@@ -10,7 +10,7 @@ from gptj_ft.errors import RowSkipped, UsageError
 JOINT = "\n"  # between two texts, if the tokenizer has no separator
 
 
-def framed(frame: Frame, first: Sequence[int], second: Sequence[int] | None) -> tuple[list[int], list[int]]:
+def add_special_tokens(frame: Frame, first: Sequence[int], second: Sequence[int] | None) -> tuple[list[int], list[int]]:
     """Add special tokens to a text or a pair; return the token ids and the borders of token types."""
     ids = [*frame.first, *first]
     if second is None:
@@ -20,7 +20,7 @@ def framed(frame: Frame, first: Sequence[int], second: Sequence[int] | None) -> 
     return [*ids, *second, *frame.last], borders
 
 
-def frame_tokens(frame: Frame, is_pair: bool) -> int:
+def num_special_tokens(frame: Frame, is_pair: bool) -> int:
     """Count the special tokens around a text or a pair."""
     return len(frame.first) + len(frame.last) + (len(frame.middle) if is_pair else 0)
 
@@ -82,7 +82,7 @@ def windows_of(count: int, room: int, stride: int) -> list[tuple[int, int]]:
 
 def check_stride(stride: int, max_length: int, frame: Frame, is_pair: bool) -> None:
     """Check that windows advance."""
-    room = max_length - frame_tokens(frame, is_pair)
+    room = max_length - num_special_tokens(frame, is_pair)
     if stride >= room:
         raise UsageError(
             f"stride: windows of at most {room} tokens (by max_length) cannot share {stride} tokens with the next; "

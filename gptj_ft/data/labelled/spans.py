@@ -17,9 +17,9 @@ from gptj_ft.data.dataset import content_hash
 from gptj_ft.data.encoder import EncodedDocument, EncodedRow, Setting, TaskReader
 from gptj_ft.data.labelled.assembly import (
     JOINT,
+    add_special_tokens,
     check_stride,
-    frame_tokens,
-    framed,
+    num_special_tokens,
     windows_of,
 )
 from gptj_ft.data.readers.rows import Row
@@ -70,7 +70,7 @@ class SpanReader(TaskReader):
         if not frame.exists:
             frame = frame._replace(middle=tuple(tokenize(setting.tokenizer, [JOINT])[0]))
         self._frame = frame
-        self._room = recipe.max_length - frame_tokens(frame, is_pair=True)
+        self._room = recipe.max_length - num_special_tokens(frame, is_pair=True)
         check_stride(recipe.stride, recipe.max_length, frame, is_pair=True)
 
     def read(self, row: Row) -> tuple[list[str], _Read]:
@@ -125,7 +125,7 @@ class SpanReader(TaskReader):
     def _window(
         self, read: _Read, question: TokenizedText, passage: TokenizedText, first: int, end: int
     ) -> EncodedDocument:
-        ids, borders = framed(self._frame, question.ids, passage.ids[first:end])
+        ids, borders = add_special_tokens(self._frame, question.ids, passage.ids[first:end])
         before = len(self._frame.first) + len(question) + len(self._frame.middle)
         offsets = np.full((len(ids), 2), -1, np.int32)
         offsets[before : before + end - first] = passage.spans[first:end]

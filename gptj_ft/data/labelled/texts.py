@@ -15,10 +15,10 @@ from gptj_ft.data.dataset import document_hash
 from gptj_ft.data.encoder import EncodedDocument, EncodedRow, RowCounts, Setting, TaskReader
 from gptj_ft.data.labelled.assembly import (
     JOINT,
+    add_special_tokens,
     check_stride,
-    frame_tokens,
-    framed,
     longest_first,
+    num_special_tokens,
     truncate,
     windows_of,
 )
@@ -62,7 +62,7 @@ class TextReader(TaskReader):
         if not frame.exists:
             frame = frame._replace(middle=tuple(tokenize(setting.tokenizer, [JOINT])[0]))
         self._frame = frame
-        self._room = recipe.max_length - frame_tokens(frame, self._is_pair)
+        self._room = recipe.max_length - num_special_tokens(frame, self._is_pair)
         if self._room < 1 + self._is_pair:
             raise UsageError(f"max_length: {recipe.max_length} tokens leave no room for a text")
         if recipe.on_long == "split":
@@ -84,7 +84,7 @@ class TextReader(TaskReader):
         documents = []
         label, references, targets, values = self._labelled(row, read.answer)
         for first, second in pieces:
-            ids, borders = framed(self._frame, first, second)
+            ids, borders = add_special_tokens(self._frame, first, second)
             mark = 0 if self._frame.exists else len(ids) - 1
             documents.append(EncodedDocument(ids, borders, (mark,), targets, values))
         group = document_hash(self.setting.recipe, read.fields.values)

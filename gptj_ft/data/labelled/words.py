@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from gptj_ft.data.columns import FieldTexts
 from gptj_ft.data.dataset import content_hash
 from gptj_ft.data.encoder import EncodedDocument, EncodedRow, RowCounts, Setting, TaskReader
-from gptj_ft.data.labelled.assembly import frame_tokens, framed
+from gptj_ft.data.labelled.assembly import add_special_tokens, num_special_tokens
 from gptj_ft.data.labelled.label_order import renumbered
 from gptj_ft.data.readers.rows import Occurrences, Row
 from gptj_ft.data.table import TokenTable
@@ -63,7 +63,7 @@ class WordReader(TaskReader):
         self._frame = setting.frame
         assert not isinstance(setting.tokenizer, NoTokenizer), "frame_of would have failed"
         self._unknown = int(setting.tokenizer.unk_token_id or 0)
-        self._room = recipe.max_length - frame_tokens(self._frame, is_pair=False)
+        self._room = recipe.max_length - num_special_tokens(self._frame, is_pair=False)
         if self._room < 1:
             raise UsageError(f"max_length: {recipe.max_length} tokens leave no room for a word")
 
@@ -137,7 +137,7 @@ class WordReader(TaskReader):
         for ids in pieces[first:end]:
             marks.append(len(self._frame.first) + len(flat))
             flat.extend(ids)
-        ids, _ = framed(self._frame, flat, None)
+        ids, _ = add_special_tokens(self._frame, flat, None)
         return EncodedDocument(ids, (), marks, targets[first:end] or [0] * len(marks), texts=read.words[first:end])
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.batches import micro_batches
 from gptj_ft.errors import ResourceError
-from gptj_ft.models.batch import PackedBatch, most_filled
+from gptj_ft.models.batch import PackedBatch, most_padded
 from gptj_ft.models.layout import Layout
 from gptj_ft.models.registry import Architecture, families
 from gptj_ft.planning.machine_profile import rates
@@ -183,7 +183,7 @@ class Blocks:
         with tempfile.TemporaryDirectory() as folder:
             model = open_for_training(
                 self.architecture, plan.placement, dtypes, self.device, Path(folder), plan.budget,
-                boundary=boundary_layout(most_filled(most), self.width, -(-most // LONGEST_ROW)),
+                boundary=boundary_layout(most_padded(most), self.width, -(-most // LONGEST_ROW)),
             )  # fmt: skip
             try:
                 for layer in range(len(model.layers)):

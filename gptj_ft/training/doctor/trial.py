@@ -17,7 +17,7 @@ from gptj_ft.checkpoints.architecture import read_architecture
 from gptj_ft.checkpoints.model_folder import open_checkpoint
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.batches import micro_batches
-from gptj_ft.models.batch import most_filled
+from gptj_ft.models.batch import most_padded
 from gptj_ft.models.registry import Architecture
 from gptj_ft.models.trainable import select
 from gptj_ft.streaming.activations import OffloadedActivations, boundary_layout
@@ -169,7 +169,7 @@ def open_trial(
             wrapped = {id(store): wrap(store) for store in offloaded.stores.values()}
             offloaded.stores.update({kind: wrapped[id(store)] for kind, store in offloaded.stores.items()})
             if places.boundaries != "device":
-                layout = boundary_layout(most_filled(sum(LENGTHS)), architecture.config.n_embd, len(LENGTHS))
+                layout = boundary_layout(most_padded(sum(LENGTHS)), architecture.config.n_embd, len(LENGTHS))
                 num_layers, compute = len(offloaded.layers), offloaded.compute_dtype
                 store = wrap(open_boundaries(places, [layout] * num_layers, compute, device, folder, CHUNK_NUMEL))
                 offloaded.boundaries = OffloadedActivations(
