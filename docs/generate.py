@@ -170,7 +170,7 @@ def kind(annotation: Any) -> str:
 
 def unit(name: str, annotation: Any) -> str:
     """Return the unit of an option."""
-    parts = {annotation, *get_args(annotation)}
+    parts = {annotation, *(part for each in get_args(annotation) for part in (each, *get_args(each)))}
     if ByteSize in parts:
         return "bytes, or `8GiB`"
     if Duration in parts:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
-from gptj_ft.config.options import field_of, meaning_of
+from gptj_ft.config.options import field_of, flag_spec, meaning_of
 from gptj_ft.config.presets import preset_names
 from gptj_ft.models.supported import TINY_MODELS
 from gptj_ft.system.paths import RUNS, models
@@ -18,13 +18,6 @@ from gptj_ft.system.paths import RUNS, models
 # The heading of flags that a newcomer can do without; `--help` leaves them to `--help-all`.
 MORE = "More options"
 SHOWS_ALL = "gptj_ft.help_all"  # in the `meta` of a command's context
-# Options that presets set: what stands in `Recipe` is then seldom the default that a user gets.
-SET_BY_PRESETS = {"lr", "epochs", "batch_size", "max_length", "on_long", "max_steps", "holdout", "max_bad_rows"}
-
-METAVARS = {
-    "recipe": "NAME", "model": "MODEL", "data": "FILE", "val_data": "FILE", "output": "FOLDER", "max_time": "TIME",
-    "map": "FIELD=COLUMN", "device_memory": "SIZE", "host_memory": "SIZE", "disk_space": "SIZE", "train": "PATTERN",
-}  # fmt: skip
 
 
 def flag(meaning: str, *names: str, more: bool = False, **settings: Any) -> Any:
@@ -47,17 +40,17 @@ def option_of(field: str, meaning: str | None = None, more: bool = False) -> Any
         meaning: help text without a default, where the option is not for training; default: the option's.
         more: whether only `--help-all` shows it.
     """
-    info, (group, _, name) = field_of(field), field.rpartition(".")
+    info, spec, (group, _, name) = field_of(field), flag_spec(field), field.rpartition(".")
     choices = get_args(info.annotation) if get_origin(info.annotation) is Literal else ()
     default = ",".join(info.default) if isinstance(info.default, tuple) else info.default
     facts = [" | ".join(choices)] if choices else []
-    if meaning is None and (group or field in SET_BY_PRESETS):
+    if meaning is None and (group or spec.set_by_presets):
         facts.append("default: the recipe's")
     elif meaning is None and default:
         facts.append(f"default {default}")
     text = (meaning or meaning_of(field)) + (f" [{'; '.join(facts)}]" if facts else "")
-    settings = {"metavar": METAVARS.get(field), "autocompletion": COMPLETED.get(field)}
-    return flag(text, "--" + name.replace("_", "-"), more=more, **settings)
+    complete = {"RECIPE": complete_recipe, "MODEL": complete_model}.get(spec.metavar or "")
+    return flag(text, "--" + name.replace("_", "-"), more=more, metavar=spec.metavar, autocompletion=complete)
 
 
 def complete_recipe(incomplete: str) -> list[str]:
@@ -77,9 +70,6 @@ def complete_model(incomplete: str) -> list[str]:
     return [name for name in (*there, *TINY_MODELS) if name.startswith(incomplete)] + complete_run(incomplete)
 
 
-COMPLETED = {"recipe": complete_recipe, "model": complete_model}
-
-
 def _show_all_help(context: typer.Context, wanted: bool) -> None:
     if wanted:
         context.meta[SHOWS_ALL] = True
@@ -87,12 +77,6 @@ def _show_all_help(context: typer.Context, wanted: bool) -> None:
         raise typer.Exit
 
 
-# Flags that only `--help-all` shows, wherever they are flags.
-IN_MORE = {
-    "train", "seed", "on_long", "max_bad_rows", "cache", "validate_every", "save_every", "keep", "export", "report_to",
-    "device", "precision", "weights", "optimizer_state", "activations", "boundaries", "disk_space",
-    "generation.top_p", "generation.top_k", "generation.num_beams",
-}  # fmt: skip
 TUNED_RECIPE = "task; default: the one that the model was tuned for"
 # How a model's forward passes run.
 INFERENCE_OPTIONS = ("device", "precision", "weights", "device_memory", "host_memory")
@@ -114,17 +98,19 @@ def takes_options(
     Args:
         *fields: names of options, with their group if they are of one.
         meanings: help texts of options that the command uses for something else than training.
-        shown: options of `IN_MORE` that this command shows at once.
+        shown: options marked ``in_more`` that this command shows without ``--help-all``.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        names, hidden = {field.rpartition(".")[2]: field for field in fields}, IN_MORE - set(shown)
+        names = {field.rpartition(".")[2]: field for field in fields}
         flags = [
             Parameter(
                 name,
                 Parameter.KEYWORD_ONLY,
                 default=None,
-                annotation=_flag_of(field, (meanings or {}).get(field), field in hidden),
+                annotation=_flag_of(
+                    field, (meanings or {}).get(field), flag_spec(field).in_more and field not in shown
+                ),
             )
             for name, field in names.items()
         ]

@@ -12,6 +12,7 @@ import codecs
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
@@ -89,6 +90,15 @@ Keep = Annotated[tuple[str, ...], BeforeValidator(_words), AfterValidator(_keep_
 Names = Annotated[tuple[str, ...], BeforeValidator(_words)]
 
 
+@dataclass(frozen=True)
+class FlagSpec:
+    """How the command line presents an option: metadata of its field."""
+
+    metavar: str | None = None  # kind of value, as help names it; shell completion goes by it
+    in_more: bool = False  # shown by --help-all only
+    set_by_presets: bool = False  # help names no default, because presets set the option
+
+
 class Options(BaseModel):
     """Group of options: frozen; unknown keys and numbers that are not finite are errors."""
 
@@ -109,13 +119,13 @@ class Generation(Options):
     """most tokens to write"""
     temperature: float = Field(0.0, ge=0.0)
     """0 is greedy; above, sampling"""
-    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    top_p: Annotated[float, FlagSpec(in_more=True)] = Field(1.0, gt=0.0, le=1.0)
     """sample from the smallest set with this probability"""
-    top_k: int = Field(0, ge=0)
+    top_k: Annotated[int, FlagSpec(in_more=True)] = Field(0, ge=0)
     """sample from the k most likely tokens; 0 is all"""
     min_p: Fraction = 0.0
     """sample from tokens with this share of the likeliest's probability"""
-    num_beams: int = Field(1, ge=1)
+    num_beams: Annotated[int, FlagSpec(in_more=True)] = Field(1, ge=1)
     """beams of the search; 1: no search"""
     min_new_tokens: int = Field(0, ge=0)
     """fewest tokens to write"""
@@ -257,7 +267,7 @@ class Recipe(Options):
     """All options of a run; saved as ``recipe.yaml`` in the run folder."""
 
     # What for
-    recipe: str = "custom"
+    recipe: Annotated[str, FlagSpec(metavar="RECIPE")] = "custom"
     """preset for a task; `gptj-ft recipes list` shows them"""
     about: str = ""
     """one line: what the preset is for"""
@@ -270,17 +280,17 @@ class Recipe(Options):
     """
 
     # What on
-    model: str | None = None
+    model: Annotated[str | None, FlagSpec(metavar="MODEL")] = None
     """folder or name of a model; default: the downloaded one. 'tiny' makes a small random one"""
-    data: str | None = None
+    data: Annotated[str | None, FlagSpec(metavar="FILE")] = None
     """training rows: file (jsonl, json, csv, tsv, xlsx, parquet, txt), folder or pattern; or prepared; or a data set on
     the Hub, hub:owner/name
     """
-    val_data: str | None = None
+    val_data: Annotated[str | None, FlagSpec(metavar="FILE")] = None
     """validation rows; none: a share of the data is held out"""
-    holdout: Fraction = 0.05
+    holdout: Annotated[Fraction, FlagSpec(set_by_presets=True)] = 0.05
     """share of the rows held out when no validation rows are given"""
-    output: str | None = None
+    output: Annotated[str | None, FlagSpec(metavar="FOLDER")] = None
     """run folder to make; default runs/RECIPE-N"""
 
     documents: Literal["paragraph", "line", "file"] = "paragraph"
@@ -297,11 +307,11 @@ class Recipe(Options):
     """names of the columns of a table whose first line is a row already; none: the first line has them"""
     max_record: ByteSize = MOST_RECORD_BYTES
     """longest line, cell or record of a file, e.g. 1GiB; what is longer is taken for damage"""
-    max_bad_rows: int = Field(0, ge=0)
+    max_bad_rows: Annotated[int, FlagSpec(in_more=True, set_by_presets=True)] = Field(0, ge=0)
     """records that may be unreadable before the data is refused"""
-    cache: bool = True
+    cache: Annotated[bool, FlagSpec(in_more=True)] = True
     """keep rows as tokens, and take those that are kept, if nothing has changed"""
-    map: ColumnMap = {}
+    map: Annotated[ColumnMap, FlagSpec(metavar="FIELD=COLUMN")] = {}
     """columns by field, e.g. document=body,summary=tl_dr; where several hold right answers, summary=s1+s2 or
     summary=s*; others are recognised
     """
@@ -323,7 +333,9 @@ class Recipe(Options):
     """what to answer where the data has no answer (SQuAD v2.0); empty: such rows are left out"""
     sentences: tuple[str, ...] = ("highlights",)
     """columns in which a list is the sentences of one text, not several answers"""
-    on_long: Literal["shorten", "split", "skip", "error"] = "split"
+    on_long: Annotated[Literal["shorten", "split", "skip", "error"], FlagSpec(in_more=True, set_by_presets=True)] = (
+        "split"
+    )
     """rows above max_length: cut the `shorten` field, split plain text, skip, or stop"""
     shorten: str = ""
     """the one field that may be cut when a row is too long"""
@@ -333,7 +345,7 @@ class Recipe(Options):
     """plain text in windows of max_length, filled with several documents: apart, attention stays inside each; joined,
     it goes across them
     """
-    max_length: int = Field(2048, ge=2)
+    max_length: Annotated[int, FlagSpec(set_by_presets=True)] = Field(2048, ge=2)
     """tokens of prompt, answer and EOS together; of rows that come as tokens, inputs"""
 
     stride: int = Field(128, ge=0)
@@ -366,17 +378,17 @@ class Recipe(Options):
     method: Literal["full", "lora"] = "full"
     """full: every parameter is trained, or those of `train`; lora: adapters beside the model"""
     lora: LoRA = Field(default_factory=LoRA)  # type: ignore[arg-type]
-    train: Names = ()
+    train: Annotated[Names, FlagSpec(metavar="PATTERN", in_more=True)] = ()
     """what is trained: shell patterns of Hugging Face's names, such as h.2[0-7].*,lm_head.*; none: all"""
-    epochs: float = Field(1.0, gt=0.0)
+    epochs: Annotated[float, FlagSpec(set_by_presets=True)] = Field(1.0, gt=0.0)
     """passes over the rows; a share of a step is a step"""
-    max_steps: int | None = Field(None, ge=1)
+    max_steps: Annotated[int | None, FlagSpec(set_by_presets=True)] = Field(None, ge=1)
     """optimizer steps; overrides epochs"""
-    batch_size: int = Field(16, ge=1)
+    batch_size: Annotated[int, FlagSpec(set_by_presets=True)] = Field(16, ge=1)
     """rows per optimizer step"""
     micro_batch_tokens: int = Field(2048, ge=1)
     """tokens computed at once; changes memory and rounding, never the batch"""
-    lr: float = Field(1e-5, gt=0.0)
+    lr: Annotated[float, FlagSpec(set_by_presets=True)] = Field(1e-5, gt=0.0)
     """peak learning rate"""
     schedule: Annotated[
         Annotated[NamedShape, Tag("(shape)")] | Annotated[Pieces, Tag("(pieces)")],
@@ -403,7 +415,7 @@ class Recipe(Options):
     """global gradient norm; null: no clipping"""
     z_loss: float = Field(0.0, ge=0.0)
     """weight of log(Z)^2 beside the loss; GPT-J's pre-training: 1e-4"""
-    seed: int = Field(0, ge=0, lt=2**63)
+    seed: Annotated[int, FlagSpec(in_more=True)] = Field(0, ge=0, lt=2**63)
     """order of the rows, the held-out share, the tiny model"""
 
     dropout: Decay | None = None
@@ -416,9 +428,9 @@ class Recipe(Options):
     """whether Adam divides its moments by 1 - beta ** step; false: as BERT was tuned"""
 
     # Where it runs
-    device: str = "auto"
+    device: Annotated[str, FlagSpec(in_more=True)] = "auto"
     """auto, cpu, or an accelerator: cuda, cuda:1, xpu, mps"""
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"], FlagSpec(in_more=True)] = "auto"
     """type of the computation; master weights fp32; fp16 with dynamic loss scaling"""
     moments: Literal["fp32", "bf16"] = "fp32"
     """type of Adam's two moments; bf16, rounded stochastically, halves their memory and traffic"""
@@ -426,21 +438,23 @@ class Recipe(Options):
     """what moments begin as: those in the model's folder (convert --with-optimizer), or zeros"""
     gradients: Literal["fp32", "bf16"] = "fp32"
     """type in which gradients wait for their update; they are summed in fp32"""
-    weights: _Place = "auto"
+    weights: Annotated[_Place, FlagSpec(in_more=True)] = "auto"
     """where the weights live (device: GPU memory, host: RAM)"""
-    optimizer_state: _Place = "auto"
+    optimizer_state: Annotated[_Place, FlagSpec(in_more=True)] = "auto"
     """where gradients, moments and master weights live (device: GPU memory, host: RAM)"""
-    max_time: Duration | None = None
+    max_time: Annotated[Duration | None, FlagSpec(metavar="TIME")] = None
     """stop in time, saved, when a session has run as long as this: 8h, 90m, 1h30m; default: no limit"""
-    device_memory: ByteSize | None = None
+    device_memory: Annotated[ByteSize | None, FlagSpec(metavar="SIZE")] = None
     """most device memory to use, e.g. 8GiB; default: what is free"""
-    host_memory: ByteSize | None = None
+    host_memory: Annotated[ByteSize | None, FlagSpec(metavar="SIZE")] = None
     """most RAM to use, e.g. 6GiB; default: what is free"""
-    disk_space: ByteSize | None = None
+    disk_space: Annotated[ByteSize | None, FlagSpec(metavar="SIZE", in_more=True)] = None
     """most disk space to use, e.g. 200GB; default: what is free"""
-    activations: Literal["auto", "keep", "recompute"] | Annotated[int, Field(ge=0)] = "auto"
+    activations: Annotated[
+        Literal["auto", "keep", "recompute"] | Annotated[int, Field(ge=0)], FlagSpec(in_more=True)
+    ] = "auto"
     """blocks whose activations are kept for backward: what fits, all, none, or so many"""
-    boundaries: _Place = "auto"
+    boundaries: Annotated[_Place, FlagSpec(in_more=True)] = "auto"
     """where the inputs of recomputed layers wait for backward"""
     read_ahead: int = Field(1, ge=0, le=8)
     """layers read before they are needed"""
@@ -461,7 +475,7 @@ class Recipe(Options):
     """
 
     # What it leaves behind
-    validate_every: int = Field(0, ge=0)
+    validate_every: Annotated[int, FlagSpec(in_more=True)] = Field(0, ge=0)
     """steps between validations; 0: before and after only"""
     sample_rows: int = Field(0, ge=0)
     """validation rows that are answered, and scored by `metrics`, at each validation; 0: none"""
@@ -469,15 +483,15 @@ class Recipe(Options):
     """what the best state is best by: validation_loss, or a score of the sample_rows"""
     patience: int | None = Field(None, ge=1)
     """end after so many validations in a row without a better state; null: never"""
-    save_every: int = Field(0, ge=0)
+    save_every: Annotated[int, FlagSpec(in_more=True)] = Field(0, ge=0)
     """steps between checkpoints; 0: by time only. A run on disk loses no step anyway"""
-    keep: Keep = ("last",)
+    keep: Annotated[Keep, FlagSpec(in_more=True)] = ("last",)
     """checkpoints kept: last, best (see best_by), all of save_every, or the newest N of them"""
-    export: Literal["last", "best"] = "last"
+    export: Annotated[Literal["last", "best"], FlagSpec(in_more=True)] = "last"
     """whose state the tuned model has"""
     save_minutes: float = Field(30.0, gt=0.0)
     """minutes after which a checkpoint is due; Ctrl-C saves at once"""
-    report_to: Literal["none", "tensorboard", "trackio", "wandb"] = "none"
+    report_to: Annotated[Literal["none", "tensorboard", "trackio", "wandb"], FlagSpec(in_more=True)] = "none"
     """tracker that gets the figures of metrics.jsonl, too; wandb's are sent to its server"""
 
     def to_dict(self) -> dict[str, Any]:
@@ -532,6 +546,11 @@ def field_of(option: str) -> FieldInfo:
     """Return the declaration of an option, ``group.name`` if it is of a group."""
     group, _, name = option.rpartition(".")
     return (GROUPS[group] if group else Recipe).model_fields[name]
+
+
+def flag_spec(option: str) -> FlagSpec:
+    """Return how the command line presents an option."""
+    return next((each for each in field_of(option).metadata if isinstance(each, FlagSpec)), FlagSpec())
 
 
 def meaning_of(option: str) -> str:

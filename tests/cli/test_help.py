@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from gptj_ft.cli import options
 from gptj_ft.cli.app import app
 from gptj_ft.cli.options import Given, takes_options
-from gptj_ft.config.options import GROUPS, Recipe
+from gptj_ft.config.options import GROUPS, Recipe, flag_spec
 from gptj_ft.config.presets import load_preset, preset_names
 from gptj_ft.config.resolve import PEERS_NAMES, resolve
 from gptj_ft.errors import UsageError
@@ -113,7 +112,8 @@ def test_no_default_is_shown_of_what_presets_set(shell) -> None:
     set_by_presets = {key for name in preset_names() for key in load_preset(name)}
     shown = shell("finetune --help-all").out + shell("plan --help-all").out
     flags = {key for key in Recipe.model_fields if f"--{key.replace('_', '-')} " in shown}
-    assert set_by_presets & flags - options.SET_BY_PRESETS - {"recipe", "map", "packing"} == set()
+    marked = {key for key in Recipe.model_fields if flag_spec(key).set_by_presets}
+    assert set_by_presets & flags - marked - {"recipe", "map", "packing"} == set()
 
 
 def test_names_of_other_systems_lead_to_ours_wherever_they_are_typed(shell, tmp_path) -> None:
