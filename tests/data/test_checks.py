@@ -111,9 +111,9 @@ def test_preview_shows_targets_and_lengths(shell, tmp_path: Path) -> None:
     assert "Visit 2.<|endoftext|>" not in text
     assert "Tokens of the prompt, rows" in text
     assert "Tokens of the answer, rows" in text
-    assert re.search(r"would compute 1\.\d times as much", text)
-    assert "steps 2 an epoch of 61 rows, 6 in all, 1 of them warm-up; validated 2 times" in text
-    assert "about 61 rows" in text
+    assert re.search(r"would compute 1\.\d\d times as many tokens", text)
+    assert "steps 2 per epoch, 6 in total, 1 of them warm-up; 2 validations" in text
+    assert "train 61 rows" in text
 
 
 def test_a_histogram_counts_every_row_once() -> None:

@@ -380,7 +380,7 @@ def test_nothing_is_overwritten(tmp_path: Path, shell: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ("--fixed new.jsonl", "add --fix"),
+        ("--fixed new.jsonl", "--fixed needs --fix"),
         ("--fix --fixed new.csv", "its name must end with .jsonl"),
         ("--fix --data 'rows*.jsonl'", "name the new file with --fixed"),
         ("--fix --data folder --fixed folder/new.jsonl", "rows twice"),
@@ -455,11 +455,11 @@ def test_prepare_data_continues_with_fixed_file(tmp_path: Path, shell: Any) -> N
     done = shell(f"{TYPED} --data {source} --fix")
     assert done.code == 0, done.err
     text = done.said
-    assert f"file {tmp_path}/rows.fixed.jsonl rows 2 of 5, 2 of them mended, 3 dropped" in text
-    assert "mended 1 cell: wrongly decoded letters mended 1 cell: carriage returns mended 1 cell: HTML" in text
-    assert "dropped 2: cannot be read (rows.jsonl: lines 2, 3)" in text
-    assert "what follows is about that file" in text
-    assert f"file {tmp_path}/rows.fixed.jsonl rows 2 read, 2 kept" in text
+    assert f"file {tmp_path}/rows.fixed.jsonl rows 5 read = 2 written + 3 dropped; 2 changed" in text
+    assert "fixed 1 cell: wrongly decoded letters fixed 1 cell: carriage returns fixed 1 cell: HTML" in text
+    assert "dropped 2 rows: cannot be read (rows.jsonl: lines 2, 3)" in text
+    assert "Fixed file, described below" in text
+    assert f"file {tmp_path}/rows.fixed.jsonl rows 2 read = 2 kept + 0 skipped" in text
     assert "warning" not in text
     assert (tmp_path / "rows.fixed.jsonl.prepared").is_dir()
     assert "caf" not in text, "nothing of the texts is printed"

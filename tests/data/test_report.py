@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from html.parser import HTMLParser
@@ -9,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from support.full_disk import fill_disk
 from support.tiny_tokenizer import make_tokenizer
 
+from gptj_ft.cli.data_facts import data_facts
 from gptj_ft.cli.html import write_new
-from gptj_ft.cli.html.data_page import data_facts, data_report
+from gptj_ft.cli.html.data_page import data_report
+from gptj_ft.cli.terminal.data_tables import show_data, show_lengths
 from gptj_ft.config.resolve import resolve
 from gptj_ft.data.lengths import bins_of
 from gptj_ft.data.prepare import TokenizeJob, tokenize_rows
@@ -103,14 +107,14 @@ def test_page_accounts_for_every_row(shell: Any, tmp_path: Path) -> None:
     assert done.code == 0, done.err
     assert "report out.html" in done.said
     page = Page((tmp_path / "out.html").read_text(encoding="utf-8"))
-    assert "43 rows read = 41 kept + 2 skipped" in page.text
-    assert "the field 'document' is empty 1 rows.jsonl:42" in page.text
-    assert "no value for column 'summary' 1 rows.jsonl:43" in page.text
-    assert "the same row again; `prepare-data --fix` drops it 1 rows.jsonl:41" in page.text
-    assert "document note" in page.text
+    assert "rows 43 read = 41 kept + 2 skipped" in page.text
+    assert "skipped 1 row: the field 'document' is empty (rows.jsonl:42)" in page.text
+    assert "skipped 1 row: no value for column 'summary' (rows.jsonl:43)" in page.text
+    assert "warning 1 row: the same row again; `prepare-data --fix` drops it (rows.jsonl:41)" in page.text
+    assert "document = column 'note'" in page.text
     assert "Tokens of the prompt: " in page.text
     assert "Tokens of the answer: " in page.text
-    assert re.search(r"train \d+ [\d,]+ [\d,]+ validation \d+ ", page.text)
+    assert re.search(r"train \d+ rows, [\d,]+ tokens, [\d,]+ of them targets validation \d+ rows", page.text)
     assert re.search(r"would compute 1\.\d\d times as many tokens", page.text)
     widths = [attrs["style"] for tag, attrs in page.tags if attrs.get("class") == "bar"]
     assert len(widths) >= 8
@@ -153,9 +157,9 @@ def test_page_escapes_data() -> None:
     prepared = tokenize_rows(TokenizeJob.of(recipe, make_tokenizer(), path, 50400))
     parts = [{"text": text, "is_trained_on": number == 1} for number, text in enumerate((row["note"], row["summary"]))]
     examples = [{"place": "odd.jsonl:1", "parts": parts}]
-    page = Page(data_report(".html", {**data_facts(prepared, recipe), "examples": examples}))
+    page = Page(data_report(".html", {**data_facts(prepared, recipe), "examples": examples}, recipe))
     assert not {"script", "img", "b"} & {tag for tag, _ in page.tags}
-    assert "summary <script>alert(1)</script>" in page.text
+    assert "summary = column '<script>alert(1)</script>'" in page.text
     assert "</pre><img src=x onerror=alert(2)>" in page.text
     assert "«<b>&amp;»" in page.text
 
@@ -165,35 +169,41 @@ def test_page_starts_with_summary_without_folders(tmp_path: Path) -> None:
         file.write(json.dumps({"note": "Call 555-867-5309 or mail ann@example.org", "summary": "Call."}) + "\n")
     recipe = resolve({"recipe": "summarization", "max_length": 60}, environment={}).recipe
     facts = data_facts(tokenize_rows(TokenizeJob.of(recipe, make_tokenizer(), tmp_path / "rows.jsonl", 50400)), recipe)
-    text = data_report(".html", facts)
+    text = data_report(".html", facts, recipe)
     page = Page(text)
     shortened = facts["rows_cut"]
     assert shortened
-    sentence = f"42 of 44 rows kept, {shortened} shortened, 1 with what looks like personal data, 1 other warning"
+    sentence = f"42 of 44 rows kept, {shortened} shortened, 1 with possible personal data, 1 other warning"
     assert page.text.startswith(sentence)
     assert str(tmp_path) not in text
     assert "rows.jsonl:44" in page.text
     assert text.count('class="limit"') == 1
     assert "max_length 60" in page.text
-    assert "target tokens" not in page.text
     assert "windows" not in page.text
 
 
-def test_new_count_appears_on_the_page() -> None:
-    recipe = resolve({"recipe": "summarization"}, environment={}).recipe
-    facts = data_facts(tokenize_rows(TokenizeJob.of(recipe, make_tokenizer(), Path("rows.jsonl"), 50400)), recipe)
-    page = Page(data_report(".html", {**facts, "tokens_lost": 1234567}))
-    assert "tokens lost 1,234,567" in page.text
+@pytest.mark.parametrize("max_length", [60, 2048])
+def test_page_and_terminal_have_every_count(max_length: int) -> None:
+    recipe = resolve({"recipe": "summarization", "max_length": max_length}, environment={}).recipe
+    prepared = tokenize_rows(TokenizeJob.of(recipe, make_tokenizer(), Path("rows.jsonl"), 50400))
+    facts, console = data_facts(prepared, recipe), Console(file=io.StringIO(), width=100)
+    page = Page(data_report(".html", facts, recipe)).text
+    show_data(console, prepared.report)
+    show_lengths(console, prepared, recipe)
+    terminal = console.file.getvalue()  # type: ignore[attr-defined]
+    counts = {value for value in facts.values() if type(value) is int} - {facts["version"]}
+    counts |= {value for part in facts["splits"].values() for value in part.values()}
+    for text in (page, terminal):
+        assert {f"{count:,}" for count in counts - {0}} <= set(re.findall(r"[\d,]*\d", text))
 
 
 def test_the_report_says_what_was_mended(shell: Any, tmp_path: Path) -> None:
     done = shell(f"{TYPED} --fix --report out.html")
     assert done.code == 0, done.err
     page = Page((tmp_path / "out.html").read_text(encoding="utf-8"))
-    assert "43 rows = 40 written to rows.fixed.jsonl + 3 dropped" in page.text
-    assert "the same row again 1 rows.jsonl:41" in page.text
-    assert "40 rows read = 40 kept + 0 skipped" in page.text
-    assert "No row was skipped" in page.text
+    assert "file rows.fixed.jsonl rows 43 read = 40 written + 3 dropped" in page.text
+    assert "dropped 1 row: the same row again (rows.jsonl:41)" in page.text
+    assert "rows 40 read = 40 kept + 0 skipped" in page.text
 
 
 @pytest.mark.parametrize("name", ["out.pdf", "out", "html"])
@@ -219,7 +229,7 @@ def test_full_disk_leaves_no_partial_report(tmp_path: Path, monkeypatch: pytest.
     fill_disk(monkeypatch)
     for name in ("out.html", "out.json"):
         with pytest.raises(ResourceError, match=f"no space left on the disk while writing {name}"):
-            write_new(Path(name), data_report(Path(name).suffix, facts))
+            write_new(Path(name), data_report(Path(name).suffix, facts, recipe))
     assert {path.name for path in tmp_path.iterdir()} == before
 
 
@@ -227,7 +237,7 @@ def test_undecodable_file_name_is_reported() -> None:
     recipe = resolve({"recipe": "summarization"}, environment={}).recipe
     facts = data_facts(tokenize_rows(TokenizeJob.of(recipe, make_tokenizer(), Path("rows.jsonl"), 50400)), recipe)
     for name in ("a.json", "a.html"):
-        write_new(Path(name), data_report(Path(name).suffix, {**facts, "files": ["caf\udce9.jsonl"]}))
+        write_new(Path(name), data_report(Path(name).suffix, {**facts, "files": ["caf\udce9.jsonl"]}, recipe))
     assert json.loads(Path("a.json").read_text())["files"] == ["caf\udce9.jsonl"]
     assert "caf\\udce9.jsonl" in Path("a.html").read_text()
 
