@@ -1,7 +1,6 @@
-"""Fine-tune GPT-J 6B on the one machine you have, by weight streaming.
+"""Fine-tune GPT-J 6B on one machine by weight streaming.
 
-The functions of `gptj_ft.api`, and the classes of their arguments and results, are imported when they are first used:
-importing the package imports no torch.
+Public functions and classes are imported on first use, so importing the package does not import torch.
 """
 
 from importlib import import_module
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from gptj_ft.training.reporter import Progress, Reporter, StepReport
 
 __version__ = "0.1.0"
-_HOMES = {  # of what is not in `api`
+_HOMES = {  # modules of the names outside `api`
     "Recipe": "config.options",
     "GptjFtError": "errors",
     "LabelResult": "evaluation.predict",
@@ -96,7 +95,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is asked for."""
+    """Import a public name on first use."""
     if name not in __all__:
         raise AttributeError(f"module 'gptj_ft' has no attribute '{name}'")
     return getattr(import_module(f"gptj_ft.{_HOMES.get(name, 'api')}"), name)

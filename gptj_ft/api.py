@@ -1,11 +1,11 @@
 """Python API: prepare rows, fine-tune, evaluate and generate.
 
-The command line is made of the same steps: `prepare`, `prepare_run`, `plan_evaluation`, `plan_file` and `run_file`,
+The command line calls the same functions: `prepare`, `prepare_run`, `plan_evaluation`, `plan_file` and `run_file`,
 `plan_predictions` and `run_predictions`, `label`.
 
-Options are the fields of `Recipe`, given as keywords; ``recipe`` names a preset. Nothing is printed: a `Reporter` gets
-progress and messages, errors are `GptjFtError`, results are frozen dataclasses; `predict` returns a dictionary for each
-text, with the fields that ``docs/encoders.md`` names.
+Options are keywords named as the fields of `Recipe`; ``recipe`` names a preset. Nothing is printed: a `Reporter`
+receives progress and messages, errors are `GptjFtError`, and results are frozen dataclasses. `predict` returns a
+dictionary per text, see ``docs/encoders.md``.
 
     >>> import gptj_ft
     >>> result = gptj_ft.finetune("summarization", data="my.jsonl", model="tiny", max_steps=20)
@@ -34,7 +34,7 @@ from gptj_ft.system.signals import stop_says
 from gptj_ft.training.prepare_data import Preparation, Targets, prepare_rows
 from gptj_ft.training.reporter import Reporter
 
-# Whatever imports torch is imported where it is used: rows are prepared without it.
+# Modules that import torch are imported in functions: preparing rows needs no torch.
 if TYPE_CHECKING:
     import torch
 
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from gptj_ft.training.loop import TrainResult
     from gptj_ft.training.proof import Proof, ProofRequest
 
-bound_kernel_caches()  # before torch multiplies for the first time, if that has not happened yet
+bound_kernel_caches()  # must precede the first matrix product of torch
 
 
 def prepare(
@@ -62,23 +62,23 @@ def prepare(
     reporter: Reporter | None = None,
     **options: Any,
 ) -> Preparation:
-    """Tokenize rows into a folder that `finetune` takes as ``data``, with a report on every row.
+    """Check and tokenize rows into a folder for the ``data`` of `finetune`.
 
         >>> done = gptj_ft.prepare("my.csv", recipe="summarization", model="tiny")
         >>> done.prepared.report.rows_kept
 
     Args:
         data: file, folder or pattern of rows, or ``hub:owner/name``.
-        output: new folder; default: ``DATA.prepared``.
+        output: new folder; default ``DATA.prepared``.
         recipe: name of a preset, or resolved options.
-        fixed: whether rows are repaired first, in a new file beside ``data``, or that file's name.
-        offline: whether a data set on the Hub is taken as it was fetched before.
+        fixed: repair rows first, in a new file next to ``data``; or the name of that file.
+        offline: use the fetched copy of a dataset on the Hub.
         reporter: receiver of progress.
         **options: fields of `Recipe`; ``config`` is a YAML file of them.
 
     Raises:
-        UsageError: an output that exists, or wrong options.
-        DataError: rows that cannot be used.
+        UsageError: the output exists, or an option is invalid.
+        DataError: the rows cannot be used.
     """
     reporter = reporter or Reporter()
     resolved = resolved_options(recipe, {**options, "data": data})
@@ -100,9 +100,9 @@ def prepare_run(
     group: Group = ALONE,
     **options: Any,
 ) -> PreparedRun:
-    """Read model and rows of a run, and plan it; nothing is written. Arguments and errors: as `finetune`.
+    """Read model and rows of a run and plan it, without writing anything. Arguments and errors: see `finetune`.
 
-    Several processes share it if it is given their ``group``, see `gptj_ft.distributed.launch.joined`.
+    Several processes share the run if each passes their ``group``, see `gptj_ft.distributed.launch.joined`.
 
     >>> run = gptj_ft.prepare_run("summarization", data="my.jsonl", model="tiny")
     >>> run.setup.plan.costs.seconds_per_step
@@ -112,11 +112,11 @@ def prepare_run(
 
     reporter = reporter or Reporter()
     if start is not None and resume is None:
-        raise UsageError("--from names a checkpoint of a run: add --resume RUN")
+        raise UsageError("--from needs --resume RUN: it names a checkpoint of that run")
     if resume is not None:
-        given = recipe if isinstance(recipe, Resolved) else options_on_resume(*_split(options, recipe))
+        resolved = recipe if isinstance(recipe, Resolved) else options_on_resume(*_split(options, recipe))
         reporter.on_activity("reading the run")
-        return resume_run(Path(resume), given, start, DistributedTraining(group), reporter)
+        return resume_run(Path(resume), resolved, start, DistributedTraining(group), reporter)
     resolved = fetched(resolved_options(recipe, options), offline, reporter)
     return prepare_new_run(resolved, reporter, parallel=DistributedTraining(group))
 
@@ -130,9 +130,9 @@ def finetune(
     reporter: Reporter | None = None,
     **options: Any,
 ) -> TrainResult:
-    """Train a model on rows, and write the tuned model into a run folder.
+    """Train a model on rows and write the tuned model into a run folder.
 
-    In the main thread the first Ctrl-C ends the step, saves and raises `Interrupted`, the second stops at once.
+    In the main thread the first Ctrl-C finishes the step, saves and raises `Interrupted`; the second stops at once.
 
         >>> class Losses(gptj_ft.Reporter):
         ...     def on_step(self, step, progress):
@@ -142,18 +142,18 @@ def finetune(
 
     Args:
         recipe: name of a preset, or resolved options.
-        resume: run folder to go on with; needs nothing else.
-        start: checkpoint to go back to first: ``step-000120``, ``best``, ``last`` or ``start``; with ``resume``.
-        offline: whether a data set on the Hub is taken as it was fetched before.
+        resume: run folder to resume; needs no other option.
+        start: with ``resume``: checkpoint to restart from: ``step-000120``, ``best``, ``last`` or ``start``.
+        offline: use the fetched copy of a dataset on the Hub.
         reporter: receiver of progress.
         **options: fields of `Recipe`; ``config`` is a YAML file of them.
 
     Raises:
-        UsageError: wrong options, or no such model or run.
-        DataError: rows or files that cannot be used.
-        ResourceError: it does not fit, or memory or disk ran out.
+        UsageError: an option is invalid, or the model or run is missing.
+        DataError: rows or files cannot be used.
+        ResourceError: memory or disk do not suffice.
         Interrupted, OutOfTime: stopped; everything is saved.
-        NotFinite: a loss or a gradient.
+        NotFinite: a loss or a gradient is not finite.
     """
     run = prepare_run(recipe, resume=resume, start=start, offline=offline, reporter=reporter, **options)
     return run.train(reporter)
@@ -170,24 +170,25 @@ def plan(
     group: Group = ALONE,
     **options: Any,
 ) -> Forecast:
-    """Forecast memory, disk and time of a run, with rows or, without ``data``, for rows of the greatest length.
+    """Forecast memory, disk and time of a run; without ``data``, every row has the maximum length.
 
         >>> gptj_ft.plan("summarization", host_memory="16GB").plan.costs.seconds_per_step
         >>> gptj_ft.plan("summarization", nodes=4, network="1Gbit").to_dict()["machines"]["chosen"]
 
     Args:
         recipe: name of a preset, or resolved options.
-        measure_again: whether device and disk are measured though they are known.
-        nodes: machines like this one that share the run; default 1, or the processes of the group.
-        network: rate of the network between them, such as ``100Mbit``; default ``10Gbit``; ``auto``: measured between
-            the processes of the group, in all of which `gptj_ft.distributed.network.measure_network` is called.
-        offline: whether a data set on the Hub is taken as it was fetched before.
+        measure_again: measure device and disk even if their rates are known.
+        nodes: machines like this one that share the run; if the network is measured, at least the group's processes.
+        network: network rate, such as ``100Mbit``; ``auto``: measure it between the processes of the group, which must
+            all call `gptj_ft.distributed.network.measure_network`.
+        offline: use the fetched copy of a dataset on the Hub.
         reporter: receiver of activities.
         group: processes whose network is measured.
         **options: fields of `Recipe`; ``config`` is a YAML file of them.
 
     Raises:
-        UsageError, DataError: wrong options, no such model, or rows that cannot be used.
+        UsageError: an option is invalid, or the model is missing.
+        DataError: the rows cannot be used.
     """
     from gptj_ft.distributed.forecast import SharedForecast
     from gptj_ft.distributed.network import AUTO_RATE, measure_network
@@ -209,17 +210,17 @@ def plan(
 
 
 def doctor(device: str = "auto", *, reporter: Reporter | None = None) -> Diagnosis:
-    """Check that this machine and a device train rightly: numbers, streams, speed, memory.
+    """Check that training works on this machine and a device: numbers, streams, speed, memory.
 
-        >>> found = gptj_ft.doctor()
-        >>> found.works, found.verdict
+        >>> diagnosis = gptj_ft.doctor()
+        >>> diagnosis.works, diagnosis.verdict
 
     Args:
         device: ``auto``, ``cpu``, or an accelerator: ``cuda``, ``cuda:1``, ``xpu``, ``mps``.
         reporter: receiver of activities.
 
     Raises:
-        UsageError: there is no such device.
+        UsageError: no such device.
     """
     from gptj_ft.system.machine import choose_device
     from gptj_ft.training.doctor.checkup import check_up
@@ -228,18 +229,18 @@ def doctor(device: str = "auto", *, reporter: Reporter | None = None) -> Diagnos
 
 
 def prove(request: ProofRequest, *, reporter: Reporter | None = None) -> Proof:
-    """Prove on this machine that training from disk takes little memory, loses no step and changes no bit.
+    """Prove on this machine that training from disk needs little memory, survives a kill and changes no bit.
 
         >>> proof = gptj_ft.prove(gptj_ft.ProofRequest("tiny", Path("proof")))
         >>> proof.holds, proof.verdict
 
     Args:
-        request: size of the model, folder, and what else is asked for.
+        request: size of the model, folder and settings.
         reporter: receiver of activities and messages.
 
     Raises:
         UsageError: the folder exists.
-        ResourceError: the disk is too small, or a run needs more memory than it may have.
+        ResourceError: disk or memory do not suffice.
     """
     from gptj_ft.training.proof import run_proof
 
@@ -247,11 +248,7 @@ def prove(request: ProofRequest, *, reporter: Reporter | None = None) -> Proof:
 
 
 def plan_evaluation(request: EvaluateRequest, reporter: Reporter | None = None) -> PairedEvaluation:
-    """Read the rows of an evaluation and plan its passes; `evaluate` plans and runs.
-
-    Raises:
-        GptjFtError: no rows, no such model, or it does not fit.
-    """
+    """Read the rows of an evaluation and plan its passes; `evaluate` also runs it."""
     from gptj_ft.evaluation.evaluate import PairedEvaluation
 
     reporter = reporter or Reporter()
@@ -269,25 +266,25 @@ def evaluate(
     reporter: Reporter | None = None,
     **options: Any,
 ) -> ModelComparison:
-    """Evaluate a model on rows, beside the model it was tuned from: loss, perplexity and the scores of the recipe.
+    """Evaluate a model and its base model on rows: loss, perplexity and the metrics of the recipe.
 
-        >>> found = gptj_ft.evaluate("runs/summarization-1", limit=100)
-        >>> found.comparison.scores["rougeL"].value, found.comparison.scores["rougeL"].low
+        >>> result = gptj_ft.evaluate("runs/summarization-1", limit=100)
+        >>> result.comparison.scores["rougeL"].value, result.comparison.scores["rougeL"].low
 
     Args:
         model: model or run; default: the newest run.
-        data: rows; default: those that the run held out.
-        baseline: model to compare with; ``auto``: what it was tuned from; ``none``.
-        limit: most rows, the first ones.
-        offline: whether a data set on the Hub is taken as it was fetched before.
+        data: rows; default: the run's held-out rows.
+        baseline: model to compare with; ``auto``: the base model; ``none``.
+        limit: maximum number of rows.
+        offline: use the fetched copy of a dataset on the Hub.
         reporter: receiver of progress.
-        **options: fields of `Recipe` in place of what the model remembers; ``config`` is a YAML file of them.
+        **options: fields of `Recipe` that replace the model's own; ``config`` is a YAML file of them.
 
     Raises:
-        UsageError: no such model or rows.
-        ResourceError: it does not fit.
-        NotFinite: a loss.
-        Interrupted: a signal; what was measured is kept, and the same call goes on from there.
+        UsageError: the model or the rows are missing.
+        ResourceError: memory does not suffice.
+        NotFinite: a loss is not finite.
+        Interrupted: stopped by a signal; the same call resumes.
     """
     from gptj_ft.evaluation.evaluate import EvaluateRequest
 
@@ -318,16 +315,16 @@ def evaluate_tasks(
     Args:
         tasks: names of tasks, groups or tags.
         model: model or run; default: the newest run.
-        baseline: as in `evaluate`.
-        include_path: folder of more tasks.
+        baseline: see `evaluate`.
+        include_path: folder of additional tasks.
         num_fewshot: examples before each question; default: the task's.
-        limit: most questions of each task.
-        offline: whether rows of tasks may not be fetched.
+        limit: maximum number of questions per task.
+        offline: fetch no rows of tasks.
         reporter: receiver of progress.
-        **options: as in `evaluate`.
+        **options: see `evaluate`.
 
     Raises:
-        UsageError: lm-eval is not installed, or has no such task.
+        UsageError: lm-eval is not installed, or the task is unknown.
     """
     from gptj_ft.evaluation.evaluate import PairedEvaluation, TasksRequest
     from gptj_ft.evaluation.lm_eval.tasks import TaskSelection, load_tasks
@@ -348,22 +345,22 @@ def evaluate_predictions(
     allow_empty: bool = False,
     **options: Any,
 ) -> ModelComparison:
-    """Score the outputs of any system in a file, without a model.
+    """Score a file of outputs of any system, without a model.
 
         >>> gptj_ft.evaluate_predictions("answers.jsonl", "test.jsonl", "summarization")
 
     Args:
         predictions: lines of id and prediction, or ``{id: text}``.
-        data: rows with references; default: the predictions have them.
+        data: rows with references; default: the predictions contain references.
         recipe: name of a preset, or resolved options.
         baseline: file of outputs of another system; ``none``.
-        limit: most rows, the first ones.
-        allow_empty: whether empty predictions are scored as they are.
+        limit: maximum number of rows.
+        allow_empty: score empty predictions instead of rejecting them.
         **options: fields of `Recipe`.
 
     Raises:
-        UsageError: no metrics, or rows that differ.
-        DataError: predictions that cannot be matched with rows.
+        UsageError: the recipe has no metrics, or the files have different rows.
+        DataError: predictions and rows do not match.
     """
     from gptj_ft.evaluation.predictions_file import PredictionsRequest, score_files
 
@@ -373,20 +370,20 @@ def evaluate_predictions(
 
 
 def load(model: str | os.PathLike[str] | None = None, *, raw: bool = False, **options: Any) -> Model:
-    """Open a model for generation, with the template and the settings that it was tuned with.
+    """Open a model for generation, with its own template and settings.
 
         >>> with gptj_ft.load("runs/qa-1") as model:
         ...     answer = model.generate("Who came?", fields={"context": "The vet came on Monday."})
         ...     answer.texts[0]
 
     Args:
-        model: model or run; default: the newest run, else the download.
-        raw: whether a prompt is continued as it is, without a template.
-        **options: fields of `Recipe` in place of what the model remembers; ``config`` is a YAML file of them.
+        model: model or run; default: the newest run, else the downloaded model.
+        raw: continue prompts without a template.
+        **options: fields of `Recipe` that replace the model's own; ``config`` is a YAML file of them.
 
     Raises:
-        UsageError: no such model.
-        DataError: a damaged model folder.
+        UsageError: the model is missing.
+        DataError: the model folder is damaged.
     """
     from gptj_ft.generation.generator import GenerationSetup
 
@@ -396,15 +393,10 @@ def load(model: str | os.PathLike[str] | None = None, *, raw: bool = False, **op
 
 @dataclass(frozen=True)
 class Model(AbstractContextManager["Model"]):
-    """An open model; close it, or use it in a ``with`` block.
-
-    Attributes:
-        generator: weights, tokenizer and settings.
-        opened: stores of the weights, until they are closed.
-    """
+    """Open model; close it, or use it in a ``with`` block."""
 
     generator: Generator
-    opened: ExitStack
+    opened: ExitStack  # closes the stores of the weights
 
     def generate(
         self,
@@ -413,16 +405,16 @@ class Model(AbstractContextManager["Model"]):
         fields: Mapping[str, str] | None = None,
         on_text: Callable[[str], object] | None = None,
     ) -> Answer:
-        """Generate answers to a prompt. The same call gives the same answers, with sampling, too.
+        """Generate answers to a prompt. Repeating the call repeats the answers, even with sampling.
 
         Args:
-            prompt: text for the template's field.
+            prompt: text for the field of the template.
             num_return: number of answers.
-            fields: texts of the template's other fields.
-            on_text: callback for the text of a single answer, piece by piece.
+            fields: texts for other fields of the template.
+            on_text: callback for pieces of a single answer.
 
         Raises:
-            UsageError: fields that the template does not have, or more answers than the search gives.
+            UsageError: the template lacks a field, or the search returns fewer answers.
         """
         from gptj_ft.generation.generator import check_num_return, fill_fields
 
@@ -436,11 +428,11 @@ class Model(AbstractContextManager["Model"]):
         self.opened.close()
 
     def __exit__(self, *error: Any) -> None:
-        self.opened.__exit__(*error)  # with the error: other processes may have the model open, too
+        self.opened.__exit__(*error)  # passes on the error: other processes may share the model
 
 
 def open_model(setup: GenerationSetup, weights: str | None = None) -> Model:
-    """Open the weights of a generation setup; ``weights`` is their place, by default the recipe's."""
+    """Open the weights of a generation setup; ``weights`` replaces the recipe's placement."""
     from gptj_ft.generation.generator import open_generator
 
     with ExitStack() as opened, fixed_seed(setup.recipe.seed, setup.device):
@@ -451,7 +443,7 @@ def open_model(setup: GenerationSetup, weights: str | None = None) -> Model:
 def plan_file(
     rows: str | os.PathLike[str], output: str | os.PathLike[str], setup: GenerationSetup, num_return: int = 1
 ) -> BatchJob:
-    """Read the rows of `generate_file`, and plan its passes. Arguments and errors: as there."""
+    """Read the rows of `generate_file` and plan its passes."""
     from gptj_ft.evaluation.generate import plan_batch
     from gptj_ft.generation.generator import check_num_return
 
@@ -476,22 +468,22 @@ def generate_file(
     reporter: Reporter | None = None,
     **options: Any,
 ) -> BatchResult:
-    """Generate an answer to every row of a file, into a file of JSON lines; the same call resumes an interrupted one.
+    """Answer every row of a file, into a file of JSON lines. The same call resumes an interrupted one.
 
         >>> gptj_ft.generate_file("rows.jsonl", "answers.jsonl", "runs/summarization-1").rows
 
     Args:
-        rows: rows, of any form that ``data`` takes.
-        output: JSON lines, new or begun before.
-        model: model or run; default: the newest run, else the download.
+        rows: rows in any format of ``data``.
+        output: JSON lines, new or incomplete.
+        model: model or run; default: the newest run, else the downloaded model.
         num_return: number of answers per row.
         reporter: receiver of progress.
-        **options: as in `load`.
+        **options: see `load`.
 
     Raises:
-        DataError: too many rows that cannot be used.
-        ResourceError: it does not fit.
-        Interrupted: a signal; what was written is kept.
+        DataError: too many rows cannot be used.
+        ResourceError: memory does not suffice.
+        Interrupted: stopped by a signal; the same call resumes.
     """
     from gptj_ft.generation.generator import GenerationSetup
 
@@ -503,7 +495,7 @@ def generate_file(
 def plan_predictions(
     rows: str | os.PathLike[str], output: str | os.PathLike[str], setup: InferenceSetup, keep: Sequence[str] = ()
 ) -> LabelJob:
-    """Read the rows of `predict_file`, and plan its passes. Arguments and errors: as there."""
+    """Read the rows of `predict_file` and plan its passes."""
     from gptj_ft.evaluation.predict import plan_labels
 
     return plan_labels(setup, Path(rows), Path(output), keep)
@@ -513,7 +505,7 @@ def run_predictions(job: LabelJob, reporter: Reporter) -> LabelResult:
     """Label the rows of `plan_predictions`."""
     from gptj_ft.evaluation.predict import run_labels
 
-    stopped = "stopped; what was labelled so far is kept, and the same command goes on from there"
+    stopped = "stopped; finished rows are kept; run the same command to resume"
     with stop_says(lambda: stopped):
         return run_labels(job, lambda done, total: reporter.on_count("labelling", done, total, "rows"))
 
@@ -527,23 +519,23 @@ def predict_file(
     reporter: Reporter | None = None,
     **options: Any,
 ) -> LabelResult:
-    """Label every row of a file, into JSON lines or CSV; the same call resumes an interrupted one.
+    """Label every row of a file, into JSON lines or CSV. The same call resumes an interrupted one.
 
         >>> gptj_ft.predict_file("reviews.csv", "labels.jsonl", "runs/classification-1", keep=["id"]).rows
 
     Args:
-        rows: rows, of any form that ``data`` takes; they need no labels.
-        output: ``.jsonl`` or ``.csv``, new or begun before.
-        model: model or run with a head; default: the newest run.
-        keep: columns that are passed through.
+        rows: rows in any format of ``data``, without labels.
+        output: ``.jsonl`` or ``.csv``, new or incomplete.
+        model: model or run with a task head; default: the newest run.
+        keep: columns to copy to the output.
         reporter: receiver of progress.
-        **options: fields of `Recipe` in place of what the model remembers; ``config`` is a YAML file of them.
+        **options: fields of `Recipe` that replace the model's own; ``config`` is a YAML file of them.
 
     Raises:
-        UsageError: the model has no head, or there is no such column.
-        DataError: rows that cannot be read.
-        ResourceError: it does not fit.
-        Interrupted: a signal; what was written is kept.
+        UsageError: the model has no head, or a column is missing.
+        DataError: a row cannot be read.
+        ResourceError: memory does not suffice.
+        Interrupted: stopped by a signal; the same call resumes.
     """
     from gptj_ft.generation.generator import InferenceSetup
 
@@ -557,15 +549,14 @@ def predict(
     model: str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> list[dict[str, Any]]:
-    """Label texts: ``label`` and ``probabilities`` of each, or ``score``, ``tokens``, ``answer``, ``sentences``.
+    """Label texts: ``label`` and ``probabilities``, or ``score``, ``tokens``, ``answer`` or ``sentences``.
 
         >>> gptj_ft.predict(["a fine film"], "runs/classification-1")[0]["label"]
 
     Args:
-        texts: texts; pairs of them, of a task about two, as a question and what it is about; or values by field of the
-            model's templates.
-        model: model or run with a head; default: the newest run.
-        **options: as in `predict_file`.
+        texts: texts; pairs for a task on two texts, such as a question and its passage; or values by template field.
+        model: model or run with a task head; default: the newest run.
+        **options: see `predict_file`.
 
     Raises:
         UsageError: the model has no head.
@@ -578,7 +569,7 @@ def predict(
 def label(
     texts: Sequence[str | tuple[str, str] | Mapping[str, Any]], folder: Path, recipe: Recipe
 ) -> list[dict[str, Any]]:
-    """Label texts with the model in a folder. Arguments and errors: as of `predict`."""
+    """Label texts with the model in a folder, see `predict`."""
     from gptj_ft.evaluation.predict import label_texts, text_fields
     from gptj_ft.generation.generator import InferenceSetup
 
@@ -590,19 +581,15 @@ def label(
             return text
         parts = (text,) if isinstance(text, str) else text
         if len(parts) != 1 + bool(fields[1]):
-            wanted = f"pairs of texts: {fields[0]} and {fields[1]}" if fields[1] else "one text at a time"
-            raise UsageError(f"{folder} labels {wanted}; on the command line, the second is --pair TEXT")
+            expected = f"pairs of texts, {fields[0]} and {fields[1]}" if fields[1] else "one text at a time"
+            raise UsageError(f"{folder} labels {expected}; on the command line, --pair TEXT is the second text")
         return dict(zip(fields, parts, strict=False))
 
     return [dict(answer.facts) for answer in label_texts(setup, [values(text) for text in texts])]
 
 
 def resolved_options(recipe: str | Resolved | None, options: Mapping[str, Any]) -> Resolved:
-    """Resolve keywords: over the environment, a ``config`` file and the preset that ``recipe`` names.
-
-    Raises:
-        UsageError: an unknown option, or a wrong value.
-    """
+    """Resolve keywords, which take precedence over the environment, a ``config`` file and the preset ``recipe``."""
     if isinstance(recipe, Resolved):
         return recipe
     return resolve(*_split(options, recipe))
@@ -611,11 +598,7 @@ def resolved_options(recipe: str | Resolved | None, options: Mapping[str, Any]) 
 def model_options(
     folder: Path, options: Mapping[str, Any], plain: bool = False, assignments: Sequence[str] | None = None
 ) -> Resolved:
-    """Resolve keywords for a model: what it remembers of its training ranks as its recipe, unless ``plain``.
-
-    Raises:
-        UsageError: an unknown option, or a wrong value.
-    """
+    """Resolve keywords for a model; its own options rank as its preset, unless ``plain``."""
     from gptj_ft.checkpoints.metadata import read_metadata
 
     metadata = None if plain else read_metadata(folder)
@@ -626,7 +609,7 @@ def model_options(
 
 
 def _preset_of(folder: Path) -> str | None:
-    """Return the preset for the head of a model from elsewhere; ``None`` if it has none, or is no model."""
+    """Return the preset for the task head of a foreign model, or ``None``."""
     from gptj_ft.checkpoints.architecture import read_architecture
     from gptj_ft.data.encode import PRESETS
     from gptj_ft.system.paths import is_model
@@ -636,27 +619,19 @@ def _preset_of(folder: Path) -> str | None:
 
 
 def named_model(model: str | os.PathLike[str] | None, command: str) -> Path:
-    """Return the folder of a model or run; without a name, the one that a command takes by default.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """Return the folder of a model or run; without a name, the default of the command."""
     return find_model(str(model)) if model else default_model(command)
 
 
 def fetched(resolved: Resolved, offline: bool, reporter: Reporter) -> Resolved:
-    """Fetch the rows that a recipe names on the Hub, if it does; in the recipe they are known by their commit then."""
+    """Fetch rows on the Hub that a recipe names, and pin their commit in the recipe."""
     named = {key: getattr(resolved.recipe, key) for key in ("data", "val_data")}
     pinned = {key: fetched_rows(data, offline, reporter) for key, data in named.items() if data is not None}
     return replace(resolved, recipe=resolved.recipe.model_copy(update=pinned))
 
 
 def fetched_rows(data: str, offline: bool, reporter: Reporter) -> str:
-    """Return the name of rows on this machine: the user's, but of rows on the Hub, fetched now, that of their commit.
-
-    Raises:
-        UsageError, NetworkError, ResourceError: as `hub_dataset.fetch`.
-    """
+    """Fetch rows on the Hub and return their name with the commit; return other names unchanged."""
     if not is_reference(data):
         return data
     count = lambda done, total: reporter.on_count("downloading", done, total, "bytes")  # noqa: E731
@@ -665,7 +640,7 @@ def fetched_rows(data: str, offline: bool, reporter: Reporter) -> str:
 
 @contextmanager
 def fixed_seed(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's generators inside, and leave them as they were."""
+    """Seed torch's generators in a block, and restore them afterwards."""
     import torch
 
     from gptj_ft.system.accelerator import fork_rng
@@ -676,10 +651,10 @@ def fixed_seed(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def _split(options: Mapping[str, Any], recipe: str | None = None) -> tuple[dict[str, Any], Path | None]:
-    """Return options as `resolve` takes them, and the file of more."""
-    given = {key: str(value) if isinstance(value, os.PathLike) else value for key, value in options.items()}
-    config = given.pop("config", None)
-    return {**given, **({"recipe": recipe} if recipe else {})}, Path(config) if config else None
+    """Split options into the arguments of `resolve`: flags and the ``config`` file."""
+    flags = {key: str(value) if isinstance(value, os.PathLike) else value for key, value in options.items()}
+    config = flags.pop("config", None)
+    return {**flags, **({"recipe": recipe} if recipe else {})}, Path(config) if config else None
 
 
 def _path(name: str | os.PathLike[str] | None) -> Path | None:

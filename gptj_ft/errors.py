@@ -1,20 +1,20 @@
 """Define the errors that users can cause or meet, with their exit codes.
 
     GptjFtError            exit 1
-    ├── UsageError         exit 2   an option, a recipe, a folder that is not what was asked for
+    ├── UsageError         exit 2   an invalid option, recipe or folder
     ├── DataError          exit 3   the content of a file: rows, shards
-    │   └── RowSkipped              a row that is left out, counted and reported
+    │   └── RowSkipped              a row that is left out and reported
     ├── ResourceError      exit 4   memory or disk
     ├── NetworkError       exit 5
     │   ├── Unreachable    no answer from the Hub: no connection, or it is down
     │   └── NoSuchRevision
-    ├── GateError          exit 6   a score is not what --gate asks for
-    ├── NotFinite          exit 1   a loss or a gradient that is no number
+    ├── GateError          exit 6   a score missed its --gate
+    ├── NotFinite          exit 1   a loss or a gradient is not finite
     └── Interrupted        exit 130 stopped on request, after a clean save
-        └── OutOfTime      exit 7   stopped by --max-time, likewise: to be resumed by whoever set it
+        └── OutOfTime      exit 7   stopped by --max-time, likewise; a batch job can resume it
 
-A message is one or two lines: what, where (file:line), what to do next. What cannot be the user's doing is an `assert`.
-`cli/app.py` alone turns these into exit codes.
+A message is one or two lines: what is wrong, where (file:line), and the next step. Bugs are `assert`s instead.
+Only `cli/app.py` turns these errors into exit codes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections.abc import Iterable
 
 
 class GptjFtError(Exception):
-    """Root of the tree; the message is shown to the user as it is."""
+    """Root of the tree; the message is shown to the user unchanged."""
 
     exit_code = 1
 
@@ -44,7 +44,7 @@ class DataError(GptjFtError, ValueError):
 
 
 class RowSkipped(DataError):
-    """A row that cannot be used; the message is the reason, the same text for every row with this problem."""
+    """A row that cannot be used; the message is the reason, equal for all rows with this problem."""
 
 
 class ResourceError(GptjFtError):
@@ -60,21 +60,21 @@ class NetworkError(GptjFtError):
 
 
 class Unreachable(NetworkError):
-    """No answer from the Hub: no connection, or it is down. What was fetched before may do."""
+    """No answer from the Hub: no connection, or it is down. A fetched copy may suffice."""
 
 
 class NoSuchRevision(NetworkError):
-    """A repository without the branch, tag or commit that was asked for."""
+    """A repository without the requested branch, tag or commit."""
 
 
 class GateError(GptjFtError):
-    """A score that is not what was asked for; all else went well."""
+    """A score that missed its gate; everything else succeeded."""
 
     exit_code = 6
 
 
 class NotFinite(GptjFtError):
-    """A loss or a gradient that is no number, or infinite."""
+    """A loss or a gradient that is not finite."""
 
 
 class Interrupted(GptjFtError):
@@ -84,37 +84,37 @@ class Interrupted(GptjFtError):
 
 
 class OutOfTime(Interrupted):
-    """Stopped before the time of the session was over, everything saved.
+    """Stopped before the session's time limit, everything saved.
 
-    A code of its own, because a batch job resumes what ran out of time and not what somebody stopped.
+    Has its own exit code: a batch job resumes a run that is out of time, but not one that a person stopped.
     """
 
     exit_code = 7
 
 
-# What the system may answer for a reason that lies outside the program: what kind of error that is, and what to do.
+# Errors of the system with causes outside the program: class and remedy.
 _REASONS: dict[int, tuple[type[GptjFtError], str]] = {
-    errno.EACCES: (UsageError, "change its permissions, or name another place (GPTJ_FT_HOME, --output)"),
-    errno.EPERM: (UsageError, "change its permissions, or name another place (GPTJ_FT_HOME, --output)"),
-    errno.EROFS: (ResourceError, "make its file system writable, or copy it to one that is"),
-    errno.ENAMETOOLONG: (UsageError, "name a shorter one"),
-    errno.ENOTDIR: (UsageError, "a folder on the way to it is a file: name another, or move that away"),
-    errno.EISDIR: (UsageError, "it should be a file: name another, or move that away"),
-    errno.ELOOP: (UsageError, "links lead in a circle there: name the file itself"),
-    errno.ENOENT: (UsageError, "it was there, or should have been: put it back, or begin again"),
-    errno.EEXIST: (UsageError, "name another, or move it away"),
-    errno.ENOTEMPTY: (UsageError, "name another, or move it away"),
-    errno.EBUSY: (ResourceError, "something else uses it: wait, and repeat"),
+    errno.EACCES: (UsageError, "change its permissions, or choose another place (GPTJ_FT_HOME, --output)"),
+    errno.EPERM: (UsageError, "change its permissions, or choose another place (GPTJ_FT_HOME, --output)"),
+    errno.EROFS: (ResourceError, "make the file system writable, or copy the file to a writable one"),
+    errno.ENAMETOOLONG: (UsageError, "choose a shorter name"),
+    errno.ENOTDIR: (UsageError, "a folder of the path is a file: choose another path, or move that file"),
+    errno.EISDIR: (UsageError, "expected a file: choose another name, or move that folder"),
+    errno.ELOOP: (UsageError, "circular links: name the file itself"),
+    errno.ENOENT: (UsageError, "a file has disappeared: restore it, or start again"),
+    errno.EEXIST: (UsageError, "choose another name, or move it"),
+    errno.ENOTEMPTY: (UsageError, "choose another name, or move it"),
+    errno.EBUSY: (ResourceError, "another program uses it: wait and repeat"),
     errno.EMFILE: (ResourceError, "too many files are open: raise the limit (`ulimit -n`)"),
     errno.EIO: (ResourceError, "the disk fails: check it, and use a copy"),
-    errno.ESTALE: (ResourceError, "a network file system has lost it: mount that again, and repeat"),
+    errno.ESTALE: (ResourceError, "lost by a network file system: remount it and repeat"),
 }
 
 
 def in_words(error: OSError) -> GptjFtError | None:
-    """Return an error of the system as a line for the user: what, where, what to do; ``None`` if it needs a traceback.
+    """Translate an error of the system into an error for the user; ``None``: a bug, show the traceback.
 
-    Disks and quotas that are full are not among them: what is saved then has to be said, too.
+    Full disks and quotas are handled elsewhere: their message also says how much is saved.
     """
     if error.errno not in _REASONS or error.filename is None:
         return None
@@ -126,7 +126,7 @@ def in_words(error: OSError) -> GptjFtError | None:
 
 
 def listed(names: Iterable[str], most: int = 20) -> str:
-    """Return names for a message: the first of them, and how many more there are; ``none`` without any."""
+    """List the first names and the number of others for a message; ``none`` if empty."""
     every = list(names)
     return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "") or "none"
 

@@ -73,7 +73,7 @@ def in_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return run
 
 
-def test_every_name_of_the_package_is_of_the_api_and_is_documented() -> None:
+def test_every_public_name_is_documented() -> None:
     for name in gptj_ft.__all__:
         value = getattr(gptj_ft, name)
         assert value.__doc__, name
@@ -84,7 +84,7 @@ def test_every_name_of_the_package_is_of_the_api_and_is_documented() -> None:
         gptj_ft.train_everything  # noqa: B018
 
 
-def test_type_checkers_know_every_name_of_the_package() -> None:
+def test_type_checkers_see_every_public_name() -> None:
     tree = ast.parse(Path(gptj_ft.__file__).read_text(encoding="utf-8"))
     (block,) = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
     imports = (node for node in block.body if isinstance(node, ast.ImportFrom))
@@ -96,7 +96,7 @@ def test_importing_the_package_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_run_has_the_numbers_of_the_commands_run_and_prints_nothing(in_run: Path, shell, capfd) -> None:
+def test_api_run_equals_command_and_prints_nothing(in_run: Path, shell, capfd) -> None:
     notebook = Notebook()
     capfd.readouterr()
     result = gptj_ft.finetune(**TINY, output="watched", reporter=notebook)
@@ -113,7 +113,7 @@ def test_a_run_has_the_numbers_of_the_commands_run_and_prints_nothing(in_run: Pa
     ]  # fmt: skip
 
 
-def test_a_run_is_stopped_and_resumed_in_a_thread_without_handlers_of_signals(in_run: Path) -> None:
+def test_run_in_a_thread_stops_and_resumes(in_run: Path) -> None:
     errors: list[BaseException] = []
 
     def train() -> None:
@@ -160,7 +160,7 @@ def test_a_plan_is_that_of_the_command(in_run: Path, shell, capfd) -> None:
         assert facts[name] == typed[name], name
 
 
-def test_an_evaluation_has_the_scores_of_the_command(in_run: Path, shell, capfd) -> None:
+def test_api_evaluation_equals_command(in_run: Path, shell, capfd) -> None:
     notebook, settings = Notebook(), {"max_new_tokens": 2}
     capfd.readouterr()
     found = gptj_ft.evaluate("run", limit=2, generation=settings, reporter=notebook)
@@ -179,7 +179,7 @@ def test_predictions_are_scored_as_by_the_command(in_run: Path, shell) -> None:
     assert found.to_dict(texts=False)["model"]["scores"] == typed["model"]["scores"]
 
 
-def test_answers_are_those_of_the_command_and_of_the_same_call_again(in_run: Path, shell, capfd) -> None:
+def test_repeated_generation_equals_command(in_run: Path, shell, capfd) -> None:
     settings = {"max_new_tokens": 4, "temperature": 0.9}
     pieces: list[str] = []
     capfd.readouterr()
@@ -194,8 +194,8 @@ def test_answers_are_those_of_the_command_and_of_the_same_call_again(in_run: Pat
     assert done.rows == len(Path("out.jsonl").read_text().splitlines()) == 40
 
 
-def test_wrong_options_are_errors_with_the_nearest_name() -> None:
+def test_api_error_suggests_nearest_option() -> None:
     with pytest.raises(gptj_ft.GptjFtError, match="did you mean 'lr'"):
         gptj_ft.plan(model="tiny", lrr=1.0)
-    with pytest.raises(gptj_ft.GptjFtError, match="add --resume RUN"):
+    with pytest.raises(gptj_ft.GptjFtError, match="needs --resume RUN"):
         gptj_ft.finetune(**TINY, start="best")
