@@ -1,6 +1,6 @@
-"""The command line: its commands, and the only place that turns errors into exit codes.
+"""Define the command line, and turn errors into exit codes.
 
-A command's module is imported inside the command, so that `gptj-ft --help` imports no torch.
+Commands import their modules when they run, so `gptj-ft --help` does not import torch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from gptj_ft.system.signals import StopRequest
 from gptj_ft.system.streams import lasting_streams
 
 FIRST_RUN = "finetune --recipe summarization --data my.jsonl --model tiny"
-STOPPED = "stopped; the same command goes on, or begins again"
+STOPPED = "stopped; run the same command to resume or restart"
 app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
@@ -52,11 +52,11 @@ app = typer.Typer(
     rich_markup_mode=None,
     epilog=f"gptj-ft {FIRST_RUN}\ngptj-ft COMMAND --help",
 )
-START, DATA, PLAN, KEEP = "Start", "Data", "Plan and report", "Keep house"
+START, DATA, PLAN, KEEP = "Start", "Data", "Plan and report", "Manage files"
 
 
 def _add(group: str, command: Callable[..., None] | typer.Typer, *examples: str, name: str | None = None) -> None:
-    """Add a command, or one that has commands below it, to a group of the help."""
+    """Add a command or an app with subcommands to a group of the help."""
     epilog = "\n".join(f"gptj-ft {example}" for example in examples)
     if isinstance(command, typer.Typer):
         app.add_typer(command, name=name, rich_help_panel=group, epilog=epilog)
@@ -96,10 +96,10 @@ _add(KEEP, models.models_app, "models list", "models remove tiny", name="models"
 
 @app.callback(invoke_without_command=True)
 def _global(version: Annotated[bool, flag("print the version and exit", "--version")] = False) -> None:
-    """Teach GPT-J 6B your notes, questions or dialogues, on the one machine you have.
+    """Fine-tune GPT-J 6B on your notes, questions or dialogues, on one machine.
 
-    Weights pass through the device one layer at a time; what is trained may be larger than its memory. Nothing leaves
-    the machine.
+    Weights stream through the device one layer at a time, so a model may be larger than its memory. Nothing leaves the
+    machine.
     """
     if version:
         print(__version__)
@@ -109,7 +109,7 @@ def _global(version: Annotated[bool, flag("print the version and exit", "--versi
 def main() -> None:
     """Run the command line."""
     with lasting_streams(), StopRequest() as stop:
-        # Private: libraries neither phone home nor look for newer files. `download` and `fetched_rows` use the network.
+        # Privacy: libraries send no telemetry, check no updates. Only `download` and `fetched_rows` use the network.
         for name in ("HF_HUB_DISABLE_TELEMETRY", "DO_NOT_TRACK"):
             os.environ[name] = "1"
         if "download" not in sys.argv[1:2]:
@@ -121,12 +121,12 @@ def main() -> None:
 
 @functools.cache
 def command() -> Callable[..., Any]:
-    """Return all commands as one, made of their functions: that takes longer than many of them."""
+    """Build the click command once; building takes longer than many commands."""
     return typer.main.get_command(app)
 
 
 def _run(stop: StopRequest) -> int:
-    """Run the command that was typed; return its exit code."""
+    """Run the command in ``sys.argv``; return its exit code."""
     try:
         command()(prog_name="gptj-ft")
     except GptjFtError as error:
@@ -144,39 +144,39 @@ def _run(stop: StopRequest) -> int:
             return _fail(Interrupted(STOPPED))
         raise
     except SystemExit:
-        if stop.requested:  # Typer has made an exit code of it
+        if stop.requested:  # Typer turned the signal into an exit code
             return _fail(Interrupted(STOPPED))
         raise
     return 0
 
 
 def _failed_resource(error: Exception) -> ResourceError | None:
-    """Return the resource error behind an error of the system or of torch: memory, disk or device; or ``None``."""
-    text, plan = str(error), "`gptj-ft plan` tells what a run needs"
+    """Translate an error of the system or of torch into an error about memory, disk or device, or return ``None``."""
+    text, plan = str(error), "`gptj-ft plan` forecasts the needs of a run"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return ResourceError(f"disk space ran out: {text}; {plan}")
     if isinstance(error, MemoryError) or "can't allocate memory" in text:
         return ResourceError(f"memory ran out: {text}; {plan}")
     first = text.partition("\n")[0]
-    if any(words in text for words in ("out of memory", "ALLOC_FAILED")):  # the latter is what cuBLAS says
+    if any(words in text for words in ("out of memory", "ALLOC_FAILED")):  # the latter is cuBLAS's
         tried = re.match(r".*?Tried to allocate [\d.]+ \w+", first)
         return ResourceError(
-            f"device memory ran out: {tried[0] if tried else first}; other programs may have taken some: free it, or "
+            f"device memory ran out: {tried[0] if tried else first}; close other programs that use the device, or "
             f"lower --device-memory; {plan}"
         )
     if type(error).__name__ == "AcceleratorError" or re.match(r"(CUDA|HIP) error|.*\bdevice (is )?lost\b", first):
-        return ResourceError(f"the device failed: {first}; `gptj-ft doctor` tells whether it works")
+        return ResourceError(f"the device failed: {first}; check it with `gptj-ft doctor`")
     return None
 
 
 def _fail(error: GptjFtError, notes: Sequence[str] = ()) -> int:
-    """Say what went wrong, and what to do next; return the exit code."""
+    """Print an error with its notes; return the exit code."""
     message = "\n".join([str(error), *(notes or notes_of(error))])
-    with StopRequest(on_first=lambda: None):  # it is being said how to go on
+    with StopRequest(on_first=lambda: None):  # a second signal must not cut off the message
         if "--json" in sys.argv:
             print_json({"error": message, "exit_code": error.exit_code})
         text = f"gptj-ft: {message}"
-        if sys.stderr.isatty():  # there the words of a long line would be torn apart
+        if sys.stderr.isatty():  # a terminal would break long lines inside words
             from gptj_ft.cli.terminal.screen import console_for, say, whole
 
             lines = (whole(line) if line.startswith("gptj-ft ") else line for line in text.splitlines())
@@ -187,5 +187,5 @@ def _fail(error: GptjFtError, notes: Sequence[str] = ()) -> int:
 
 
 def notes_of(error: BaseException) -> list[str]:
-    """Return the notes that were added to an error on its way here: how to go on after it."""
+    """Return the notes of an error, which say how to recover."""
     return list(getattr(error, "__notes__", ()))

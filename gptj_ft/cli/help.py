@@ -1,4 +1,4 @@
-"""Lay out help: commands in groups, the options of newcomers first, examples at the end."""
+"""Lay out help: commands in groups, basic options first, examples at the end."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from gptj_ft.cli.options import MORE, SHOWS_ALL
 from gptj_ft.config.resolve import peers_option
 from gptj_ft.errors import UsageError
 
-# Commands that other systems have, and what does it here.
-ELSEWHERE = {
+# Commands of other systems, and our equivalents.
+PEERS_COMMANDS = {
     "train": "gptj-ft finetune",
     "eval": "gptj-ft evaluate",
     "chat": "gptj-ft generate --chat",
@@ -25,10 +25,10 @@ ELSEWHERE = {
 
 
 class Explained:
-    """End help with examples, and name flags of other systems as they are called here: for groups and commands."""
+    """End help with examples, and translate flags of other systems."""
 
     def format_epilog(self: Any, ctx: Any, formatter: Any) -> None:
-        """Write the examples, a line each."""
+        """Write the examples, one per line."""
         lines = (self.epilog or "").splitlines()
         if lines:
             with formatter.section("Example" + "s" * (len(lines) > 1)):
@@ -36,7 +36,7 @@ class Explained:
                     formatter.write(f"{'':{formatter.current_indent}}{line}\n")
 
     def parse_args(self: Any, ctx: Any, args: list[str]) -> list[str]:
-        """Parse flags; an unknown one that another system has is named as it is called here."""
+        """Parse flags; for a flag of another system, raise an error with our name."""
         try:
             return super().parse_args(ctx, args)  # type: ignore[misc, no-any-return]
         except Exception as error:
@@ -44,10 +44,10 @@ class Explained:
 
 
 class Commands(Explained, TyperGroup):
-    """Commands in groups; each is of the group that its ``rich_help_panel`` names."""
+    """Commands in groups, by their ``rich_help_panel``."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the names and summaries, in the same two columns in every group."""
+        """Write names and summaries; the columns of all groups align."""
         named = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
         groups: dict[str, list[tuple[str, Any]]] = {}
         for name, command in named:
@@ -59,21 +59,17 @@ class Commands(Explained, TyperGroup):
                 formatter.write_dl([(f"{name:{width}}", each.get_short_help_str(200)) for name, each in commands])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find a command.
-
-        Raises:
-            UsageError: it is one that other systems have; names what does it here.
-        """
-        if args[0] in ELSEWHERE and self.get_command(ctx, args[0]) is None:
-            raise UsageError(f"there is no command '{args[0]}'; what you look for is: {ELSEWHERE[args[0]]}")
+        """Find a command; for a command of another system, raise an error with our equivalent."""
+        if args[0] in PEERS_COMMANDS and self.get_command(ctx, args[0]) is None:
+            raise UsageError(f"no such command: {args[0]}; use {PEERS_COMMANDS[args[0]]}")
         return super().resolve_command(ctx, args)
 
 
 class Command(Explained, TyperCommand):
-    """A command whose help leaves what newcomers can do without to ``--help-all``."""
+    """Command whose advanced options are shown by ``--help-all`` only."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write arguments and options, those of `MORE` only if all are asked for."""
+        """Write arguments and options; those under `MORE` with ``--help-all`` only."""
         sections: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
@@ -88,13 +84,13 @@ class Command(Explained, TyperCommand):
 
 
 def _explain(error: Exception, parameters: list[Any]) -> NoReturn:
-    """Raise an error again; if it is a flag of another system, with its name here."""
-    unknown = getattr(error, "option_name", None)  # the class that has it moves between releases of typer
-    here = peers_option(str(unknown).lstrip("-")) if unknown else None
-    if here is None:
+    """Raise an error again; for a flag of another system, with our name."""
+    unknown = getattr(error, "option_name", None)  # typer moves the class between releases
+    translation = peers_option(str(unknown).lstrip("-")) if unknown else None
+    if translation is None:
         raise error
-    name, meaning = here
+    name, meaning = translation
     flags = {flag for parameter in parameters for flag in parameter.opts}
     flag = "--" + name.replace("_", "-")
     typed = name if name.startswith("--") else flag if flag in flags else f"--set {name}=VALUE"
-    raise UsageError(f"no such option: {unknown}; here it is {typed}" + (f" ({meaning})" if meaning else "")) from error
+    raise UsageError(f"no such option: {unknown}; use {typed}" + (f" ({meaning})" if meaning else "")) from error

@@ -1,4 +1,4 @@
-"""Flags made from the options of `Recipe`: declared once, for every command; completion of their values."""
+"""Make flags from the options of `Recipe`, and complete their values in the shell."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from gptj_ft.config.presets import preset_names
 from gptj_ft.models.supported import TINY_MODELS
 from gptj_ft.system.paths import RUNS, models
 
-# The heading of flags that a newcomer can do without; `--help` leaves them to `--help-all`.
+# Heading of advanced flags, which `--help-all` shows.
 MORE = "More options"
-SHOWS_ALL = "gptj_ft.help_all"  # in the `meta` of a command's context
+SHOWS_ALL = "gptj_ft.help_all"  # key in the `meta` of a click context
 
 
 def flag(meaning: str, *names: str, more: bool = False, **settings: Any) -> Any:
@@ -25,20 +25,20 @@ def flag(meaning: str, *names: str, more: bool = False, **settings: Any) -> Any:
 
     Args:
         meaning: help text.
-        *names: names with their dashes; default: the parameter's. A switch needs one, or it has a ``--no-``.
-        more: whether only `--help-all` shows it.
+        *names: names with dashes; default: the parameter's. A switch without a name also gets ``--no-``.
+        more: show the flag in `--help-all` only.
         **settings: other settings of `typer.Option`.
     """
     return typer.Option(*names, help=meaning, rich_help_panel=MORE if more else None, **settings)
 
 
 def option_of(field: str, meaning: str | None = None, more: bool = False) -> Any:
-    """Make a flag of a recipe's option; its meaning, choices and default are written there and nowhere else.
+    """Make a flag of a recipe's option, with its help text, choices and default.
 
     Args:
-        field: name of the option, with its group if it is of one; the flag is called without.
-        meaning: help text without a default, where the option is not for training; default: the option's.
-        more: whether only `--help-all` shows it.
+        field: name of the option, ``group.name`` in a group; the flag has no group.
+        meaning: help text that replaces the option's and its default.
+        more: show the flag in `--help-all` only.
     """
     info, spec, (group, _, name) = field_of(field), flag_spec(field), field.rpartition(".")
     choices = get_args(info.annotation) if get_origin(info.annotation) is Literal else ()
@@ -54,20 +54,20 @@ def option_of(field: str, meaning: str | None = None, more: bool = False) -> Any
 
 
 def complete_recipe(incomplete: str) -> list[str]:
-    """Return the presets that begin so."""
+    """Return the presets with this prefix."""
     return [name for name in preset_names() if name.startswith(incomplete)]
 
 
 def complete_run(incomplete: str) -> list[str]:
-    """Return the run folders in ``runs`` that begin so."""
-    found = sorted(str(path.parent) for path in RUNS.glob("*/recipe.yaml"))
-    return [name for name in found if name.startswith(incomplete)]
+    """Return the run folders in ``runs`` with this prefix."""
+    folders = sorted(str(path.parent) for path in RUNS.glob("*/recipe.yaml"))
+    return [name for name in folders if name.startswith(incomplete)]
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """Return the names of models, and the runs, that begin so."""
-    there = sorted(path.parent.name for path in models().glob("*/config.json"))
-    return [name for name in (*there, *TINY_MODELS) if name.startswith(incomplete)] + complete_run(incomplete)
+    """Return the names of models and runs with this prefix."""
+    local = sorted(path.parent.name for path in models().glob("*/config.json"))
+    return [name for name in (*local, *TINY_MODELS) if name.startswith(incomplete)] + complete_run(incomplete)
 
 
 def _show_all_help(context: typer.Context, wanted: bool) -> None:
@@ -77,27 +77,27 @@ def _show_all_help(context: typer.Context, wanted: bool) -> None:
         raise typer.Exit
 
 
-TUNED_RECIPE = "task; default: the one that the model was tuned for"
-# How a model's forward passes run.
+TUNED_RECIPE = "task; default: the task that the model was tuned for"
+# Options of forward passes.
 INFERENCE_OPTIONS = ("device", "precision", "weights", "device_memory", "host_memory")
-# What a run is planned for: where it runs, and what may be used there.
+# Options that decide the placement of a run.
 PLACEMENT_OPTIONS = (
     "device_memory", "host_memory", "device", "precision", "weights", "optimizer_state", "activations", "boundaries",
     "disk_space",
 )  # fmt: skip
-Given = Mapping[str, Any]  # of a recipe, those that were given as flags
+Given = Mapping[str, Any]  # options set by flags
 
 
 def takes_options(
     *fields: str, meanings: Mapping[str, str] | None = None, shown: Collection[str] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command a flag for each of some options, and ``--help-all``; its parameter ``options`` gets those given.
+    """Add flags for recipe options, and ``--help-all``, to a command.
 
-    Their flags stand where that parameter does.
+    The flags replace the command's parameter ``options``, which receives the options that are set.
 
     Args:
-        *fields: names of options, with their group if they are of one.
-        meanings: help texts of options that the command uses for something else than training.
+        *fields: names of options, ``group.name`` in a group.
+        meanings: help texts that replace the options' own.
         shown: options marked ``in_more`` that this command shows without ``--help-all``.
     """
 
@@ -122,7 +122,7 @@ def takes_options(
         def call(help_all: bool = False, **values: Any) -> None:
             given = {field: values.pop(name) for name, field in names.items()}
             if given.get("map") is not None:
-                given["map"] = ",".join(given["map"]) or None  # a flag that is given again adds to it
+                given["map"] = ",".join(given["map"]) or None  # repeated flags add up
             command(options={field: value for field, value in given.items() if value is not None}, **values)
 
         call.__name__, call.__doc__ = command.__name__, command.__doc__
@@ -134,7 +134,7 @@ def takes_options(
 
 
 def _flag_of(field: str, meaning: str | None, more: bool) -> Any:
-    """Return the annotation of a flag: the option's type where that is a number, else the text to be validated."""
+    """Return the annotation of a flag: the option's type if it is a number, else text for `Recipe` to validate."""
     if field == "cache":
         switch = flag(meaning_of(field), "--cache/--no-cache", show_default=False, more=True)
         return Annotated[bool | None, switch]
@@ -148,16 +148,14 @@ def _flag_of(field: str, meaning: str | None, more: bool) -> Any:
 
 Config = Annotated[Path | None, flag("YAML file of options", "--config")]
 Assignments = Annotated[
-    list[str] | None, flag("any option of a recipe; `gptj-ft recipes show` lists them", "--set", metavar="KEY=VALUE")
+    list[str] | None, flag("set any option; `gptj-ft recipes show NAME` lists them", "--set", metavar="KEY=VALUE")
 ]
 Offline = Annotated[
-    bool, flag("take a hub: data set as it was fetched before; nothing else uses the network", "--offline", more=True)
+    bool, flag("use the fetched copy of a hub: dataset; nothing else uses the network", "--offline", more=True)
 ]
 Json = Annotated[bool, flag("print one JSON object and nothing else", "--json")]
-Quiet = Annotated[bool, flag("print the result alone (a path, an answer), and errors", "--quiet", "-q")]
-Nproc = Annotated[
-    int | None, flag("deal the rows out to so many processes of this machine", metavar="N", min=1, more=True)
-]
+Quiet = Annotated[bool, flag("print only the result (a path, an answer) and errors", "--quiet", "-q")]
+Nproc = Annotated[int | None, flag("divide the rows among N processes of this machine", metavar="N", min=1, more=True)]
 HelpAll = Annotated[
     bool, flag("show every option and exit", "--help-all", is_eager=True, expose_value=False, callback=_show_all_help)
 ]

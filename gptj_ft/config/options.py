@@ -1,9 +1,9 @@
-"""Declare every option of a run: type, default, unit and meaning. This is the only place an option is declared.
+"""Declare every option of a run: type, default, unit and meaning. Options are declared nowhere else.
 
-The docstring of an option is its help text: see `meaning_of`.
+The string under a field is its help text, see `meaning_of`; `FlagSpec` describes its flag.
 
-A preset (``recipes/*.yaml``) holds only what differs from these defaults. Values are taken, in order of precedence,
-from flags, the environment (``GPTJ_FT_LR=1e-5``), a ``--config`` file, the preset, and the defaults below.
+A preset (``recipes/*.yaml``) names only options that differ from these defaults. Order of precedence: flags, the
+environment (``GPTJ_FT_LR=1e-5``), a ``--config`` file, the preset, and the defaults below.
 """
 
 from __future__ import annotations
@@ -30,16 +30,12 @@ Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 def parse_duration(value: object) -> object:
-    """Return a duration such as ``1h30m`` in seconds; anything but a text is left to the type's own check.
-
-    Raises:
-        PydanticCustomError: not a duration.
-    """
+    """Parse a duration such as ``1h30m`` into seconds; return other types unchanged."""
     if not isinstance(value, str):
         return value
     text, total = value.strip().lower(), 0.0
     if not re.fullmatch(r"(\d+\.?\d*[dhms])+|\d+\.?\d*", text):
-        raise PydanticCustomError("duration", "a duration is seconds, or a text such as 8h, 90m, 1h30m or 2d")
+        raise PydanticCustomError("duration", "expected a duration: seconds, or e.g. 8h, 90m, 1h30m or 2d")
     for number, unit in re.findall(r"([\d.]+)([dhms]?)", text):
         total += float(number) * {"d": 86400, "h": 3600, "m": 60}.get(unit, 1)
     return total
@@ -48,23 +44,19 @@ def parse_duration(value: object) -> object:
 Duration = Annotated[float, BeforeValidator(parse_duration), Field(gt=0.0)]
 
 
-# A thousand times what GPT-J reads at once; and a whole corpus in one line, as some are published, is not larger.
+# A thousand times GPT-J's context; published corpora that are one long line are not larger.
 MOST_RECORD_BYTES = 256 * 2**20
 SIZE_UNITS = {"": 1, "B": 1, "MB": 10**6, "MiB": 2**20, "GB": 10**9, "GiB": 2**30, "TB": 10**12, "TiB": 2**40}
 
 
 def parse_size(value: object) -> object:
-    """Return a size such as ``8GiB`` in bytes; anything but a text is left to the type's own check.
-
-    Raises:
-        PydanticCustomError: not a size.
-    """
+    """Parse a size such as ``8GiB`` into bytes; return other types unchanged."""
     if not isinstance(value, str):
         return value
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([a-z]*)", value.strip(), re.IGNORECASE)
     units = {unit.lower(): size for unit, size in SIZE_UNITS.items()}
     if match is None or match[2].lower() not in units:
-        raise PydanticCustomError("size", "a size is bytes, or a number with MB, MiB, GB, GiB, TB or TiB")
+        raise PydanticCustomError("size", "expected a size: bytes, or a number with MB, MiB, GB, GiB, TB or TiB")
     return int(float(match[1]) * units[match[2].lower()])
 
 
@@ -72,7 +64,7 @@ ByteSize = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
 
 
 def _words(value: Any) -> Any:
-    """Parse ``best,last``, or a bare number, as a list."""
+    """Split ``best,last`` or a bare number into a list."""
     return str(value).split(",") if isinstance(value, str | int) else value
 
 
@@ -80,7 +72,7 @@ def _keep_words(value: tuple[str, ...]) -> tuple[str, ...]:
     words = tuple(word.strip() for word in value)
     wrong = [word for word in words if word not in ("last", "best", "all") and not re.fullmatch("[1-9][0-9]*", word)]
     if wrong or not words:
-        raise ValueError("use last, best, all or a number, with commas between them")
+        raise ValueError("expected last, best, all or a number, separated by commas")
     return words
 
 
@@ -92,15 +84,15 @@ Names = Annotated[tuple[str, ...], BeforeValidator(_words)]
 
 @dataclass(frozen=True)
 class FlagSpec:
-    """How the command line presents an option: metadata of its field."""
+    """Presentation of an option on the command line: metadata of its field."""
 
-    metavar: str | None = None  # kind of value, as help names it; shell completion goes by it
+    metavar: str | None = None  # kind of value in help; selects the shell completion
     in_more: bool = False  # shown by --help-all only
     set_by_presets: bool = False  # help names no default, because presets set the option
 
 
 class Options(BaseModel):
-    """Group of options: frozen; unknown keys and numbers that are not finite are errors."""
+    """Frozen group of options; unknown keys and non-finite numbers are errors."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -113,55 +105,53 @@ class Options(BaseModel):
 
 
 class Generation(Options):
-    """Settings of generation, which `evaluate` and `generate` use unless told otherwise."""
+    """Generation settings: defaults of `evaluate` and `generate`."""
 
     max_new_tokens: int = Field(128, ge=1)
-    """most tokens to write"""
+    """maximum number of generated tokens"""
     temperature: float = Field(0.0, ge=0.0)
-    """0 is greedy; above, sampling"""
+    """0 decodes greedily; above 0 samples"""
     top_p: Annotated[float, FlagSpec(in_more=True)] = Field(1.0, gt=0.0, le=1.0)
-    """sample from the smallest set with this probability"""
+    """sample from the smallest set of tokens with this total probability"""
     top_k: Annotated[int, FlagSpec(in_more=True)] = Field(0, ge=0)
-    """sample from the k most likely tokens; 0 is all"""
+    """sample from the k most likely tokens; 0: all"""
     min_p: Fraction = 0.0
-    """sample from tokens with this share of the likeliest's probability"""
+    """sample from tokens with at least this fraction of the top token's probability"""
     num_beams: Annotated[int, FlagSpec(in_more=True)] = Field(1, ge=1)
-    """beams of the search; 1: no search"""
+    """beams of beam search; 1: no beam search"""
     min_new_tokens: int = Field(0, ge=0)
-    """fewest tokens to write"""
+    """minimum number of generated tokens"""
     length_penalty: float = 1.0
-    """beams are ranked by log-probability / length ** this"""
+    """beam search ranks answers by log-probability / length ** length_penalty"""
     early_stopping: bool | Literal["never"] = False
-    """end when there are as many finished answers as beams; false: when none is likely to be better; never: when none
-    can be
+    """beam search stops when it has num_beams finished answers; false: when a better one is unlikely; never: when
+    none is possible
     """
     repetition_penalty: float = Field(1.0, gt=0.0)
-    """above 1, tokens that are there already get less likely"""
+    """above 1, tokens of the prompt and the answer become less likely"""
     no_repeat_ngram_size: int = Field(0, ge=0)
-    """so many tokens in a row come once only; 0: no limit"""
+    """no sequence of this many tokens occurs twice; 0: no limit"""
     prompt_lookup_num_tokens: int = Field(0, ge=0)
-    """guess so many tokens from what is there already and check them in one pass; 0: off"""
+    """guess this many tokens from earlier text and check them in one pass; 0: off"""
     stop: tuple[str, ...] = ()
-    """strings at which writing ends; they are not part of the answer"""
+    """strings that end generation; they are not part of the answer"""
     max_prompt_tokens: int | None = Field(None, ge=1)
-    """give only so many tokens of a longer prompt, its end cut off, whatever that is; null: the recipe's `on_long` and
-    `cut` decide
-    """
+    """maximum prompt length; a longer prompt loses its end; null: `on_long` and `cut` decide"""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Generation:
         if self.min_new_tokens > self.max_new_tokens:
             raise PydanticCustomError("tokens", "min_new_tokens must be at most max_new_tokens")
         if self.prompt_lookup_num_tokens and self.num_beams > 1:
-            raise PydanticCustomError("lookup", "prompt_lookup_num_tokens does not go together with num_beams")
+            raise PydanticCustomError("lookup", "prompt_lookup_num_tokens cannot be combined with num_beams")
         return self
 
     def search_options(self) -> dict[str, Any]:
-        """Return the settings under the names of `transformers`."""
+        """Return the keyword arguments of `transformers`' ``generate``."""
         options = self.model_dump(exclude={"temperature", "top_p", "top_k", "min_p", "stop", "max_prompt_tokens"})
         if not self.prompt_lookup_num_tokens:
             del options["prompt_lookup_num_tokens"]
-        if self.num_beams == 1:  # they would be warned of
+        if self.num_beams == 1:  # transformers would warn about them
             del options["length_penalty"], options["early_stopping"]
         options["do_sample"] = self.temperature > 0
         if self.temperature > 0:
@@ -171,44 +161,43 @@ class Generation(Options):
 
 
 class LoRA(Options):
-    """Adapters of ``method: lora``; defaults are PEFT's (https://arxiv.org/abs/2106.09685: alpha is the rank)."""
+    """Adapters of ``method: lora`` (https://arxiv.org/abs/2106.09685); the defaults are PEFT's."""
 
     rank: int = Field(8, ge=1)
-    """width between the two matrices of an adapter"""
+    """inner dimension of an adapter"""
     alpha: float = Field(8.0, gt=0.0)
-    """an adapter's output is multiplied by alpha / rank"""
+    """scale: an adapter's output is multiplied by alpha / rank"""
     dropout: Decay = 0.0
-    """share of an adapter's inputs that is dropped in training"""
+    """fraction of an adapter's inputs dropped in training"""
     targets: Names = ()
-    """linear layers that get adapters: shell patterns, such as q_proj,h.2[0-7].mlp.*; none: attention's queries and
-    values
+    """linear layers with adapters, as shell patterns (q_proj,h.2[0-7].mlp.*); empty: attention's queries and values
     """
     merge: bool = False
-    """write the model with the adapter merged in, too"""
+    """also write the model with the adapter merged into its weights"""
 
 
 class SchedulePiece(Options):
-    """Piece of an explicit schedule; rates are shares of ``lr``, as ``final_lr`` is."""
+    """Piece of an explicit schedule; rates are fractions of ``lr``, like ``final_lr``."""
 
     shape: Shape
-    """how the rate gets from start to end"""
+    """curve of the learning rate from start to end"""
     start: Fraction | None = None
-    """share at its first step; none: the end before it, or 0"""
+    """fraction of lr at the first step of the piece; null: the end of the previous piece, or 0"""
     end: Fraction
-    """share at the step after its last; for good, if no piece follows"""
+    """fraction of lr after the last step of the piece; kept if no piece follows"""
     steps: int = Field(ge=1)
-    """optimizer steps"""
+    """optimizer steps of the piece"""
 
     @model_validator(mode="after")
     def _has_one_rate_if_constant(self) -> SchedulePiece:
         if self.shape == "constant" and self.start not in (None, self.end):
-            raise PydanticCustomError("constant", "a constant piece has one rate, its `end`")
+            raise PydanticCustomError("constant", "a constant piece has a single rate, `end`")
         return self
 
 
 def _reaches_the_peak(pieces: tuple[SchedulePiece, ...]) -> tuple[SchedulePiece, ...]:
     if all(1.0 not in (piece.start, piece.end) for piece in pieces):
-        raise PydanticCustomError("pieces", "start and end are shares of lr, so one of them must be 1")
+        raise PydanticCustomError("pieces", "start and end are fractions of lr, so one of them must be 1")
     return pieces
 
 
@@ -216,17 +205,17 @@ Pieces = Annotated[tuple[SchedulePiece, ...], AfterValidator(_reaches_the_peak)]
 
 
 def _read_map(value: Any) -> Any:
-    """Read ``document=body,summary=tl_dr``."""
+    """Parse ``document=body,summary=tl_dr``."""
     if not isinstance(value, str):
         return value
     pairs = [pair.partition("=") for pair in value.split(",") if pair.strip()]
     if not all(field.strip() and equals and column.strip() for field, equals, column in pairs):
-        raise PydanticCustomError("map", "field=column pairs are needed, e.g. document=body,summary=tl_dr")
+        raise PydanticCustomError("map", "expected field=column pairs, e.g. document=body,summary=tl_dr")
     columns: dict[str, str] = {}
     for field, column in ((field.strip(), column.strip()) for field, _, column in pairs):
         if columns.setdefault(field, column) != column:
             raise PydanticCustomError(
-                "map", "{field} is {first} and {column}: name one; several right answers are {field}={first}+{column}",
+                "map", "{field} is both {first} and {column}: use one; several right answers: {field}={first}+{column}",
                 {"field": field, "first": columns[field], "column": column},
             )  # fmt: skip
     return columns
@@ -238,7 +227,7 @@ DELIMITERS = {"comma": ",", "semicolon": ";", "tab": "\t", "\\t": "\t", "pipe": 
 def _read_delimiter(value: str) -> str:
     character = DELIMITERS.get(value.lower(), value)
     if value != "auto" and (len(character) != 1 or character in '"\r\n\0'):
-        raise PydanticCustomError("delimiter", "comma, semicolon, tab, pipe or a single character is needed")
+        raise PydanticCustomError("delimiter", "expected comma, semicolon, tab, pipe or one character")
     return character
 
 
@@ -248,11 +237,11 @@ Delimiter = Annotated[str, AfterValidator(_read_delimiter)]
 def _read_encoding(value: str) -> str:
     try:
         if value != "auto":
-            b" ".decode(value, "ignore")  # nothing at all would be taken without a look at the name
+            b" ".decode(value, "ignore")  # decoding b'' would accept any name
             codecs.getincrementaldecoder(value)()
     except (LookupError, ValueError) as error:
         raise PydanticCustomError(
-            "encoding", "a text encoding that Python knows is needed, e.g. utf-8, cp1252, utf-16, shift_jis"
+            "encoding", "expected a text encoding of Python, e.g. utf-8, cp1252, utf-16, shift_jis"
         ) from error
     return value
 
@@ -266,122 +255,122 @@ ColumnMap = Annotated[dict[str, str], BeforeValidator(_read_map)]
 class Recipe(Options):
     """All options of a run; saved as ``recipe.yaml`` in the run folder."""
 
-    # What for
+    # Purpose
     recipe: Annotated[str, FlagSpec(metavar="RECIPE")] = "custom"
     """preset for a task; `gptj-ft recipes list` shows them"""
     about: str = ""
-    """one line: what the preset is for"""
+    """one line: the purpose of the preset"""
     source: str = ""
-    """where its hyper-parameters come from"""
+    """origin of the hyper-parameters"""
 
     task: Task = "language-model"
-    """what is predicted: the next token; a label of a text, or several, or a number; a label of each word; the span of
-    an answer in a text; the sentences of a summary
+    """prediction target: the next token; one label of a text, several labels, or a number; a label for each word;
+    the span of an answer in a text; the sentences of a summary
     """
 
-    # What on
+    # Model and data
     model: Annotated[str | None, FlagSpec(metavar="MODEL")] = None
     """folder or name of a model; default: the downloaded one. 'tiny' makes a small random one"""
     data: Annotated[str | None, FlagSpec(metavar="FILE")] = None
-    """training rows: file (jsonl, json, csv, tsv, xlsx, parquet, txt), folder or pattern; or prepared; or a data set on
-    the Hub, hub:owner/name
+    """training rows: a file (jsonl, json, csv, tsv, xlsx, parquet, txt), folder, pattern or prepared folder; or a
+    dataset on the Hub, hub:owner/name
     """
     val_data: Annotated[str | None, FlagSpec(metavar="FILE")] = None
-    """validation rows; none: a share of the data is held out"""
+    """validation rows; empty: a fraction of the data is held out"""
     holdout: Annotated[Fraction, FlagSpec(set_by_presets=True)] = 0.05
-    """share of the rows held out when no validation rows are given"""
+    """fraction of the rows held out for validation, without val_data"""
     output: Annotated[str | None, FlagSpec(metavar="FOLDER")] = None
-    """run folder to make; default runs/RECIPE-N"""
+    """new run folder; default runs/RECIPE-N"""
 
     documents: Literal["paragraph", "line", "file"] = "paragraph"
-    """what a row of plain text is: up to a blank line, a line, or the file"""
+    """rows of plain text: paragraphs (separated by a blank line), lines, or whole files"""
     quotes: Literal["auto", "on", "off"] = "auto"
-    """whether " encloses cells of tables; auto: in CSV; in TSV where it encloses the names"""
+    """whether " quotes cells of tables; auto: yes in CSV, in TSV only if the header is quoted"""
     delimiter: Delimiter = "auto"
-    """what separates the cells of a table: comma, semicolon, tab, pipe or a character"""
+    """cell separator of tables: comma, semicolon, tab, pipe or one character"""
     encoding: Encoding = "auto"
-    """of texts, e.g. cp1252, utf-16, shift_jis; auto: UTF-8, UTF-16, or Windows-1252, which is said"""
+    """text encoding, e.g. cp1252, utf-16, shift_jis; auto: UTF-8, UTF-16, or Windows-1252 with a note"""
     sheet: str = ""
-    """sheet of a spreadsheet that is read; empty: the first"""
+    """spreadsheet sheet to read; empty: the first"""
     header: Names = ()
-    """names of the columns of a table whose first line is a row already; none: the first line has them"""
+    """column names for a table without a header line; empty: the first line is the header"""
     max_record: ByteSize = MOST_RECORD_BYTES
-    """longest line, cell or record of a file, e.g. 1GiB; what is longer is taken for damage"""
+    """longest line, cell or record of a file, e.g. 1GiB; a longer one is an error"""
     max_bad_rows: Annotated[int, FlagSpec(in_more=True, set_by_presets=True)] = Field(0, ge=0)
-    """records that may be unreadable before the data is refused"""
+    """unreadable records allowed before the data is rejected"""
     cache: Annotated[bool, FlagSpec(in_more=True)] = True
-    """keep rows as tokens, and take those that are kept, if nothing has changed"""
+    """reuse tokenized rows of an earlier command if nothing changed, and store them for later"""
     map: Annotated[ColumnMap, FlagSpec(metavar="FIELD=COLUMN")] = {}
-    """columns by field, e.g. document=body,summary=tl_dr; where several hold right answers, summary=s1+s2 or
-    summary=s*; others are recognised
+    """field=column pairs, e.g. document=body,summary=tl_dr; several columns of right answers: summary=s1+s2 or
+    summary=s*; other fields are detected
     """
 
-    # How a row becomes tokens
+    # From rows to tokens
     prompt: str = ""
-    """text before the answer, with {{ fields }} (Jinja), or @FILE; empty: train on every token"""
+    """template of the text before the answer, with {{ fields }} (Jinja), or @FILE; empty: train on every token"""
     completion: str = "{{ text }}"
-    """the text that is trained on, with {{ fields }} (Jinja), or @FILE; EOS follows"""
+    """template of the text to train on, with {{ fields }} (Jinja), or @FILE; EOS follows"""
     pair: str = ""
-    """second text, with {{ fields }}, of a task about two; the prompt is the first"""
+    """template of the second text of a task on two texts; `prompt` is the first"""
     fields: dict[str, tuple[str, ...]] = {"text": ("text", "content", "body", "article", "document")}
-    """for each field of the templates, the column names recognised, best first"""
+    """column names recognised for each template field, best first"""
     labels: dict[str, str] = {}
-    """what the field {label} may say, and the word to train on; rows with another label are left out. Of a task with
-    labels: their names in order; none: as found in the rows
+    """values of the field {label} and the word to train on; other rows are left out. For a task with labels: their
+    names in order; empty: as in the rows
     """
     no_answer: str = ""
-    """what to answer where the data has no answer (SQuAD v2.0); empty: such rows are left out"""
+    """answer for rows without one (SQuAD v2.0); empty: such rows are left out"""
     sentences: tuple[str, ...] = ("highlights",)
-    """columns in which a list is the sentences of one text, not several answers"""
+    """columns in which a list holds the sentences of one text, not several answers"""
     on_long: Annotated[Literal["shorten", "split", "skip", "error"], FlagSpec(in_more=True, set_by_presets=True)] = (
         "split"
     )
-    """rows above max_length: cut the `shorten` field, split plain text, skip, or stop"""
+    """rows above max_length: cut the `shorten` field, split plain text, skip the row, or stop"""
     shorten: str = ""
-    """the one field that may be cut when a row is too long"""
+    """the only field that may be cut when a row is too long"""
     cut: Literal["end", "start", "middle", "answer"] = "end"
-    """what is cut of it: its end, its start, its middle, or what is far from the answer in it"""
+    """part of that field to cut: its end, start or middle, or the text farthest from the answer"""
     packing: Literal["off", "apart", "joined"] = "off"
-    """plain text in windows of max_length, filled with several documents: apart, attention stays inside each; joined,
-    it goes across them
+    """fill windows of max_length with several documents of plain text; apart: attention stays inside each document;
+    joined: it crosses them
     """
     max_length: Annotated[int, FlagSpec(set_by_presets=True)] = Field(2048, ge=2)
-    """tokens of prompt, answer and EOS together; of rows that come as tokens, inputs"""
+    """maximum tokens of prompt, answer and EOS together; for rows of token ids, of inputs"""
 
     stride: int = Field(128, ge=0)
-    """tokens that the windows of a long text share, of a task about its parts"""
+    """tokens shared by consecutive windows of a long text, for token-labels and spans"""
 
-    # How the head's output is read
+    # Reading the head's output
     class_weights: Literal["none", "balanced"] = "none"
-    """balanced: a row counts by how rare its label is"""
+    """balanced: weight a row by the rarity of its label"""
     label_threshold: Fraction = 0.5
-    """multi-label: probability from which a label is given"""
+    """multi-label: minimum probability of a predicted label"""
     max_answer_tokens: int = Field(30, ge=1)
-    """spans: longest answer"""
+    """spans: maximum answer length in tokens"""
     num_best: int = Field(20, ge=1)
-    """spans: starts and ends looked at, and answers listed"""
+    """spans: start and end candidates, and answers listed"""
     null_threshold: float = 0.0
-    """spans: how much better than any answer no answer has to score"""
+    """spans: minimum score lead of no answer over the best answer"""
     num_sentences: int = Field(3, ge=1)
-    """sentences: how many make a summary"""
+    """sentences: number of sentences in a summary"""
     block_trigrams: bool = True
-    """sentences: leave out one that shares three words in a row with the summary so far"""
+    """sentences: skip one that repeats three consecutive words of the summary so far"""
 
-    # How it is judged
+    # Evaluation
     metrics: tuple[Literal["rouge", "squad", "accuracy", "relations"], ...] = ()
-    """scores of answers"""
+    """metrics of generated answers"""
     stemming: bool = True
-    """rouge: words of English that have the same stem are the same"""
+    """rouge: English words with the same stem count as equal"""
     generation: Generation = Field(default_factory=Generation)  # type: ignore[arg-type]
 
-    # How it learns
+    # Training
     method: Literal["full", "lora"] = "full"
-    """full: every parameter is trained, or those of `train`; lora: adapters beside the model"""
+    """full: train every parameter, or those of `train`; lora: train adapters and keep the model frozen"""
     lora: LoRA = Field(default_factory=LoRA)  # type: ignore[arg-type]
     train: Annotated[Names, FlagSpec(metavar="PATTERN", in_more=True)] = ()
-    """what is trained: shell patterns of Hugging Face's names, such as h.2[0-7].*,lm_head.*; none: all"""
+    """parameters to train, as shell patterns of Hugging Face's names (h.2[0-7].*,lm_head.*); empty: all"""
     epochs: Annotated[float, FlagSpec(set_by_presets=True)] = Field(1.0, gt=0.0)
-    """passes over the rows; a share of a step is a step"""
+    """passes over the rows; a fraction of a step rounds up"""
     max_steps: Annotated[int | None, FlagSpec(set_by_presets=True)] = Field(None, ge=1)
     """optimizer steps; overrides epochs"""
     batch_size: Annotated[int, FlagSpec(set_by_presets=True)] = Field(16, ge=1)
@@ -395,164 +384,165 @@ class Recipe(Options):
         Discriminator(
             lambda value: {str: "(shape)", list: "(pieces)", tuple: "(pieces)"}.get(type(value)),
             custom_error_type="schedule",
-            custom_error_message="linear, cosine, constant, inverse_sqrt or a list of pieces is needed",
+            custom_error_message="expected linear, cosine, constant, inverse_sqrt or a list of pieces",
         ),
     ] = "cosine"
-    """linear, cosine, constant or inverse_sqrt after the warm-up; or a list of pieces (shape, start, end, steps), in
-    place of warmup and final_lr
+    """linear, cosine, constant or inverse_sqrt after the warm-up; or a list of pieces (shape, start, end, steps),
+    which replace warmup and final_lr
     """
     warmup: float = Field(0.1, ge=0.0)
-    """below 1: share of all steps; 1 and above: steps"""
+    """below 1: fraction of all steps; from 1: number of steps"""
     final_lr: Fraction = 0.1
-    """learning rate at the last step, as a share of the peak"""
+    """learning rate at the last step, as a fraction of the peak"""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
-    """decay of Adam's two moments; below 1"""
+    """decay rates of Adam's two moments; below 1"""
     eps: float = Field(1e-8, gt=0.0)
-    """added to the root of the second moment (torch's formula)"""
+    """added to the square root of the second moment (torch's formula)"""
     weight_decay: float = Field(0.1, ge=0.0)
-    """decoupled; biases and layer norms are left out"""
+    """decoupled weight decay; not for biases and layer norms"""
     clip_norm: float | None = Field(1.0, gt=0.0)
-    """global gradient norm; null: no clipping"""
+    """maximum global gradient norm; null: no clipping"""
     z_loss: float = Field(0.0, ge=0.0)
-    """weight of log(Z)^2 beside the loss; GPT-J's pre-training: 1e-4"""
+    """weight of the log(Z)^2 term of the loss; GPT-J's pre-training: 1e-4"""
     seed: Annotated[int, FlagSpec(in_more=True)] = Field(0, ge=0, lt=2**63)
-    """order of the rows, the held-out share, the tiny model"""
+    """seed of the row order, the held-out rows and the tiny model"""
 
     dropout: Decay | None = None
-    """share of a model's activations that is dropped in training; null: as its config.json says"""
+    """fraction of activations dropped in training; null: as in config.json"""
     attention_dropout: Decay | None = None
-    """the same of attention's weights; null: as config.json says, or dropout if that is 0"""
+    """fraction of attention weights dropped in training; null: as in config.json, or 0 if dropout is 0"""
     layer_decay: float = Field(1.0, gt=0.0, le=1.0)
-    """the learning rate of each layer is that of the layer above, times this"""
+    """ratio of the learning rates of one layer and the layer above"""
     bias_correction: bool = True
-    """whether Adam divides its moments by 1 - beta ** step; false: as BERT was tuned"""
+    """divide Adam's moments by 1 - beta ** step; false: as BERT was fine-tuned"""
 
-    # Where it runs
+    # Hardware
     device: Annotated[str, FlagSpec(in_more=True)] = "auto"
     """auto, cpu, or an accelerator: cuda, cuda:1, xpu, mps"""
     precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"], FlagSpec(in_more=True)] = "auto"
-    """type of the computation; master weights fp32; fp16 with dynamic loss scaling"""
+    """compute type; master weights are fp32; fp16 uses dynamic loss scaling"""
     moments: Literal["fp32", "bf16"] = "fp32"
-    """type of Adam's two moments; bf16, rounded stochastically, halves their memory and traffic"""
+    """type of Adam's two moments; bf16 rounds stochastically and halves their memory and traffic"""
     initial_moments: Literal["model", "zero"] = "model"
-    """what moments begin as: those in the model's folder (convert --with-optimizer), or zeros"""
+    """start from the moments in the model's folder (convert --with-optimizer), or from zero"""
     gradients: Literal["fp32", "bf16"] = "fp32"
-    """type in which gradients wait for their update; they are summed in fp32"""
+    """type of stored gradients; they are summed in fp32"""
     weights: Annotated[_Place, FlagSpec(in_more=True)] = "auto"
     """where the weights live (device: GPU memory, host: RAM)"""
     optimizer_state: Annotated[_Place, FlagSpec(in_more=True)] = "auto"
     """where gradients, moments and master weights live (device: GPU memory, host: RAM)"""
     max_time: Annotated[Duration | None, FlagSpec(metavar="TIME")] = None
-    """stop in time, saved, when a session has run as long as this: 8h, 90m, 1h30m; default: no limit"""
+    """save and stop when a session has run this long: 8h, 90m, 1h30m; default: no limit"""
     device_memory: Annotated[ByteSize | None, FlagSpec(metavar="SIZE")] = None
-    """most device memory to use, e.g. 8GiB; default: what is free"""
+    """maximum device memory to use, e.g. 8GiB; default: all free memory"""
     host_memory: Annotated[ByteSize | None, FlagSpec(metavar="SIZE")] = None
-    """most RAM to use, e.g. 6GiB; default: what is free"""
+    """maximum RAM to use, e.g. 6GiB; default: all free RAM"""
     disk_space: Annotated[ByteSize | None, FlagSpec(metavar="SIZE", in_more=True)] = None
-    """most disk space to use, e.g. 200GB; default: what is free"""
+    """maximum disk space to use, e.g. 200GB; default: all free space"""
     activations: Annotated[
         Literal["auto", "keep", "recompute"] | Annotated[int, Field(ge=0)], FlagSpec(in_more=True)
     ] = "auto"
-    """blocks whose activations are kept for backward: what fits, all, none, or so many"""
+    """blocks that keep their activations for backward: as many as fit, all, none, or a number"""
     boundaries: Annotated[_Place, FlagSpec(in_more=True)] = "auto"
     """where the inputs of recomputed layers wait for backward"""
     read_ahead: int = Field(1, ge=0, le=8)
-    """layers read before they are needed"""
+    """layers read ahead"""
     threads: int | None = Field(None, ge=1)
-    """CPU threads that a process computes with, which decide last bits; null: the cores, shared between the processes
-    of a machine"""
+    """CPU threads per process, which decide the last bits; null: the cores, divided among the processes of a
+    machine
+    """
     share: Literal["auto", "layers", "rows"] = "auto"
-    """of several processes, what each has: some layers with their state, or some rows of each step and a whole model"""
+    """work of each process, if there are several: some layers with their state, or some rows of each step and a
+    whole model
+    """
     replicas: int | None = Field(None, ge=1)
-    """with share: layers, groups of as many processes that share the rows of a step; each has the model; null: 1"""
+    """with share: layers, number of process groups that each have the whole model and share the rows of a step;
+    null: 1
+    """
     lanes: int | None = Field(None, ge=1)
-    """sums that a step's gradient is made of, one for each replica or several; the last bits depend on it; null: one
-    for each"""
+    """partial sums of a step's gradient, a multiple of replicas; decides the last bits; null: one per replica"""
 
     mirror: bool = False
-    """with share: layers on machines with disks of their own, each layer of a checkpoint is on two of them, so that one
-    disk may be lost
+    """with share: layers on machines with separate disks, write each layer of a checkpoint to two machines, so that
+    losing one disk loses nothing
     """
 
-    # What it leaves behind
+    # Output
     validate_every: Annotated[int, FlagSpec(in_more=True)] = Field(0, ge=0)
-    """steps between validations; 0: before and after only"""
+    """steps between validations; 0: only before and after training"""
     sample_rows: int = Field(0, ge=0)
-    """validation rows that are answered, and scored by `metrics`, at each validation; 0: none"""
+    """validation rows answered and scored by `metrics` at each validation; 0: none"""
     best_by: str = "validation_loss"
-    """what the best state is best by: validation_loss, or a score of the sample_rows"""
+    """criterion of the best state: validation_loss, or a score of the sample_rows"""
     patience: int | None = Field(None, ge=1)
-    """end after so many validations in a row without a better state; null: never"""
+    """stop after this many validations without a better state; null: never"""
     save_every: Annotated[int, FlagSpec(in_more=True)] = Field(0, ge=0)
-    """steps between checkpoints; 0: by time only. A run on disk loses no step anyway"""
+    """steps between checkpoints; 0: by time only. A run from disk never loses a step"""
     keep: Annotated[Keep, FlagSpec(in_more=True)] = ("last",)
-    """checkpoints kept: last, best (see best_by), all of save_every, or the newest N of them"""
+    """checkpoints to keep: last, best (see best_by), all of save_every, or the newest N of them"""
     export: Annotated[Literal["last", "best"], FlagSpec(in_more=True)] = "last"
-    """whose state the tuned model has"""
+    """state to export as the tuned model"""
     save_minutes: float = Field(30.0, gt=0.0)
-    """minutes after which a checkpoint is due; Ctrl-C saves at once"""
+    """minutes between checkpoints; Ctrl-C saves at once"""
     report_to: Annotated[Literal["none", "tensorboard", "trackio", "wandb"], FlagSpec(in_more=True)] = "none"
-    """tracker that gets the figures of metrics.jsonl, too; wandb's are sent to its server"""
+    """experiment tracker that also gets metrics.jsonl; wandb sends them to its server"""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every option that has a meaning for this run, as JSON has it."""
+        """Return the options that apply to this run, as JSON values."""
         unused = set() if isinstance(self.schedule, str) else set(STRETCHING)
         return self.model_dump(mode="json", exclude=unused)
 
     def num_steps(self, num_rows: int) -> int:
-        """Return the optimizer steps of a run on so many rows; the last step of an epoch may take fewer than others.
-
-        A share of a step counts as one, as in the Trainer of `transformers`.
-        """
+        """Return the optimizer steps of a run on ``num_rows`` rows, rounded up as by `transformers`' Trainer."""
         return self.max_steps or max(1, math.ceil(self.epochs * -(-num_rows // self.batch_size)))
 
     def num_warmup_steps(self, num_steps: int) -> int:
-        """Return the steps of a run of so many in which a named schedule rises to its peak."""
+        """Return the warm-up steps of a named schedule in a run of ``num_steps``."""
         return round(self.warmup if self.warmup >= 1 else self.warmup * num_steps)
 
     @property
     def shares_layers(self) -> bool:
-        """Whether several processes can share the layers: not yet those of a head, or of a model that also answers."""
+        """Whether several processes can share the layers: not with a task head, and not if the run samples answers."""
         return self.task == "language-model" and not self.sample_rows
 
     @property
     def keeps_best(self) -> bool:
-        """Whether the state with the lowest validation loss is kept."""
+        """Whether the best state is kept."""
         return "best" in self.keep or self.export == "best"
 
     @property
     def num_newest_kept(self) -> int | None:
-        """How many of the checkpoints of ``save_every`` are kept; ``None``: all."""
+        """Number of newest ``save_every`` checkpoints to keep; ``None``: all."""
         return None if "all" in self.keep else max((int(word) for word in self.keep if word.isdigit()), default=0)
 
 
-# Options of the environment, which may change on resume without changing a number of the run.
+# Options that may change on resume: they change no number of the run.
 FREE_ON_RESUME = frozenset((
     "device", "weights", "optimizer_state", "device_memory", "host_memory", "disk_space", "activations", "boundaries",
     "read_ahead", "threads", "share", "replicas", "mirror", "save_every", "save_minutes", "max_time", "keep", "export",
     "report_to", "output",
 ))  # fmt: skip
-# Options younger than runs that can still be resumed: those had what is the default.
+# Options added after resumable runs were started; those runs used the values that are now the defaults.
 YOUNGER = frozenset((
     "task", "pair", "stride", "class_weights", "label_threshold", "max_answer_tokens", "num_best", "null_threshold",
     "num_sentences", "block_trigrams", "dropout", "attention_dropout", "layer_decay", "bias_correction",
     "header", "lanes",
 ))  # fmt: skip
 GROUPS: Mapping[str, type[Options]] = {"generation": Generation, "lora": LoRA, "schedule": SchedulePiece}
-STRETCHING = ("warmup", "final_lr")  # what a schedule of pieces has no use for
+STRETCHING = ("warmup", "final_lr")  # unused by a schedule of pieces
 
 
 def field_of(option: str) -> FieldInfo:
-    """Return the declaration of an option, ``group.name`` if it is of a group."""
+    """Return the declaration of an option; one in a group is named ``group.name``."""
     group, _, name = option.rpartition(".")
     return (GROUPS[group] if group else Recipe).model_fields[name]
 
 
 def flag_spec(option: str) -> FlagSpec:
-    """Return how the command line presents an option."""
+    """Return the flag metadata of an option."""
     return next((each for each in field_of(option).metadata if isinstance(each, FlagSpec)), FlagSpec())
 
 
 def meaning_of(option: str) -> str:
-    """Return the meaning of an option, which its docstring says, in one line."""
+    """Return the help text of an option in one line."""
     return " ".join((field_of(option).description or "").split())

@@ -12,13 +12,13 @@ from gptj_ft.system.plain_text import shortened
 
 
 def recipes_folder() -> Path:
-    """Return the registry of presets: inside the installed package, or beside it in a checkout."""
+    """Return the folder of presets: inside the installed package, or next to it in a checkout."""
     packaged = Path(__file__).parents[1] / "recipes"
     return packaged if packaged.is_dir() else Path(__file__).parents[2] / "recipes"
 
 
 def preset_names() -> list[str]:
-    """Return the names that ``--recipe`` takes."""
+    """Return the names of all presets."""
     return sorted(path.stem for path in recipes_folder().glob("*.yaml"))
 
 
@@ -26,36 +26,31 @@ def preset_file(name: str) -> Path:
     """Return the file of a preset.
 
     Raises:
-        UsageError: no such preset; names the nearest.
+        UsageError: no such preset; suggests the nearest name.
     """
     if name not in preset_names():
         raise UsageError(
-            f"no recipe '{shortened(name)}'{did_you_mean(name, preset_names())}; `gptj-ft recipes list` shows: "
-            + ", ".join(preset_names())
+            f"no recipe '{shortened(name)}'{did_you_mean(name, preset_names())}; recipes: " + ", ".join(preset_names())
         )
     return recipes_folder() / f"{name}.yaml"
 
 
 def load_preset(name: str) -> dict[str, Any]:
-    """Load the options of a preset.
-
-    Raises:
-        UsageError: as `preset_file`.
-    """
+    """Load the options of a preset."""
     return copy.deepcopy(_options_of(preset_file(name)))
 
 
 @functools.cache
 def _options_of(preset: Path) -> dict[str, Any]:
-    """Load the options of a preset, cached: a command asks several times."""
+    """Load the options of a preset once; a command needs them several times."""
     return load_options(preset)
 
 
 def load_options(path: Path) -> dict[str, Any]:
-    """Read a YAML mapping.
+    """Load a YAML mapping.
 
     Raises:
-        UsageError: unreadable, not YAML (with the line), or not a mapping.
+        UsageError: the file is unreadable, not YAML, or not a mapping.
     """
     from gptj_ft.config import yaml
 

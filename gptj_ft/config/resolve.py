@@ -1,4 +1,4 @@
-"""Resolve the options of a run from defaults, preset, file, environment and command line, with the origin of each."""
+"""Resolve the options of a run from all sources, and record the origin of each value."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ NOT_OPTIONS = {
     "GPTJ_FT_HOME", "GPTJ_FT_TEST_DATA", "GPTJ_FT_STORE", "GPTJ_FT_TOKEN", "GPTJ_FT_PORT", "GPTJ_FT_PUBLIC_NETWORK",
     "GPTJ_FT_START_SECONDS", "GPTJ_FT_NCCL",
 }  # fmt: skip
-# What `method: lora` puts in the place of a preset's value: https://arxiv.org/abs/2106.09685, table 12 (GPT-3 175B).
+# `method: lora` replaces these values of a preset: https://arxiv.org/abs/2106.09685, table 12 (GPT-3 175B).
 FOR_LORA: dict[str, Any] = {"lr": 2e-4}
-# What other systems call an option; `--...` is a flag that is no option of a recipe.
+# Names of options in other systems; `--...` is a flag here, not an option.
 PEERS_NAMES: Mapping[str, str] = {
     peer: ours
     for ours, peers in {
@@ -72,23 +72,19 @@ PEERS_NAMES: Mapping[str, str] = {
     for peer in peers.split()
 }
 VALUE_SHOWN = 80  # characters of a value in a message
-TEMPLATES = ("prompt", "completion")  # which may be files
+TEMPLATES = ("prompt", "completion")  # may be @FILE
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """Recipe, and the origin of each value that is not a default."""
+    """Recipe, and the origin of each value that is not the default."""
 
     recipe: Recipe
     origins: Mapping[str, str]
 
 
 def peers_option(name: str) -> tuple[str, str] | None:
-    """Return the option that corresponds to one of another system, and its meaning; ``None`` if there is none.
-
-    Args:
-        name: name of an option, or of a flag without its dashes.
-    """
+    """Translate an option name of another system; return our name and its help text, or ``None``."""
     ours = PEERS_NAMES.get(name.lower().replace("-", "_").replace(".", "_"))
     if ours is None:
         return None
@@ -96,12 +92,12 @@ def peers_option(name: str) -> tuple[str, str] | None:
 
 
 def suggest_option(name: str, known: Iterable[str]) -> str:
-    """Return a few words on an option that does not exist: another system's by its name here, else the nearest."""
-    here = peers_option(name)
-    if here is None:
+    """Suggest an option for an unknown name: the translation from another system, else the nearest name."""
+    translation = peers_option(name)
+    if translation is None:
         return did_you_mean(name.rpartition(".")[2], known)
-    ours, meaning = here
-    return f" (here it is '{ours}'{': ' + meaning if meaning else ''})"
+    ours, meaning = translation
+    return f" (use '{ours}'{': ' + meaning if meaning else ''})"
 
 
 def resolve(
@@ -114,24 +110,23 @@ def resolve(
     """Combine all sources into one recipe.
 
     Args:
-        flags: options given on the command line; ``None`` means not given.
-        config: a YAML file of options (``--config``).
-        assignments: ``key=value`` or ``group.key=value`` (``--set``); they rank with flags; default: none.
-        environment: defaults to ``os.environ``.
-        base: (origin, options) that stand in for a preset when no source names one.
+        flags: options of the command line; ``None`` means not set.
+        config: YAML file of options (``--config``).
+        assignments: ``key=value`` or ``group.key=value`` (``--set``), with the precedence of flags.
+        environment: environment variables; default ``os.environ``.
+        base: (origin, options) used like a preset if no source names one.
 
     Raises:
-        UsageError: an unknown key (with the nearest), a wrong value, a key given twice on the command line, or one that
-            another makes useless.
+        UsageError: an unknown key, an invalid value, a key set twice on the command line, or an ineffective key.
     """
     environ = os.environ if environment is None else environment
     flagged = {key: value for key, value in flags.items() if value is not None}
     for assignment in assignments or ():
         key, separator, text = assignment.partition("=")
         if not separator:
-            raise UsageError(f"--set takes key=value, not '{assignment}'")
+            raise UsageError(f"--set expects key=value, not '{assignment}'")
         if key in flagged:
-            raise UsageError(f"{key} is given twice: as --{key.replace('_', '-')} and as --set {key}")
+            raise UsageError(f"{key} is set twice: by --{key.replace('_', '-')} and by --set {key}")
         flagged[key] = read_value(key, text, f"--set {key}")
     sources = [
         ("command line", flagged),
@@ -144,7 +139,7 @@ def resolve(
     elif base is not None:
         sources.append((base[0], dict(base[1])))
     if base is None and next((values["method"] for _, values in sources if "method" in values), None) == "lora":
-        # In place of what a preset says for another method.
+        # Overrides a preset written for another method.
         sources.insert(3 if "method" not in sources[-1][1] else len(sources), ("method lora", FOR_LORA))
     merged: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -153,11 +148,11 @@ def resolve(
             _assign(merged, key, value)
             origins[key] = origin
     for key in TEMPLATES:
-        # What a model remembers is no name of a file: the model may be anybody's.
+        # A model's own options may come from anybody: never read the files that they name.
         if str(merged.get(key, "")).startswith("@") and (base is None or origins[key] != base[0]):
             merged[key] = _template_file(str(merged[key])[1:], key, config if origins[key] == str(config) else None)
     if isinstance(merged.get("schedule"), list):
-        _drop_what_pieces_replace(merged, origins, sources)
+        _drop_stretching_options(merged, origins, sources)
     return Resolved(build(merged, origins), origins)
 
 
@@ -165,12 +160,12 @@ def build(values: Mapping[str, Any], origins: Mapping[str, str] | None = None) -
     """Validate a mapping of options.
 
     Raises:
-        UsageError: the first problem, with the place it came from.
+        UsageError: an invalid option; names its origin.
     """
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
-        # An unknown key says more than what is missing because of it.
+        # Report an unknown key first: other errors may follow from it.
         problem = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
         path = [str(part) for part in problem["loc"] if not str(part).startswith("(")]  # tags of a union
         key = ".".join(path)
@@ -178,14 +173,14 @@ def build(values: Mapping[str, Any], origins: Mapping[str, str] | None = None) -
         if problem["type"] == "extra_forbidden":
             group = GROUPS[path[0]] if len(path) > 1 else Recipe
             hint = suggest_option(key, group.model_fields)
-            hint = hint or (f" (there are {', '.join(group.model_fields)})" if len(path) > 1 else "")
+            hint = hint or (f" (known: {', '.join(group.model_fields)})" if len(path) > 1 else "")
             raise UsageError(f"{where}: unknown option '{shortened(key, VALUE_SHOWN)}'{hint}") from error
         message = problem["msg"].removeprefix("Value error, ")
         raise UsageError(f"{where}: {key}: {message}, not {shortened(repr(problem['input']), VALUE_SHOWN)}") from error
 
 
 def dump_recipe(recipe: Recipe, origins: Mapping[str, str]) -> str:
-    """Return the resolved recipe as YAML, each value that is not a default with its origin as a comment."""
+    """Write the recipe as YAML, with the origin of each non-default value as a comment."""
     from gptj_ft.config import yaml
 
     lines = []
@@ -200,7 +195,7 @@ def dump_recipe(recipe: Recipe, origins: Mapping[str, str]) -> str:
 
 
 def _assign(merged: dict[str, Any], key: str, value: Any) -> None:
-    """Set ``key`` or ``group.key``; a group given as a mapping changes only the keys it names."""
+    """Set ``key`` or ``group.key``; a mapping changes only its own keys of a group."""
     group, dot, rest = key.partition(".")
     if dot:
         value, key = {rest: value}, group
@@ -212,7 +207,7 @@ def _assign(merged: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _template_file(name: str, key: str, config: Path | None) -> str:
-    """Return the text of a template's file, whose name is relative to that of the options it stands in."""
+    """Read the file of a template; its path is relative to the option file that names it."""
     path = (config.parent if config else Path()) / Path(name).expanduser()
     try:
         return path.read_text(encoding="utf-8").removesuffix("\n")
@@ -220,20 +215,20 @@ def _template_file(name: str, key: str, config: Path | None) -> str:
         raise UsageError(f"{key}: cannot read the template {path}: {error}") from error
 
 
-def _drop_what_pieces_replace(
+def _drop_stretching_options(
     merged: dict[str, Any], origins: dict[str, str], sources: list[tuple[str, dict[str, Any]]]
 ) -> None:
-    """Drop `STRETCHING` options where the schedule is a list of pieces.
+    """Drop the `STRETCHING` options, which a schedule of pieces replaces.
 
     Raises:
-        UsageError: one is given with the same or a higher precedence than the pieces.
+        UsageError: one has the precedence of the pieces or a higher one, so the user expects an effect.
     """
     last = next(index for index, (_, values) in enumerate(sources) if "schedule" in values)
     for origin, values in sources[: last + 1]:
         if clash := next((key for key in STRETCHING if key in values), None):
             raise UsageError(
-                f"{origin}: {clash} changes nothing, because the schedule ({origins['schedule']}) is a list of pieces: "
-                "leave it out, or add --set schedule=cosine"
+                f"{origin}: {clash} has no effect, because the schedule ({origins['schedule']}) is a list of pieces: "
+                f"remove {clash}, or add --set schedule=cosine"
             )
     for key in STRETCHING:
         merged.pop(key, None)
@@ -241,17 +236,14 @@ def _drop_what_pieces_replace(
 
 
 def read_value(key: str, text: str, where: str) -> Any:
-    """Read a value of the command line or the environment: YAML, but an option that is a text takes it as it stands.
+    """Parse a value of the command line or the environment: a string as it is, other types as YAML.
 
-    So a template needs no quotes of YAML's inside those of the shell; those that are there are YAML's all the same.
+    A string in quotes or with a YAML block mark is still parsed as YAML.
 
     Args:
-        key: the option.
+        key: name of the option.
         text: value as typed.
         where: origin, for error messages.
-
-    Raises:
-        UsageError: neither.
     """
     from gptj_ft.config import yaml
 

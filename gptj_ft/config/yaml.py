@@ -1,4 +1,4 @@
-"""Parse and write YAML as people write options in it."""
+"""Parse and write option files in YAML."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ REASON_SHOWN = 200  # characters
 
 
 def parse(text: str, where: str) -> Any:
-    """Read YAML.
+    """Parse YAML from the file or option named ``where``.
 
     Raises:
-        UsageError: not YAML; names ``where`` and the line.
+        UsageError: not YAML, or too large.
     """
     loader: _Loader | None = None
     try:
@@ -28,13 +28,13 @@ def parse(text: str, where: str) -> Any:
         if node is None:
             return None
         if _num_values(node) > MOST_VALUES:
-            raise UsageError(f"{where}: not options: it stands for more than {MOST_VALUES:,} values")
+            raise UsageError(f"{where}: not options: its aliases expand to more than {MOST_VALUES:,} values")
         return loader.construct_document(node)
     except UsageError:
         raise
     except RecursionError as error:
-        raise UsageError(f"{where}: not YAML: nested too deeply, or in itself") from error
-    # What PyYAML's own constructors raise for a date without such a day, a number of too many digits, an odd tag.
+        raise UsageError(f"{where}: not YAML: nested too deeply, or an alias contains itself") from error
+    # PyYAML's constructors raise the latter for impossible dates, numbers with too many digits and odd tags.
     except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
@@ -46,7 +46,7 @@ def parse(text: str, where: str) -> Any:
 
 
 def _num_values(node: yaml.Node) -> int:
-    """Count the values of some YAML: those that aliases repeat are counted each time, but looked at once."""
+    """Count the values after expanding aliases, without expanding them."""
     counted: dict[int, int] = {}
 
     def count(node: yaml.Node) -> int:
@@ -60,12 +60,12 @@ def _num_values(node: yaml.Node) -> int:
 
 
 def dump(values: dict[str, Any], width: int = 1000, compact: bool = False) -> str:
-    """Write a mapping, without a line break at the end.
+    """Write a mapping, without a final line break.
 
     Args:
         values: the mapping.
-        width: characters of a line, as far as words can be parted.
-        compact: whether lists and mappings of single values are written on one line where they fit; default false.
+        width: preferred line width in characters.
+        compact: write lists and mappings of scalars on one line if they fit.
     """
     style = None if compact else False
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=width, default_flow_style=style)
@@ -73,14 +73,14 @@ def dump(values: dict[str, Any], width: int = 1000, compact: bool = False) -> st
 
 
 class _Loader(yaml.SafeLoader):
-    """Loader that reads ``1e-5`` as a number, which YAML 1.1 does not."""
+    """Loader that parses ``1e-5`` as a number; YAML 1.1 parses it as a string."""
 
 
 def _whole_number(loader: _Loader, node: yaml.ScalarNode) -> int:
-    """Return a whole number; none with so many digits that Python will not write it."""
+    """Parse an integer; reject one with more digits than Python prints."""
     number = int(loader.construct_yaml_int(node))
     if number.bit_length() > MOST_BITS:
-        raise yaml.constructor.ConstructorError(None, None, "a number of too many digits", node.start_mark)
+        raise yaml.constructor.ConstructorError(None, None, "a number with too many digits", node.start_mark)
     return number
 
 

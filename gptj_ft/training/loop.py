@@ -372,7 +372,7 @@ class Training:
         )
         self.run.log(end)
         saved = "everything is saved" if step else "nothing was trained yet"
-        raise kind(f"{end}; {saved}, go on with\n{resume_command(self.run)}")
+        raise kind(f"{end}; {saved}; resume with\n{resume_command(self.run)}")
 
     @contextmanager
     def rescuing(self) -> Iterator[None]:

@@ -397,5 +397,5 @@ def test_command_shows_files_license_space_next_step(hub: Hub, float16: Path, sh
     assert "license apache-2.0" in done.said
     assert "would go into" in done.said
     assert shell("download").out.endswith("next: gptj-ft convert\n")
-    assert "--variant fp8: fp32 or fp16" in shell("download --variant fp8").err
+    assert "--variant fp8: expected fp32 or fp16" in shell("download --variant fp8").err
     assert shell("download --variant fp16 --json").json["commit"] == "f" * 40

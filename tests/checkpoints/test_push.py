@@ -108,8 +108,9 @@ def test_dry_run_lists_files_without_requests(hub: Hub, model: Path, shell) -> N
     left_out = {file["name"]: file["left_out"] for file in done.json["files"]}
     assert left_out["gptj_ft.json"] == ["base_model", "data"]
     shown = shell(f"convert {model} --push {NAME} --dry-run").said
-    assert f"would go to {NAME}, private" in shown
-    assert "stays here: .env, checkpoints, rows.jsonl" in shown
+    assert "would upload" in shown
+    assert f"to {NAME}, private" in shown
+    assert "not uploaded: .env, checkpoints, rows.jsonl" in shown
     assert hub.requests == []
 
 
@@ -117,7 +118,7 @@ def test_files_are_listed_before_upload(hub: Hub, model: Path, shell) -> None:
     hub.status = 503
     done = shell(f"convert {model} --push {NAME}")
     assert done.code == NetworkError.exit_code
-    assert done.err.index(f"go to {NAME}, private") < done.err.index("answered 503")
+    assert done.err.index(f"to {NAME}, private") < done.err.index("answered 503")
 
 
 def test_public_repository_needs_public_option(hub: Hub, model: Path, shell) -> None:
@@ -194,7 +195,7 @@ def test_pushed_adapter_names_its_hub_base(hub: Hub, model: Path, tmp_path: Path
 def test_merged_push_sends_only_result(model: Path, shell) -> None:
     done = shell(f"convert {model} --merge {model} --push {NAME} --dry-run")
     assert done.code == 2
-    assert "--push sends a model folder as it is" in done.err
+    assert "--push without DEST uploads SRC unchanged" in done.err
     assert shell(f"convert {model} --dtype bf16 --push {NAME}").code == 2
 
 

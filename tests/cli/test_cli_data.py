@@ -21,7 +21,7 @@ def write(name: str, rows: list[dict[str, object]]) -> Path:
 NOTES = [{"body": f"The patient came {n} times with a cough.", "article": "x", "tl_dr": f"cough {n}"} for n in range(8)]
 
 
-def test_a_script_is_told_the_columns_that_may_be_meant_and_what_to_type(shell) -> None:
+def test_ambiguous_column_error_suggests_map(shell) -> None:
     write("notes.jsonl", NOTES)
     command = "prepare-data --data notes.jsonl --recipe summarization --model tiny"
     told = shell(command)
@@ -34,7 +34,7 @@ def test_a_script_is_told_the_columns_that_may_be_meant_and_what_to_type(shell) 
     assert "document = column 'body'" in done.said
 
 
-def test_columns_may_be_named_one_by_one_and_a_field_once(shell) -> None:
+def test_repeated_map_flags_add_up(shell) -> None:
     write("notes.jsonl", NOTES)
     command = "prepare-data --data notes.jsonl --recipe summarization --model tiny"
     named = shell(f"{command} --map document=body --map summary=tl_dr")
@@ -42,10 +42,10 @@ def test_columns_may_be_named_one_by_one_and_a_field_once(shell) -> None:
     assert load_dataset(Path("notes.jsonl.prepared")).report.columns == {"document": "body", "summary": "tl_dr"}
     twice = shell(f"{command} --map document=body --map document=article")
     assert twice.code == 2
-    assert "document is body and article: name one; several right answers are document=body+article" in twice.err
+    assert "document is both body and article: use one; several right answers: document=body+article" in twice.err
 
 
-def test_on_a_terminal_the_user_is_asked_for_columns_that_are_not_clear(shell, monkeypatch) -> None:
+def test_terminal_asks_for_ambiguous_columns(shell, monkeypatch) -> None:
     write("notes.jsonl", NOTES)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     command = "prepare-data --data notes.jsonl --recipe summarization --model tiny"
@@ -54,12 +54,12 @@ def test_on_a_terminal_the_user_is_asked_for_columns_that_are_not_clear(shell, m
     monkeypatch.setattr("sys.stdin", keyboard)
     done = shell(command)
     assert (done.code, "Aborted" in done.err) == (2, False)
-    assert "no column was named for 'document': type one, or add --map document=COLUMN" in done.said
+    assert "no column chosen for 'document': add --map document=COLUMN" in done.said
     keyboard.write("\nbody\ntl_dr\n")
     keyboard.seek(0)
     done = shell(command)
     assert done.code == 0
-    for line in ("column for 'document' (article, body): 'nothing' is none of these columns; Ctrl-D stops",
+    for line in ("column for 'document' (article, body): no column 'nothing'; type one of the names above",
                  "column for 'document' (article, body): ", "column for 'summary' (article, tl_dr): "):  # fmt: skip
         assert line in done.err
     assert load_dataset(Path("notes.jsonl.prepared")).report.columns == {"document": "body", "summary": "tl_dr"}
@@ -68,7 +68,7 @@ def test_on_a_terminal_the_user_is_asked_for_columns_that_are_not_clear(shell, m
 
 
 @pytest.mark.parametrize("packing", ["apart", "joined"])
-def test_documents_of_plain_text_fill_windows_and_a_step_takes_windows(shell, packing) -> None:
+def test_plain_text_is_packed_into_windows(shell, packing) -> None:
     write("texts.jsonl", [{"text": f"A short text, number {n}."} for n in range(40)])
     options = f"--recipe continuous-pretraining --model tiny --set packing={packing} --max-length 64 --set holdout=0"
     told = shell(
@@ -99,7 +99,7 @@ def test_a_conversation_is_prepared_trained_and_continued(shell) -> None:
     assert shell('generate "Who came?" --model run --max-new-tokens 2').code == 0
 
 
-def test_rows_that_come_as_tokens_are_trained_on_as_they_are(shell) -> None:
+def test_token_rows_are_used_unchanged(shell) -> None:
     write("texts.jsonl", [{"text": "The patient came with a cough."}] * 3)
     assert shell("prepare-data --data texts.jsonl --recipe continuous-pretraining --model tiny").code == 0
     model = next((Path("home") / "models").iterdir())
@@ -109,14 +109,14 @@ def test_rows_that_come_as_tokens_are_trained_on_as_they_are(shell) -> None:
     )
     told = shell(f"prepare-data --data tokens.jsonl --recipe summarization --model {model}")
     assert told.code == 0, told.err
-    assert "skipped 1: input_ids is not a list of token ids (tokens.jsonl:2)" in told.said
+    assert "skipped 1 row: input_ids is not a list of token ids (tokens.jsonl:2)" in told.said
     prepared = load_dataset(Path("tokens.jsonl.prepared"))
     assert list(prepared.rows["input_ids"]) == [[5, 6, 7, 8], [9, 10]]
     assert list(prepared.rows["prompt_length"]) == [2, 0]
     assert prepared.report.target_tokens == 3
 
 
-def test_prepared_files_of_other_systems_are_trained_on_where_those_train(shell, tmp_path) -> None:
+def test_foreign_token_files_keep_their_loss_mask(shell, tmp_path) -> None:
     write("texts.jsonl", [{"text": "The patient came with a cough."}] * 3)
     assert shell("prepare-data --data texts.jsonl --recipe continuous-pretraining --model tiny").code == 0
     model = next((Path("home") / "models").iterdir())
@@ -136,7 +136,7 @@ def test_prepared_files_of_other_systems_are_trained_on_where_those_train(shell,
     assert done.code == 0, done.err
 
 
-def test_rows_that_are_tokens_need_no_tokenizer_and_may_have_ids_that_it_lacks(shell, tmp_path) -> None:
+def test_token_rows_need_no_tokenizer(shell, tmp_path) -> None:
     write("texts.jsonl", [{"text": "The patient came with a cough."}] * 3)
     assert shell("prepare-data --data texts.jsonl --recipe continuous-pretraining --model tiny").code == 0
     model = next((Path("home") / "models").iterdir())
@@ -161,7 +161,7 @@ def test_rows_that_are_tokens_need_no_tokenizer_and_may_have_ids_that_it_lacks(s
         assert "has no tokenizer" in refused.err
 
 
-def test_who_is_evaluated_is_not_shown_where_the_answer_is(shell) -> None:
+def test_new_rows_are_not_cut_around_answers(shell) -> None:
     rows = [
         {
             "context": f"It was cold. {'A word. ' * 200}The room had number {n}.",

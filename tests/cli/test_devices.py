@@ -51,7 +51,7 @@ def check(done, code: int, says: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["cuda", "cuda:7", "xpu", "mps"])
-def test_a_device_that_is_not_there_is_named_by_every_command(name: str, shell, lines: list[str]) -> None:
+def test_every_command_names_a_missing_device(name: str, shell, lines: list[str]) -> None:
     for line in lines:
         check(
             shell(f"{line} --device {name} --quiet"), 2, f"--device {name}: torch sees no such device here; use --dev"
@@ -61,12 +61,12 @@ def test_a_device_that_is_not_there_is_named_by_every_command(name: str, shell, 
 
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:x", "", "meta"])
-def test_a_name_of_no_device_is_told_those_there_are(name: str, shell, rows_file: Path) -> None:
+def test_unknown_device_error_lists_devices(name: str, shell, rows_file: Path) -> None:
     for command in ("doctor", f"finetune {ROWS} --model tiny"):
         check(shell(f"{command} --quiet --device", name), 2, f"unknown device '{name}': auto, cpu, or an accelerator")
 
 
-def test_a_driver_too_old_for_the_build_is_said_in_a_line(shell, monkeypatch, caplog) -> None:
+def test_old_driver_error_is_one_line(shell, monkeypatch, caplog) -> None:
     def warn() -> bool:
         warnings.warn(TOO_OLD, stacklevel=1)
         return False
@@ -93,9 +93,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7 * 10**9, 8 * 10**9))
 
 
-def test_a_cap_above_the_card_an_index_too_large_and_a_device_that_is_busy_are_refused(
-    shell, lines: list[str], card
-) -> None:
+def test_invalid_device_selection_is_rejected(shell, lines: list[str], card) -> None:
     for line in lines[1:]:
         check(shell(f"{line} --quiet --device cuda --device-memory 99GB"), 2, "99.0 GB: cuda:0 has 8.0 GB; name less")
     for line in lines:
@@ -117,11 +115,11 @@ def test_a_cap_above_the_card_an_index_too_large_and_a_device_that_is_busy_are_r
         ),
         (
             torch.AcceleratorError("CUDA error: unspecified launch failure\nCompile with"),
-            "`gptj-ft doctor` tells whether",
+            "check it with `gptj-ft doctor`",
         ),
     ],
 )
-def test_a_device_that_fails_while_training_costs_a_line_and_the_run_goes_on(
+def test_device_failure_in_training_is_resumable(
     error: Exception, says: str, shell, rows_file: Path, monkeypatch
 ) -> None:
     train_step, steps = compute.train_step, []
@@ -142,7 +140,7 @@ def test_a_device_that_fails_while_training_costs_a_line_and_the_run_goes_on(
     assert shell("finetune --resume out --quiet").code == 0
 
 
-def test_a_device_that_fails_while_reading_costs_a_line(shell, lines: list[str], monkeypatch) -> None:
+def test_device_failure_while_reading_is_one_line(shell, lines: list[str], monkeypatch) -> None:
     def fail(*arguments: object, **named: object) -> object:
         raise torch.OutOfMemoryError(OUT_OF_MEMORY)
 
@@ -154,7 +152,7 @@ def test_a_device_that_fails_while_reading_costs_a_line(shell, lines: list[str],
         assert "device memory ran out: CUDA out of memory. Tried to allocate 20.00 MiB;" in done.err.splitlines()[0]
 
 
-def test_the_check_up_is_offered_once_on_a_device_that_was_never_seen(shell, rows_file: Path, monkeypatch) -> None:
+def test_doctor_is_suggested_once_per_new_device(shell, rows_file: Path, monkeypatch) -> None:
     offer = "first run on this device: `gptj-ft doctor` checks it in two minutes"
     assert offer not in shell(f"{TRAIN} --dry-run").err
     monkeypatch.setattr(finetune, "is_accelerator", lambda device: True)

@@ -36,7 +36,7 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
 
 
-def test_help_of_every_command_fits_80_columns_and_cuts_no_summary(shell) -> None:
+def test_every_help_fits_80_columns(shell) -> None:
     for name, command in COMMANDS.items():
         for flag in ("--help", "--help-all"):
             if flag == "--help-all" and not any(flag in parameter.opts for parameter in command.params):
@@ -51,7 +51,7 @@ def test_help_of_every_command_fits_80_columns_and_cuts_no_summary(shell) -> Non
         assert not name or " " in name or command.epilog, f"{name} has no example"
 
 
-def test_commands_are_in_groups_and_a_first_run_is_the_example(shell) -> None:
+def test_commands_are_grouped_with_an_example(shell) -> None:
     text = shell("--help").out
     start = text.partition("\nStart:\n")[2].partition("\n\n")[0]
     assert [line.split()[0] for line in start.splitlines()] == [
@@ -62,12 +62,12 @@ def test_commands_are_in_groups_and_a_first_run_is_the_example(shell) -> None:
         "generate",
         "predict",
     ]
-    assert text.index("Start:") < text.index("Data:") < text.index("Keep house:") < text.index("Examples:")
+    assert text.index("Start:") < text.index("Data:") < text.index("Manage files:") < text.index("Examples:")
     assert "gptj-ft finetune --recipe summarization --data my.jsonl --model tiny" in text
     assert shell("--version").out.strip() == "0.1.0"
 
 
-def test_every_example_is_a_command_that_can_be_typed() -> None:
+def test_every_help_example_parses() -> None:
     for name, command in COMMANDS.items():
         for line in (command.epilog or "").splitlines():
             program, *words = shlex.split(line)
@@ -77,7 +77,7 @@ def test_every_example_is_a_command_that_can_be_typed() -> None:
                 COMMANDS[group].make_context(group, words[len(group.split()) :]).close()
 
 
-def test_help_shows_first_what_newcomers_need_and_all_of_it_on_request(shell) -> None:
+def test_help_hides_advanced_options(shell) -> None:
     for line in ("finetune", "evaluate", "generate", "plan", "prepare-data"):
         first, whole = shell(f"{line} --help").out, shell(f"{line} --help-all").out
         assert len(first.splitlines()) < 60, line
@@ -96,19 +96,19 @@ def test_help_shows_first_what_newcomers_need_and_all_of_it_on_request(shell) ->
     ("line", "phrase"),
     [
         ("evaluate --help", "rows to measure on; default: those that the run held out"),
-        ("evaluate --help", "task; default: the one that the model was tuned for"),
+        ("evaluate --help", "task; default: the task that the model was tuned for"),
         ("generate --help", "same seed, same samples"),
-        ("generate --help", "task; default: the one that the model was tuned for"),
+        ("generate --help", "task; default: the task that the model was tuned for"),
         ("finetune --help", "peak learning rate [default: the recipe's]"),
         ("finetune --help", "rows per optimizer step [default: the recipe's]"),
         ("finetune --help-all", "where the weights live (device: GPU memory, host: RAM)"),
     ],
 )
-def test_a_flag_says_what_it_does_in_this_command(line: str, phrase: str, shell) -> None:
+def test_flag_help_fits_its_command(line: str, phrase: str, shell) -> None:
     assert phrase in shell(line).said
 
 
-def test_no_default_is_shown_of_what_presets_set(shell) -> None:
+def test_help_omits_defaults_that_presets_replace(shell) -> None:
     set_by_presets = {key for name in preset_names() for key in load_preset(name)}
     shown = shell("finetune --help-all").out + shell("plan --help-all").out
     flags = {key for key in Recipe.model_fields if f"--{key.replace('_', '-')} " in shown}
@@ -116,27 +116,27 @@ def test_no_default_is_shown_of_what_presets_set(shell) -> None:
     assert set_by_presets & flags - marked - {"recipe", "map", "packing"} == set()
 
 
-def test_names_of_other_systems_lead_to_ours_wherever_they_are_typed(shell, tmp_path) -> None:
+def test_foreign_option_names_suggest_ours(shell, tmp_path) -> None:
     for peer, ours in PEERS_NAMES.items():
         group, _, key = ours.rpartition(".")
         assert ours.startswith("--") or key in (GROUPS[group] if group else Recipe).model_fields, peer
         assert peer not in Recipe.model_fields or peer == "lora", "a flag of others, a group of options here"
     for typed, ours in (
-        ("--learning_rate 1e-5", "here it is --lr (peak learning rate)"),
-        ("--num-train-epochs 3", "here it is --epochs"),
-        ("--per_device_train_batch_size 4", "here it is --batch-size"),
-        ("--gradient_accumulation_steps 4", "here it is --batch-size"),
-        ("--output_dir x", "here it is --output"),
-        ("--save_steps 5", "here it is --save-every"),
-        ("--eval_steps 5", "here it is --validate-every"),
-        ("--max_seq_length 5", "here it is --max-length"),
-        ("--warmup_ratio 0.1", "here it is --set warmup=VALUE"),
-        ("--lora_r 8", "here it is --set lora.rank=VALUE"),
-        ("--lora_alpha 8", "here it is --set lora.alpha=VALUE"),
-        ("--bf16", "here it is --precision"),
-        ("--resume_from_checkpoint x", "here it is --resume RUN"),
-        ("--set learning_rate=1e-5", "unknown option 'learning_rate' (here it is 'lr': peak learning rate)"),
-        ("--set lora.r=8", "(here it is 'lora.rank'"),
+        ("--learning_rate 1e-5", "use --lr (peak learning rate)"),
+        ("--num-train-epochs 3", "use --epochs"),
+        ("--per_device_train_batch_size 4", "use --batch-size"),
+        ("--gradient_accumulation_steps 4", "use --batch-size"),
+        ("--output_dir x", "use --output"),
+        ("--save_steps 5", "use --save-every"),
+        ("--eval_steps 5", "use --validate-every"),
+        ("--max_seq_length 5", "use --max-length"),
+        ("--warmup_ratio 0.1", "use --set warmup=VALUE"),
+        ("--lora_r 8", "use --set lora.rank=VALUE"),
+        ("--lora_alpha 8", "use --set lora.alpha=VALUE"),
+        ("--bf16", "use --precision"),
+        ("--resume_from_checkpoint x", "use --resume RUN"),
+        ("--set learning_rate=1e-5", "unknown option 'learning_rate' (use 'lr': peak learning rate)"),
+        ("--set lora.r=8", "(use 'lora.rank'"),
     ):
         done = shell(f"finetune {typed}")
         assert (done.code, ours in done.said) == (2, True), (typed, done.said)
@@ -144,20 +144,20 @@ def test_names_of_other_systems_lead_to_ours_wherever_they_are_typed(shell, tmp_
     assert "--epochs" in shell("finetune --epoch 3").said
     config = tmp_path / "my.yaml"
     config.write_text("max_seq_length: 512\n", encoding="utf-8")
-    with pytest.raises(UsageError, match=r"my\.yaml: unknown option 'max_seq_length' \(here it is 'max_length'"):
+    with pytest.raises(UsageError, match=r"my\.yaml: unknown option 'max_seq_length' \(use 'max_length'"):
         resolve({}, config, environment={})
-    with pytest.raises(UsageError, match=r"GPTJ_FT_LEARNING_RATE \(here it is 'lr'"):
+    with pytest.raises(UsageError, match=r"GPTJ_FT_LEARNING_RATE \(use 'lr'"):
         resolve({}, environment={"GPTJ_FT_LEARNING_RATE": "1"})
 
 
-def test_commands_of_other_systems_lead_to_what_does_it_here(shell) -> None:
+def test_foreign_command_names_suggest_ours(shell) -> None:
     for typed, ours in (("serve", "transformers serve"), ("export", "runs export"), ("train", "gptj-ft finetune")):
         done = shell(f"{typed} something")
         assert (done.code, ours in done.err) == (2, True), done.err
     assert "'finetune'" in shell("finetun").err
 
 
-def test_the_shell_completes_commands_recipes_runs_and_models(shell, monkeypatch, tmp_path) -> None:
+def test_shell_completes_commands_and_values(shell, monkeypatch, tmp_path) -> None:
     (tmp_path / "runs" / "qa-1").mkdir(parents=True)
     (tmp_path / "runs" / "qa-1" / "recipe.yaml").touch()
     (tmp_path / "home" / "models" / "gpt-j-6b").mkdir(parents=True)
@@ -182,7 +182,7 @@ def test_the_shell_completes_commands_recipes_runs_and_models(shell, monkeypatch
     assert "_GPTJ_FT_COMPLETE=complete_bash" in shell("--show-completion").out
 
 
-def test_a_command_gets_the_options_that_were_given_and_no_others() -> None:
+def test_command_receives_only_options_that_are_set() -> None:
     got: list[object] = []
 
     def command(*, first: int = 1, options: Given, last: bool = False) -> None:

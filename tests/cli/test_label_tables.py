@@ -54,24 +54,24 @@ def shown(facts: dict, width: int = 80) -> str:
     return console.file.getvalue()
 
 
-def test_an_evaluation_with_labels_shows_them_on_a_terminal_of_80_columns() -> None:
+def test_label_scores_fit_80_columns() -> None:
     console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
     show_comparison(console, evaluation_facts(compared(), "gptj-ft evaluate m1", 0))
     text = console.file.getvalue()
     assert max(map(len, text.splitlines())) <= 80
-    assert re.search(r"^label +precision +recall +F1 +F1 of baseline +rows +given$", text, re.MULTILINE)
+    assert re.search(r"^label +precision +recall +F1 +F1 of baseline +rows +predicted$", text, re.MULTILINE)
     assert re.search(r"^<neutral>( +\d+\.\d\d){4} +30 +\d+$", text, re.MULTILINE)
     assert re.search(r"^label +entail\|ment +<neutral> +contradiction$", text, re.MULTILINE)
-    assert "How sure it is, and how often it is right then" in text
+    assert "Calibration: confidence and accuracy" in text
     assert "\nbase rate: always answering 'entail|ment' is right for 33.33 % of the rows" in text
     assert text.splitlines()[-1].startswith("Better: accuracy "), "the main score, not the first one"
 
 
-def test_the_page_has_each_label_the_matrix_and_the_chart_and_escapes_names() -> None:
+def test_page_shows_labels_matrix_and_chart() -> None:
     page = evaluation_report(".html", evaluation_facts(compared(), "gptj-ft evaluate m1", 0), {})
     assert "<neutral>" not in page
     assert page.count('<th role="rowheader" scope="row">&lt;neutral&gt;</th>') == 2
-    matrix = page[page.index("Labels, down, and the answers to them, across") :]
+    matrix = page[page.index("Confusion matrix: true labels down, answers across") :]
     assert len(re.findall(r'class="number right"', matrix)) == 3, "the diagonal"
     assert re.search(r'<td role="cell" class="number right"[^>]* style="--share: \d+%">\d+</td>', matrix)
     assert "<svg" in matrix
@@ -79,19 +79,19 @@ def test_the_page_has_each_label_the_matrix_and_the_chart_and_escapes_names() ->
     assert "<details><summary>All" not in page
 
 
-def test_shades_of_the_matrix_are_shares_of_its_rows() -> None:
+def test_matrix_shades_are_row_shares() -> None:
     found = scores_of_words([0, 0, 0, 0, 1], [0, 0, 0, 1, 1], ["a", "b", "c"])
     facts = label_facts(found)
     assert facts["confusion"].shades == ((round(0.75 * DARKEST), round(0.25 * DARKEST), 0), (0, DARKEST, 0), (0, 0, 0))
     assert facts["confusion"].rows == [("a", "3", "1", "0"), ("b", "0", "1", "0"), ("c", "0", "0", "0")]
 
 
-def test_markdown_tables_keep_their_columns_whatever_the_names_are() -> None:
+def test_markdown_tables_escape_pipes_in_names() -> None:
     text = evaluation_report(".md", evaluation_facts(compared(), "gptj-ft evaluate m1", 0), {})
     lines = [line for line in text.splitlines() if line.startswith("|")]
     tables = text.split("\n## ")[1:]
     assert [table.splitlines()[0] for table in tables] == [
-        "Labels", "Labels, down, and the answers to them, across", "How sure it is, and how often it is right then",
+        "Labels", "Confusion matrix: true labels down, answers across", "Calibration: confidence and accuracy",
     ]  # fmt: skip
     assert any(line.startswith("| entail\\|ment | ") for line in lines)
     for table in tables:
@@ -100,12 +100,12 @@ def test_markdown_tables_keep_their_columns_whatever_the_names_are() -> None:
     assert "- base rate: always answering 'entail|ment'" in text
 
 
-def test_of_many_labels_a_terminal_shows_the_weakest_and_a_page_folds_all() -> None:
+def test_many_labels_show_weakest_first() -> None:
     names = [f"fold {number}" for number in range(45)]
     facts = evaluation_facts(compared(names), "gptj-ft evaluate m1", 0)
     text = shown(facts["labels"])
-    assert "Labels, the lowest F1 first" in text
-    assert "\nand 25 more: --report FILE.html has all" in text
+    assert "Labels, lowest F1 first" in text
+    assert "\nand 25 more: --report FILE.html shows all" in text
     values = [float(row[3]) for row in facts["labels"]["classes"].rows]
     assert values == sorted(values)
     assert len(re.findall(r"^fold \d+( +\d+\.\d\d){4} ", text, re.MULTILINE)) == MOST_CLASSES
@@ -115,7 +115,7 @@ def test_of_many_labels_a_terminal_shows_the_weakest_and_a_page_folds_all() -> N
     assert page.count('<th role="rowheader" scope="row">fold ') == 45 + len(facts["labels"]["confused"].rows)
 
 
-def test_labels_that_no_row_has_come_after_those_that_are_missed() -> None:
+def test_labels_without_rows_come_last() -> None:
     classes = tuple(ClassScore.of(str(number), number % 2, 2, number % 3) for number in range(30))
     rows = label_facts(LabelScores("rows", classes))["classes"].rows
     expected = [int(row[-2].replace(",", "")) for row in rows]
@@ -123,11 +123,11 @@ def test_labels_that_no_row_has_come_after_those_that_are_missed() -> None:
     assert expected[20:] == [0] * 10
 
 
-def test_label_sets_say_their_threshold_and_entities_their_types() -> None:
+def test_label_sets_show_threshold_entities_show_types() -> None:
     sets = label_facts(scores_of_label_sets([[0, 0], [0, 1]], [[0.1, 0.2], [0.2, 0.9]], 0.35, ["x", "y"]))
-    assert sets["lines"][-1] == "a label is given from a probability of 0.35"
+    assert sets["lines"][-1] == "labels are predicted from a probability of 0.35"
     text = shown(sets)
-    assert "label  precision  recall      F1  rows  given" in text
+    assert "label  precision  recall      F1  rows  predicted" in text
     assert sets["confusion"] is sets["calibration"] is None
     none = label_facts(scores_of_label_sets([[0], [0], [1]], [[0.1], [0.2], [0.9]], 0.5, ["x"]))
     assert none["lines"][0] == "base rate: always answering no label is right for 66.67 % of the rows"
@@ -137,7 +137,7 @@ def test_label_sets_say_their_threshold_and_entities_their_types() -> None:
     assert types["lines"] == []
 
 
-def test_json_has_labels_where_there_are_some_and_comes_back_on_the_page_of_the_run(tmp_path: Path) -> None:
+def test_recorded_label_scores_survive_json(tmp_path: Path) -> None:
     verdict = compared()
     facts = verdict.to_dict(texts=False)
     assert LabelScores.from_dict(json.loads(json.dumps(facts))["model"]["labels"]) == verdict.model.labels
@@ -153,7 +153,7 @@ def test_json_has_labels_where_there_are_some_and_comes_back_on_the_page_of_the_
 
 
 @pytest.mark.parametrize(("name", "better"), [("pearson", False), ("mse", True), ("mae", True)])
-def test_less_of_an_error_is_better_and_rows_are_compared_by_it(name: str, better: bool) -> None:
+def test_lower_regression_error_is_better(name: str, better: bool) -> None:
     numbers = np.arange(20.0)
     far, near = (regression(numbers, numbers + shift * (-1) ** np.arange(20)) for shift in (3.0, 1.0))
     places = [f"f:{row}" for row in range(20)]

@@ -60,7 +60,7 @@ def texts_in(svg: str) -> list[str]:
     return [element.text or "" for element in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
 
 
-def test_a_line_chart_names_its_axes_and_lines_and_draws_points_where_they_are() -> None:
+def test_line_chart_places_points_and_names_lines() -> None:
     lines = [Line("a<b", [(0, 0), (5, 5), (10, 10)]), Line("other", [(0, 10), (3, math.nan), (10, 0)])]
     svg = line_chart('Loss & "more"', Axis("step"), Axis("nats", from_zero=True), lines)
     root = ElementTree.fromstring(svg)
@@ -88,7 +88,7 @@ def test_an_axis_ends_where_the_data_ends() -> None:
     assert "nats, axis 4 to 8" in texts_in(svg), "the range of an axis that does not begin at 0 is said"
 
 
-def test_two_points_are_not_joined_and_the_lowest_of_more_has_a_ring() -> None:
+def test_lowest_of_three_points_gets_a_ring() -> None:
     def drawn(count: int) -> tuple[int, int]:
         points = [(step, abs(step - 1.0)) for step in range(count)]
         svg = line_chart("", Axis("step"), Axis("y"), [Line("", points, marks_lowest=True)])
@@ -97,7 +97,7 @@ def test_two_points_are_not_joined_and_the_lowest_of_more_has_a_ring() -> None:
     assert (drawn(2), drawn(3)) == ((0, 0), (1, 1))
 
 
-def test_names_at_the_ends_of_lines_do_not_cover_each_other() -> None:
+def test_line_labels_do_not_overlap() -> None:
     lines = [Line(f"run {n}", [(0, 5), (1, 1 + n / 100), (2, 1 + n / 100)]) for n in range(5)]
     root = ElementTree.fromstring(line_chart("", Axis("step"), Axis("y"), lines))
     texts = root.iter("{http://www.w3.org/2000/svg}text")
@@ -105,14 +105,14 @@ def test_names_at_the_ends_of_lines_do_not_cover_each_other() -> None:
     assert min(after - before for before, after in pairwise(heights)) >= 18
 
 
-def test_a_chart_of_a_long_run_stays_small_and_keeps_its_peaks() -> None:
+def test_long_run_chart_keeps_its_peaks() -> None:
     points = [(n, 100.0 if n == 51_234 else math.sin(n)) for n in range(100_000)]
     svg = line_chart("", Axis("step"), Axis("y"), [Line("", points)])
     assert len(svg) < 12_000
     assert "100" in texts_in(svg)
 
 
-def test_a_strip_shows_a_change_and_its_interval_around_0_whatever_the_scale() -> None:
+def test_strip_places_change_and_interval_around_0() -> None:
     for scale in (1e-3, 1.0, 1e7):
         svg = change_strip(Change("f1", "+<2>", 20 * scale, (-10 * scale, 50 * scale), "unclear"))
         root = ElementTree.fromstring(svg)
@@ -205,18 +205,18 @@ def page_of(run: Run, show_text: bool = False) -> Checker:
     return page
 
 
-def test_a_page_has_the_run_its_curves_and_commands_and_fetches_nothing(tmp_path: Path) -> None:
+def test_run_page_is_complete_and_fetches_nothing(tmp_path: Path) -> None:
     page = page_of(make_run(tmp_path / "summarization-4", moved=10**9))
     for text in (
         "3.0000 before, 1.2500 after (lower is better)",
         "Learning rate", "Throughput", "Waiting for the stores", "Moved by the stores",
-        "finetune --config", "<b>about</b>", "not been evaluated yet", "weights on device, optimizer state on host",
+        "finetune --config", "<b>about</b>", "Not evaluated yet", "weights on device, optimizer state on host",
     ):  # fmt: skip
         assert text in page.text
     assert page.first("h1") == "Summarization, run 4: stopped at step 0, validation loss 3.0000 → 1.2500"
 
 
-def test_a_page_begins_with_the_verdict_and_a_chart_of_changes(tmp_path: Path) -> None:
+def test_page_starts_with_verdict_and_changes(tmp_path: Path) -> None:
     run = make_run(tmp_path / "summarization-1")
     record(run.folder, verdict_on(["a secret text"] * 2 + ["another"] * 2 + ["a text"] * 2), "gptj-ft evaluate run")
     text = write_run_page(run).read_text(encoding="utf-8")
@@ -227,7 +227,7 @@ def test_a_page_begins_with_the_verdict_and_a_chart_of_changes(tmp_path: Path) -
         'class="strip better"',
         'class="wins"',
         "<table",
-        "How it learned",
+        "Learning curves",
         "The run",
         "<h2>Data",
         "<details",
@@ -240,7 +240,7 @@ def test_a_page_begins_with_the_verdict_and_a_chart_of_changes(tmp_path: Path) -
     assert set(levels[1:]) == {2}
 
 
-def test_charts_of_nothing_are_left_out_and_the_machine_is_folded_away(tmp_path: Path) -> None:
+def test_page_omits_empty_charts_and_folds_machine(tmp_path: Path) -> None:
     text = write_run_page(make_run(tmp_path / "run")).read_text(encoding="utf-8")
     assert "Moved by the stores" not in text
     assert "Waiting for the stores" not in text
@@ -248,13 +248,13 @@ def test_charts_of_nothing_are_left_out_and_the_machine_is_folded_away(tmp_path:
     assert text.index("<figcaption>Loss") < folded < text.index("<figcaption>Throughput")
 
 
-def test_a_short_run_has_one_line_for_training_and_a_long_one_a_mean_over_it(tmp_path: Path) -> None:
+def test_only_long_runs_get_a_smoothed_line(tmp_path: Path) -> None:
     for steps, thin in ((60, 0), (200, 1)):
         text = write_run_page(make_run(tmp_path / f"run{steps}", steps=steps)).read_text(encoding="utf-8")
         assert text.count('opacity="0.4"') == thin
 
 
-def test_no_page_has_a_folder_of_whoever_made_it_or_what_was_not_chosen(tmp_path: Path) -> None:
+def test_pages_reveal_no_local_folder(tmp_path: Path) -> None:
     run, verdict = make_run(tmp_path / "mine"), verdict_on(["a secret text", "another"])
     command = shlex.join(["gptj-ft", "evaluate", f"{HOME}/runs/mine", "--data", f"{HOME}/held.jsonl"])
     record(run.folder, verdict, command)
@@ -284,11 +284,11 @@ def test_no_page_has_a_folder_of_whoever_made_it_or_what_was_not_chosen(tmp_path
         ("yes/no or so", "yes/no or so"), ("--lr", "--lr"),
     ],
 )  # fmt: skip
-def test_a_command_on_a_page_has_names_for_paths(word: str, shown: str) -> None:
+def test_page_commands_shorten_paths(word: str, shown: str) -> None:
     assert shlex.split(portable([word])) == ["gptj-ft", shown]
 
 
-def test_an_evaluation_is_on_the_page_and_texts_only_if_asked_for(tmp_path: Path) -> None:
+def test_page_shows_row_texts_on_request_only(tmp_path: Path) -> None:
     run, verdict = make_run(tmp_path / "run"), verdict_on(["a secret text", "another", "a text"])
     record(run.folder, verdict, "gptj-ft evaluate run")
     page = page_of(run).text
@@ -300,16 +300,16 @@ def test_an_evaluation_is_on_the_page_and_texts_only_if_asked_for(tmp_path: Path
     assert comparison_in(read_json(run.folder / "evaluation.json")) == verdict.comparison
 
 
-def test_scores_of_labels_are_on_the_page_of_the_run(tmp_path: Path) -> None:
+def test_run_page_shows_label_scores(tmp_path: Path) -> None:
     run, verdict = make_run(tmp_path / "run"), verdict_on(["a text", "another"])
     labels = scores_of_rows([0, 1], [[0.9, 0.1], [0.6, 0.4]], ["bad", "good"])
     record(run.folder, replace(verdict, model=replace(verdict.model, labels=labels)), "gptj-ft evaluate run")
     page = page_of(run).text
     assert "always answering 'bad' is right for 50.00 % of the rows" in page
-    assert "Labels, down, and the answers to them, across" in page
+    assert "Confusion matrix: true labels down, answers across" in page
 
 
-def test_markdown_has_texts_as_they_are_and_a_page_escapes_them() -> None:
+def test_html_escapes_texts_and_markdown_does_not() -> None:
     facts = evaluation_facts(verdict_on(["a <i> & text", "another"]), "gptj-ft evaluate", 1)
     markdown, page = (evaluation_report(suffix, facts, {}) for suffix in (".md", ".html"))
     assert "model:\n\n    a <i> & text\n" in markdown
@@ -318,7 +318,7 @@ def test_markdown_has_texts_as_they_are_and_a_page_escapes_them() -> None:
     assert "&lt;i&gt; &amp;" in page
 
 
-def test_words_that_were_not_expected_are_marked_and_long_texts_folded() -> None:
+def test_unexpected_words_are_marked() -> None:
     texts = {"expected": "Stop the pump, then call.", "model": "Stop that pump, then  wait.", "baseline": "long " * 60}
     (sample,) = marked([{"place": "f:1", "texts": texts}])
     for name, text in texts.items():
@@ -337,13 +337,13 @@ WIDE = PairedEstimates(
 )
 
 
-def test_less_of_a_loss_is_drawn_as_better() -> None:
+def test_lower_loss_is_drawn_as_better() -> None:
     loss = change_in(WIDE, "loss")
     assert (loss.value, loss.ends, loss.verdict) == (1.5, (-0.1, 2), "unclear")
     assert [each["name"] for each in changes_of(WIDE, "loss")] == ["loss"], "perplexities say the same"
 
 
-def test_large_perplexities_have_three_digits_and_verdicts_stand_beside_the_names() -> None:
+def test_large_perplexities_get_three_digits() -> None:
     table = {row["name"]: row for row in table_of(WIDE)}
     assert table["perplexity"]["model"] == {"value": "1.04e7", "interval": "3.43e6 to 3.43e7"}
     assert table["perplexity"]["change"] == {"value": "-3.40e7", "interval": "-4.60e7 to -3.37e6"}
@@ -357,7 +357,7 @@ def test_large_perplexities_have_three_digits_and_verdicts_stand_beside_the_name
     assert all(f'data-label="{name}"' in text for name in ("Verdict", "Baseline", "Model", "Change"))
 
 
-def test_the_table_of_a_terminal_fits_80_columns_and_the_verdict_comes_last() -> None:
+def test_terminal_scores_fit_80_columns() -> None:
     names = ("loss", "perplexity", "word_perplexity", "byte_perplexity", "token_accuracy", "rougeL")
     wide = PairedEstimates(
         *(dict.fromkeys(names, found["perplexity"]) for found in (WIDE.scores, WIDE.baseline, WIDE.differences))
@@ -381,7 +381,7 @@ def luminance(colour: str) -> float:
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
-def test_colours_of_text_have_the_contrast_of_wcag_aa_in_light_dark_and_print() -> None:
+def test_text_colours_meet_wcag_aa_contrast() -> None:
     text = evaluation_report(".html", evaluation_facts(verdict_on(["a text", "a text"]), "gptj-ft evaluate", 0), {})
     themes = [dict(re.findall(r"--([\w]+): (#\w+);", rule)) for rule in re.findall(r":root {([^}]*)}", text)]
     assert len(themes) == 3
@@ -409,7 +409,7 @@ def test_runs_are_compared_by_what_differs(tmp_path: Path) -> None:
     assert "batch_size" not in page.text
 
 
-def test_runs_side_by_side_begin_with_the_lowest_loss_and_changes_on_one_scale(tmp_path: Path) -> None:
+def test_comparison_names_lowest_loss_first(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / name) for name in ("one", "two")]
     runs[1].append_metrics({"step": 4, "validation_loss": 1.125})
     for run, answers in zip(runs, (["a text"] * 3 + ["another"], ["a secret text"] * 3 + ["another"]), strict=True):
@@ -421,7 +421,7 @@ def test_runs_side_by_side_begin_with_the_lowest_loss_and_changes_on_one_scale(t
     text = (tmp_path / "both.html").read_text(encoding="utf-8")
     page = Checker(text)
     assert page.first("h1") == "two has the lowest validation loss of 2 runs, 1.1250"
-    assert "Change of rougeL against the baseline, with 95 % intervals, all in one scale" in page.text
+    assert "Change of rougeL against the baseline, with 95 % intervals, all on one scale" in page.text
     assert "auto" not in page.text
     ends = [float(end) for end in re.findall(r'class="span" x1="[\d.]+%" x2="([\d.]+)%"', text)]
     assert len(ends) == 2

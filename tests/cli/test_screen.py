@@ -42,7 +42,7 @@ def printed(console: Console) -> str:
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
-def test_a_panel_is_no_wider_than_the_terminal_and_breaks_neither_path_nor_command(width: int) -> None:
+def test_panel_fits_terminal_without_breaking_paths(width: int) -> None:
     console = console_of(width)
     panel(console, "The run", ROWS)
     text = printed(console)
@@ -52,7 +52,7 @@ def test_a_panel_is_no_wider_than_the_terminal_and_breaks_neither_path_nor_comma
     assert len({line.index("word") for line in text.splitlines() if "word word" in line}) == 1, "under each other"
 
 
-def test_a_table_that_is_wider_than_the_terminal_becomes_a_list_and_in_a_log_stays_a_line_a_row() -> None:
+def test_wide_table_becomes_panels_on_narrow_terminal() -> None:
     rows = [("run", "status", "path"), ("one", "finished", PATH), ("two", "stopped", "")]
     narrow, log = console_of(60), console_of(60, is_terminal=False)
     table(narrow, "", rows)
@@ -63,7 +63,7 @@ def test_a_table_that_is_wider_than_the_terminal_becomes_a_list_and_in_a_log_sta
     assert [line.split() for line in printed(log).splitlines()] == [[cell for cell in row if cell] for row in rows]
 
 
-def test_of_a_long_row_six_lines_are_shown_its_beginning_and_what_is_trained_on() -> None:
+def test_long_example_keeps_beginning_and_target() -> None:
     row = Text("\nrows.jsonl:1 as the model sees it\n" + "word " * 500 + "«the answer»")
     lines = [line.plain for line in in_few_lines(row, console_of(80)).split("\n")]
     assert len(lines) == 2 + 6
@@ -74,7 +74,7 @@ def test_of_a_long_row_six_lines_are_shown_its_beginning_and_what_is_trained_on(
     assert in_few_lines(Text("short"), console_of(80)).plain == "short"
 
 
-def test_a_log_gets_a_line_now_and_then_with_time_and_percent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_progress_has_time_and_percent(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(bars.time, "monotonic", lambda: now[0])
     for console in (console_of(80, is_terminal=False), console_of(80, term="dumb")):
@@ -89,7 +89,7 @@ def test_a_log_gets_a_line_now_and_then_with_time_and_percent(monkeypatch: pytes
             assert re.fullmatch(r"\d\d:\d\d:\d\d  converting: \d+%, [\d.]+ [MG]B of 28.8 GB, .* left", line), line
 
 
-def test_what_cannot_be_counted_is_named_on_a_terminal_while_it_lasts_and_leaves_a_log_alone() -> None:
+def test_uncounted_activity_shows_on_terminals_only() -> None:
     live, log, quiet = console_of(80), console_of(80, is_terminal=False), console_of(80)
     quiet.quiet = True
     for console in (live, log, quiet):
@@ -102,7 +102,7 @@ def test_what_cannot_be_counted_is_named_on_a_terminal_while_it_lasts_and_leaves
     assert printed(log) == printed(quiet) == ""
 
 
-def test_the_time_left_is_that_of_what_was_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_left_ignores_resumed_work(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(bars.time, "monotonic", lambda: now[0])
     resumed, fresh = ItemRate(), ItemRate()
@@ -116,7 +116,7 @@ def test_the_time_left_is_that_of_what_was_done_here(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("verbose", [False, True])
-def test_the_closing_summary_tells_what_the_engine_did_to_those_who_ask(verbose: bool) -> None:
+def test_verbose_summary_shows_engine_numbers(verbose: bool) -> None:
     console, counts = console_of(80), StepCounts(2048, 600, 649.0, 3.0, 10**11, 10**11, 6 * 10**9, 0)
     throughput = Throughput(0.9, 3.2, 20.0, 30.0, 0.5, 0.6, 0.005)
     result = TrainResult("-run", "-run/model", 9, 9, 2.5, 2.25, None, None, 700.0, counts, throughput)
@@ -141,9 +141,7 @@ class StillLive:
 
 @pytest.mark.parametrize("verbose", [False, True])
 @pytest.mark.parametrize("width", [60, 80, 200])
-def test_the_live_figures_of_a_run_fit_and_say_how_far_how_long_and_what_now(
-    width: int, verbose: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_live_progress_fits_the_terminal(width: int, verbose: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     console = console_of(width)
     reporter, recent = TerminalReporter(console, verbose), RecentSteps(12000, 0, 90.0)
     monkeypatch.setattr(progress, "Live", StillLive)
@@ -176,7 +174,7 @@ def test_the_live_figures_of_a_run_fit_and_say_how_far_how_long_and_what_now(
 COMMANDS = {
     "prepare-data --recipe summarization --data rows.jsonl --model tiny": "next: gptj-ft finetune --recipe",
     "finetune --recipe summarization --data rows.jsonl.prepared --model tiny --max-steps 2 --output run":
-        "next: gptj-ft evaluate run   # on the 2 rows held out",
+        "next: gptj-ft evaluate run   # on the 2 held-out rows",
     "evaluate run --limit 4 --set generation.max_new_tokens=2": "next: gptj-ft report run",
     "generate --input rows.jsonl --output out.jsonl --set generation.max_new_tokens=2": "next: gptj-ft evaluate --pred",
     "convert run/model converted": "--data my.jsonl --model converted",
@@ -185,7 +183,7 @@ COMMANDS = {
 RESULTS = ["rows.jsonl.prepared", "run/model", None, "out.jsonl", "converted", "run/report.html"]
 
 
-def test_a_log_of_every_command_is_plain_and_80_columns_wide_and_names_the_next_one(shell, tmp_path: Path) -> None:
+def test_logs_are_plain_and_name_next_command(shell, tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl")
     for line, following in COMMANDS.items():
         done = shell(line)
@@ -214,7 +212,7 @@ def test_a_quiet_command_prints_its_result_alone(shell, tmp_path: Path) -> None:
     assert "is finished" in refused.err
 
 
-def test_json_is_one_object_also_of_what_is_listed(shell, tmp_path: Path) -> None:
+def test_list_commands_print_one_json_object(shell, tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl")
     prepare, *_ = COMMANDS
     assert shell(f"{prepare} --json").json["folder"] == "rows.jsonl.prepared"
@@ -225,11 +223,11 @@ def test_json_is_one_object_also_of_what_is_listed(shell, tmp_path: Path) -> Non
         assert isinstance(shell(f"{line} --json").json, dict), line
 
 
-def test_a_run_in_a_log_says_when_how_far_and_how_long(shell, tmp_path: Path, monkeypatch) -> None:
+def test_training_log_has_time_progress_and_forecast(shell, tmp_path: Path, monkeypatch) -> None:
     write_rows(tmp_path / "rows.jsonl")
     done = shell("finetune --recipe summarization --data rows.jsonl --model tiny --max-steps 2 --output run")
     steps = [line for line in done.err.splitlines() if "step " in line and "loss" in line]
     assert re.match(r"\d\d:\d\d:\d\d  step 1/2  50%  loss \d+\.\d{4}  [\d,]+ tokens/s  \d+ s left", steps[0])
     panel_text = done.err.partition("\nThe run\n")[2].partition("validation loss")[0]
-    for name in ("data", "model", "memory", "disk", "steps", "finish", "results", "to stop", "to go on"):
+    for name in ("data", "model", "memory", "disk", "steps", "finish", "results", "to stop", "to resume"):
         assert re.search(rf"^  {name} ", panel_text, re.MULTILINE), name

@@ -50,7 +50,7 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     return type_
 
 
-def test_no_control_character_of_others_reaches_the_terminal_and_no_row_a_log(
+def test_terminals_get_no_hostile_control_characters(
     typed: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / f"from{HOSTILE.replace('/', '')}others"
@@ -106,7 +106,7 @@ def test_no_control_character_of_others_reaches_the_terminal_and_no_row_a_log(
     typed("finetune --resume", run, code=2)
 
 
-def test_an_answer_goes_to_a_pipe_as_it_is_and_to_a_terminal_as_text(
+def test_answer_is_escaped_on_terminals_only(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     print_result(f"{HOSTILE}\n\tfin", end="")
@@ -117,7 +117,7 @@ def test_an_answer_goes_to_a_pipe_as_it_is_and_to_a_terminal_as_text(
     assert screen.getvalue() == "\\x1b[2J\\x1b]52;c;QUJD\\x07\\x9b2J\\x08\\x08\\rok\\u202e\n\tfin\n"
 
 
-def test_json_holds_no_control_character_and_means_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_escapes_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
     print_json({"text": HOSTILE + "é"})
     out = capsys.readouterr().out
     assert json.loads(out) == {"text": HOSTILE + "é"}
@@ -125,7 +125,7 @@ def test_json_holds_no_control_character_and_means_the_same(capsys: pytest.Captu
     assert "é" in out
 
 
-def test_a_console_obeys_its_own_styles_and_nothing_in_a_text() -> None:
+def test_console_escapes_text_but_not_styles() -> None:
     screen = Terminal()
     console = PlainConsole(file=screen, force_terminal=True, color_system="truecolor", width=60)
     with Live(Text(f"{HOSTILE} bar", style="red"), console=console):

@@ -70,7 +70,7 @@ def test_every_preset_is_tried_here() -> None:
 
 
 @pytest.mark.parametrize("name", LABELLED)
-def test_a_preset_of_a_task_with_labels_reads_what_it_should(name: str, tmp_path: Path) -> None:
+def test_labelled_preset_reads_texts_and_labels(name: str, tmp_path: Path) -> None:
     row, texts, label = LABELLED[name]
     recipe = resolve({"recipe": name}, environment={}).recipe
     assert recipe.about
@@ -123,7 +123,7 @@ def test_glues_files_are_read_as_they_are(name: str, tmp_path: Path) -> None:
     assert report.labels == tuple(dict.fromkeys(recipe.labels.values()))
 
 
-def test_a_table_with_names_is_read_by_them_whatever_the_header_option_says(tmp_path: Path) -> None:
+def test_column_names_in_the_file_beat_header(tmp_path: Path) -> None:
     recipe = resolve({"recipe": "cola-bert"}, environment={}).recipe
     (tmp_path / "test.tsv").write_text("index\tsentence\n0\tBill whistled.\n", encoding="utf-8")
     done = tokenize_rows(
@@ -138,7 +138,7 @@ def test_a_table_with_names_is_read_by_them_whatever_the_header_option_says(tmp_
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_preset_finds_its_columns_and_trains_on_what_it_should(name: str) -> None:
+def test_preset_finds_columns_and_targets(name: str) -> None:
     row, completion = ROWS[name]
     recipe = resolve({"recipe": name}, environment={}).recipe
     check_templates(recipe)
@@ -152,7 +152,7 @@ def test_a_preset_finds_its_columns_and_trains_on_what_it_should(name: str) -> N
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_prompt_ends_without_a_blank_and_its_completion_begins_with_one(name: str) -> None:
+def test_blank_starts_the_completion_not_the_prompt(name: str) -> None:
     recipe = resolve({"recipe": name}, environment={}).recipe
     assert recipe.about
     assert recipe.source
@@ -162,20 +162,20 @@ def test_a_prompt_ends_without_a_blank_and_its_completion_begins_with_one(name: 
 
 
 @pytest.mark.parametrize("label", ["2", "positiv", "-", ""])
-def test_a_label_outside_the_set_leaves_the_row_out_and_is_named(label: str) -> None:
+def test_row_with_unknown_label_is_skipped(label: str) -> None:
     recipe = resolve({"recipe": "sst2"}, environment={}).recipe
     with pytest.raises(RowSkipped, match=f"label '{label}' is none of 0, 1"):
         read_fields({"sentence": "x", "label": label}, {"sentence": "sentence", "label": "label"}, recipe)
 
 
-def test_what_has_no_answer_is_left_out_unless_the_recipe_says_what_to_answer() -> None:
+def test_unanswerable_row_is_skipped_without_no_answer() -> None:
     row, columns = {"context": "c", "question": "q", "answers": []}, ("context", "question", "answers")
     plain = resolve({"recipe": "squad"}, assignments=("no_answer=''",), environment={}).recipe
     with pytest.raises(RowSkipped, match="no value for column 'answers'"):
         read_fields(row, {column: column for column in columns}, plain)
 
 
-def test_a_preset_is_copied_to_be_changed_and_never_over_a_file(shell, tmp_path: Path) -> None:
+def test_copied_preset_overwrites_no_file(shell, tmp_path: Path) -> None:
     done = shell("recipes copy sst2")
     assert done.code == 0, done.err
     assert "--config sst2.yaml" in done.out
@@ -205,7 +205,7 @@ FILES = {
 
 
 @pytest.mark.parametrize(("name", "preset"), [(name, preset) for name, presets in FILES.items() for preset in presets])
-def test_published_files_need_no_option_but_the_preset(name: str, preset: str, shell, tmp_path: Path) -> None:
+def test_published_files_need_only_a_preset(name: str, preset: str, shell, tmp_path: Path) -> None:
     folder = Path(os.environ.get("GPTJ_FT_TEST_DATA") or Path(__file__).parents[3] / "shared" / "data")
     if not (folder / name).exists():
         pytest.skip(f"real data not found: {folder / name} (set GPTJ_FT_TEST_DATA)")

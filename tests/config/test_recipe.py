@@ -27,7 +27,7 @@ def test_the_three_presets_exist() -> None:
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_every_preset_loads_names_its_source_and_knows_columns_for_its_templates(name: str) -> None:
+def test_every_preset_has_source_and_columns(name: str) -> None:
     recipe = resolve({"recipe": name}, environment=NOWHERE).recipe
     assert recipe.recipe == name
     assert len(recipe.about) > 10
@@ -48,7 +48,7 @@ def test_a_preset_restates_no_default(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_a_resolved_recipe_written_and_read_again_is_the_same(name: str) -> None:
+def test_resolved_recipe_survives_a_yaml_round_trip(name: str) -> None:
     resolved = resolve({"recipe": name, "lr": 3e-5}, environment=NOWHERE)
     assert build(yaml.safe_load(dump_recipe(resolved.recipe, resolved.origins))) == resolved.recipe
 
@@ -64,22 +64,22 @@ def test_a_resolved_recipe_written_and_read_again_is_the_same(name: str) -> None
         ("17", "17"),
     ],
 )
-def test_a_template_is_taken_as_typed_and_quotes_are_yamls(typed: str, read: str) -> None:
+def test_typed_template_needs_no_yaml_quotes(typed: str, read: str) -> None:
     assert resolve({}, None, (f"prompt={typed}",), NOWHERE).recipe.prompt == read
     assert resolve({}, None, (), {"GPTJ_FT_PROMPT": typed}).recipe.prompt == read
 
 
-def test_nothing_is_typed_as_null_where_there_may_be_none() -> None:
+def test_null_unsets_an_optional_option() -> None:
     assert resolve({"model": "x"}, None, ("val_data=null", "clip_norm=null"), NOWHERE).recipe.val_data is None
 
 
-def test_shares_of_an_epoch_are_rounded_up_as_the_trainer_of_transformers_does() -> None:
+def test_epoch_fractions_round_up_like_transformers() -> None:
     steps = [build({"epochs": epochs, "batch_size": 4}).num_steps(9) for epochs in (0.1, 0.5, 1.0, 1.5, 2.5, 3.0)]
     assert steps == [1, 2, 3, 5, 8, 9]  # of ceil(num_train_epochs * 3): Trainer.set_initial_training_values
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_a_shown_recipe_is_yaml_of_80_columns_with_the_meaning_of_each_option(name: str, shell) -> None:
+def test_shown_recipe_is_commented_yaml(name: str, shell) -> None:
     set_ = "--set generation.top_k=7"
     text = shell(f"recipes show {name} {set_}").out
     recipe = resolve({"recipe": name}, None, ("generation.top_k=7",), environment=NOWHERE).recipe
@@ -91,7 +91,7 @@ def test_a_shown_recipe_is_yaml_of_80_columns_with_the_meaning_of_each_option(na
     assert re.search(r"top_k: 7 .*\n? .*\[command line\]", text)
 
 
-def test_flag_beats_environment_beats_config_beats_preset_beats_default(tmp_path: Path) -> None:
+def test_option_sources_have_fixed_precedence(tmp_path: Path) -> None:
     config = tmp_path / "my.yaml"
     config.write_text("lr: 1e-3\nbatch_size: 3\nseed: 5\nrecipe: qa\n", encoding="utf-8")
     environment = {"GPTJ_FT_BATCH_SIZE": "4", "GPTJ_FT_SEED": "6", "GPTJ_FT_HOME": "/x", "HOME": "/y"}
@@ -106,14 +106,14 @@ def test_flag_beats_environment_beats_config_beats_preset_beats_default(tmp_path
     assert resolved.origins["epochs"] == "recipe qa"
 
 
-def test_set_reaches_options_inside_groups_and_keeps_their_neighbours() -> None:
+def test_set_changes_one_option_of_a_group() -> None:
     recipe = resolve({"recipe": "qa"}, assignments=("generation.top_k=7", "clip_norm=null"), environment=NOWHERE).recipe
     assert (recipe.generation.top_k, recipe.generation.max_new_tokens) == (7, 32)
     assert recipe.clip_norm is None
 
 
 @pytest.mark.parametrize("text", ["1e-5", "1E-5", "0.00001", ".00001", "1.0e-5"])
-def test_learning_rates_are_numbers_however_they_are_written(text: str) -> None:
+def test_learning_rates_parse_in_any_notation(text: str) -> None:
     assert resolve({}, assignments=(f"lr={text}",), environment=NOWHERE).recipe.lr == 1e-5
 
 
@@ -141,7 +141,7 @@ def test_durations_are_written_as_people_write_them(text: str, seconds: float) -
         ("null", None),
     ],
 )
-def test_a_memory_cap_is_read_in_any_unit(text: str, size: int | None) -> None:
+def test_memory_cap_accepts_any_unit(text: str, size: int | None) -> None:
     for source in ({"assignments": (f"host_memory={text}",)}, {"environment": {"GPTJ_FT_HOST_MEMORY": text}}):
         resolved = resolve({}, **{"environment": NOWHERE, **source})
         assert resolved.recipe.host_memory == size
@@ -151,7 +151,7 @@ def test_a_memory_cap_is_read_in_any_unit(text: str, size: int | None) -> None:
 
 
 @pytest.mark.parametrize("text", ["8 apples", "GiB", "-1GB", "8GiBs", "1,5GB", "0", "0GB", "-5", "''"])
-def test_a_cap_that_is_no_size_is_refused_with_the_option_and_the_value(text: str) -> None:
+def test_invalid_memory_cap_is_rejected_by_name(text: str) -> None:
     with pytest.raises(UsageError, match=r"command line: disk_space: .*, not ") as error:
         resolve({}, assignments=(f"disk_space={text}",), environment=NOWHERE)
     assert "\n" not in str(error.value)
@@ -170,18 +170,18 @@ def test_a_cap_that_is_no_size_is_refused_with_the_option_and_the_value(text: st
         ("clip_norm=0", "clip_norm: Input should be greater than 0, not 0"),
         ("lr=.inf", "lr: Input should be a finite number, not inf"),
         ("z_loss=.nan", "z_loss: Input should be "),
-        ("max_time=8x", "max_time: a duration is seconds, or a text such as 8h, 90m, 1h30m or 2d, not '8x'"),
+        ("max_time=8x", "max_time: expected a duration: seconds, or e.g. 8h, 90m, 1h30m or 2d, not '8x'"),
         ("max_time=0", "max_time: Input should be greater than 0, not 0"),
-        ("lr", "--set takes key=value"),
+        ("lr", "--set expects key=value"),
     ],
 )
-def test_wrong_options_are_refused_with_the_nearest_name(assignment: str, message: str) -> None:
+def test_invalid_option_is_rejected_by_name(assignment: str, message: str) -> None:
     with pytest.raises(UsageError) as error:
         resolve({}, assignments=(assignment,), environment=NOWHERE)
     assert message in str(error.value)
 
 
-def test_unknown_recipe_config_key_and_environment_variable_are_refused_with_the_near_match(tmp_path: Path) -> None:
+def test_unknown_option_in_any_source_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="did you mean 'summarization'"):
         resolve({"recipe": "sumarisation"}, environment=NOWHERE)
     config = tmp_path / "c.yaml"
@@ -192,7 +192,7 @@ def test_unknown_recipe_config_key_and_environment_variable_are_refused_with_the
         resolve({}, environment={"GPTJ_FT_EPOCH": "3"})
 
 
-def test_a_config_file_that_is_not_yaml_is_named_with_its_line(tmp_path: Path) -> None:
+def test_invalid_yaml_error_names_file_and_line(tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text("lr: 1\nseed: [1\n", encoding="utf-8")
     with pytest.raises(UsageError, match=r"c\.yaml:\d+: not YAML"):
@@ -202,8 +202,8 @@ def test_a_config_file_that_is_not_yaml_is_named_with_its_line(tmp_path: Path) -
         resolve({}, config, environment=NOWHERE)
 
 
-def test_an_option_given_twice_on_the_command_line_is_refused() -> None:
-    with pytest.raises(UsageError, match="given twice"):
+def test_option_set_twice_is_rejected() -> None:
+    with pytest.raises(UsageError, match="set twice"):
         resolve({"lr": 1e-3}, assignments=("lr=1e-4",), environment=NOWHERE)
 
 
@@ -215,13 +215,13 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (BOMB + "lr: *h\n", "stands for more than 100,000 values"),
-        (BOMB.replace("x,", "{p: q},") + "lr: {<<: [*h, *h]}\n", "stands for more than 100,000 values"),
-        ("lr: &a [*a]\n", "nested too deeply, or in itself"),
+        (BOMB + "lr: *h\n", "aliases expand to more than 100,000 values"),
+        (BOMB.replace("x,", "{p: q},") + "lr: {<<: [*h, *h]}\n", "aliases expand to more than 100,000 values"),
+        ("lr: &a [*a]\n", "nested too deeply, or an alias contains itself"),
         ("lr: " + "[" * 1000 + "]" * 1000 + "\n", "nested too deeply"),
         ("lr: " + "{a: " * 5000 + "1" + "}" * 5000 + "\n", "nested too deeply"),
         (f"lr: {'9' * 5000}\n", "limit"),
-        (f"lr: 0x{'f' * 5000}\n", r":1: not YAML: a number of too many digits"),
+        (f"lr: 0x{'f' * 5000}\n", r":1: not YAML: a number with too many digits"),
         (f"{'0x' + 'f' * 1000}: 1\n", "too many digits"),
         ("seed: 2020-13-45\n", "month must be in 1..12"),
         ("seed: !!int ''\n", "not YAML"),
@@ -254,7 +254,7 @@ YAML_PIECES = st.sampled_from(
 @pytest.mark.slow
 @settings(max_examples=10_000, derandomize=True, database=None, deadline=None)
 @given(text=st.lists(YAML_PIECES, max_size=25).map("".join))
-def test_options_of_any_pieces_are_read_or_refused_in_a_line(text: str) -> None:
+def test_random_yaml_never_crashes(text: str) -> None:
     try:
         build(as_options(parse(text, "c.yaml")), {})
     except UsageError as error:

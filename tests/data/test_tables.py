@@ -143,7 +143,7 @@ def test_named_and_excel_separators_are_used(tmp_path: Path) -> None:
         read(path)
     for typed, meant in {"comma": ",", "semicolon": ";", "tab": "\t", "\\t": "\t", "pipe": "|", "^": "^"}.items():
         assert Recipe(delimiter=typed).delimiter == meant
-    with pytest.raises(UsageError, match=r"delimiter: comma, semicolon, tab, pipe or a single character is needed"):
+    with pytest.raises(UsageError, match=r"delimiter: expected comma, semicolon, tab, pipe or one character"):
         resolve({"delimiter": "--"}, environment={})
 
 
@@ -227,7 +227,7 @@ def test_named_encoding_is_used(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a\.csv:2: not ascii: invalid byte 0xbf"):
         read(path, encoding="ascii")
     for name in ("nonsense", "hex", "a\0b"):
-        with pytest.raises(UsageError, match="encoding: a text encoding that Python knows is needed"):
+        with pytest.raises(UsageError, match="encoding: expected a text encoding of Python"):
             resolve({"encoding": name}, environment={})
 
 

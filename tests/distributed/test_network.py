@@ -46,7 +46,7 @@ def test_one_process_has_no_network_to_measure(shell) -> None:
 
 def test_processes_that_would_measure_nothing_are_refused(shell) -> None:
     refused = shell("plan --recipe summarization --model tiny --nproc 2")
-    assert (refused.code, "add --network auto" in refused.err) == (2, True)
+    assert (refused.code, "needs --network auto" in refused.err) == (2, True)
 
 
 @pytest.mark.parametrize(("bits", "text"), [(1e9, "0.85 s, longer than computing it;"), (1e11, "0.0085 s;")])

@@ -296,7 +296,7 @@ def test_better_predictions_have_a_clear_difference(shell) -> None:
     assert 0 < change["low"] < change["value"] < change["high"]
     assert done.json["by_row"] == {"score": "rougeL", "better": 15, "worse": 0, "same": 15}
     shown = shell("evaluate --predictions good.jsonl --baseline poor.jsonl --data notes.jsonl --recipe summarization")
-    assert "better in 15, worse in 0, the same in 15" in shown.out
+    assert "15 better, 0 worse, 15 equal" in shown.out
     assert "Film 3" not in shown.out
 
 

@@ -104,7 +104,7 @@ DAMAGE = {
     "recipe": (
         "disk",
         lambda run: (run / "recipe.yaml").write_text((run / "recipe.yaml").read_text().replace("lr: 0.01", "lr: 0.02")),
-        "recipe.yaml: lr is 0.02, the run began with 0.01",
+        "recipe.yaml: lr is 0.02, but the run started with 0.01",
     ),
     "a token": (
         "host", lambda run: flip(run / "data/train/rows.arrow", 2000), "data/train: damaged prepared",
@@ -165,12 +165,12 @@ def test_damaged_metrics_line_is_kept_and_reported(here: Path, shell: Shell) -> 
     lines = file.read_bytes().split(b"\n")
     for damaged in (b"[1,2]", lines[2].replace(b'"loss": ', b'"loss": 1'), b"\xff\xfe", b"{", b'{"step": 2}'):
         file.write_bytes(b"\n".join([*lines[:2], damaged, *lines[3:]]))
-        assert shell("runs verify disk").out.startswith("disk/metrics.jsonl:3: damaged: a line that follows step 1")
+        assert shell("runs verify disk").out.startswith("disk/metrics.jsonl:3: damaged line after step 1")
         assert shell("report disk").code == 0
         (here / "disk" / "report.html").unlink()
     done = shell("finetune --resume disk")
     assert done.code == 0, done.err
-    assert "disk/metrics.jsonl:3: damaged: a line that follows step 1" in done.err
+    assert "disk/metrics.jsonl:3: damaged line after step 1" in done.err
     assert "disk/metrics.jsonl: no line for step 2" in done.err
     assert file.read_bytes().split(b"\n")[2] == damaged
     assert_same_weights(weights_of(here / "disk/model"), weights_of(here / "disk-done/model"))

@@ -91,9 +91,9 @@ def check_said(run: Run, said: str) -> None:
     if run.model.is_dir():
         assert words.endswith("all steps are done, and the tuned model is in run/model"), said
     elif not run.folder.exists():
-        assert words.endswith(("nothing was trained yet", "before anything was done", "or begins again")), said
+        assert words.endswith(("nothing was trained yet", "before anything was done", "to resume or restart")), said
     else:
-        assert words.endswith("go on with\ngptj-ft finetune --resume run"), said
+        assert words.endswith("resume with\ngptj-ft finetune --resume run"), said
         assert steps_done(run) == done, said
         assert (f"step {done}" in words) == (done > 0), said
 

@@ -185,7 +185,7 @@ def test_terminal_cuts_answers_of_tiny_models(model: Path, shell, monkeypatch: p
     cut = shell(line)
     assert len(whole) > 2 * 40
     assert len(cut.out.splitlines()) == 2
-    assert "(cut: the tiny model only shows the steps; --quiet shows all that it writes)" in cut.said
+    assert "(abridged: a tiny model writes noise; --quiet prints all of it)" in cut.said
     assert shell(f"{line} --quiet").out == whole
     other = untrained.rename("trained")
     tuning = json.loads((other / METADATA_FILE).read_text())

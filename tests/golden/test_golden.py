@@ -416,7 +416,7 @@ def test_old_stopped_runs_are_rejected(shell, old_folders, name) -> None:
     done = shell(f"finetune --resume {old_folders}/{name}-stopped")
     assert done.code == 3
     assert "run.json is missing" in done.said
-    assert "an earlier version of gptj-ft began has none, and has to be finished by that version" in done.said
+    assert "started by an earlier version of gptj-ft has no such file; finish it with that version" in done.said
 
 
 @pytest.mark.parametrize("name", ["full", "lora"])

@@ -448,17 +448,17 @@ def test_printed_plan_shows_memory_time_and_wear(six_b: Workload) -> None:
     for phrase in (
         f"needs about {gigabytes(plan.device_bytes)} of 22.0 GB", f"{gigabytes(plan.host_bytes)} of 11.0 GB",
         f"{gigabytes(plan.disk_bytes)} of 500.0 GB", f"{gigabytes(read)} read, 96.8 GB written",
-        "writes 96.8 GB a step, 24.3 TB in all: 4.1% of the 600 TB that a typical 1 TB consumer SSD",
+        "writes 96.8 GB a step, 24.3 TB in total: 4.1% of the 600 TB warranty of a typical 1 TB consumer SSD",
         "250, of 2,048 tokens", "if it starts now", "validations", "as fast here", "disk reads 2.0 GB/s",
     ):  # fmt: skip
         assert phrase in text, (phrase, text)
     assert "checkpoints" not in text
     assert "busy" not in text
-    assert "the machine was busy then" in shown(
+    assert "measured on a busy machine" in shown(
         planned(load, rates=replace(RATES, compute=replace(RATES.compute, load=2.0)))
     )
     assumed = shown(planned(load, rates=replace(RATES, disk=ASSUMED_DISK)))
-    assert "0.5 GB/s is assumed: there was no room to measure it" in assumed
+    assert "0.5 GB/s assumed: too little free space to measure it" in assumed
 
 
 def test_json_has_all_of_the_plan(six_b: Workload) -> None:

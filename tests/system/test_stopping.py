@@ -38,13 +38,13 @@ from gptj_ft.training.setup import TrainSetup
 
 STEPS = 3
 PLACES = ("device", "host", "disk")
-BEFORE = "stopped; nothing was trained yet; go on with"
+BEFORE = "stopped; nothing was trained yet; resume with"
 DONE = "stopped; all steps are done, and the tuned model is in"
 # Where in a run the signal comes: the function that is called there, which time, and what is said then.
 POINTS = {
     "placing weights": (restore, "load_weights", 1, BEFORE),
     "first validation": (validation, "evaluate_losses", 1, "stopped before the first step; nothing was trained yet"),
-    "a validation": (validation, "evaluate_losses", 2, "stopped after step 1 of 3; everything is saved, go on with"),
+    "a validation": (validation, "evaluate_losses", 2, "stopped after step 1 of 3; everything is saved; resume with"),
     "a step": (compute, "train_step", 2, "stopped after step 2 of 3; everything is saved"),
     "the last step": (compute, "train_step", 3, "stopped after step 3 of 3; everything is saved"),
     "saving": (retention.CheckpointRetention, "save_if_due", 1, "stopped after step 1 of 3; everything is saved"),
@@ -262,7 +262,7 @@ def test_a_second_signal_ends_at_once_and_says_what_is_saved(
             train(session, run)
     saved = "nothing was saved yet" if (place, save_every) == ("host", 0) else "the run is saved at step 1"
     assert capfd.readouterr().err.endswith(
-        f"gptj-ft: stopped at once; {saved}; go on with\ngptj-ft finetune --resume {run.folder}\n"
+        f"gptj-ft: stopped at once; {saved}; resume with\ngptj-ft finetune --resume {run.folder}\n"
     )
 
 
@@ -421,7 +421,7 @@ def test_a_signal_of_which_a_library_makes_another_error_stops_all_the_same(
         command()
     monkeypatch.setattr("gptj_ft.api.named_model", validate)
     done = shell("predict --model tiny-bert text")
-    assert (done.code, done.err) == (130, "gptj-ft: stopped; the same command goes on, or begins again\n")
+    assert (done.code, done.err) == (130, "gptj-ft: stopped; run the same command to resume or restart\n")
 
 
 @pytest.mark.parametrize(("signals", "code"), [("os.kill(os.getpid(), 15)", 130), ("raise TypeError", 1)])
@@ -532,7 +532,7 @@ def test_an_error_in_a_run_saves_first_and_says_how_to_go_on(
         train(session, run)
     assert steps_done(run) == 2
     if isinstance(error, Exception):
-        note = f"the run is saved at step 2; go on with\ngptj-ft finetune --resume {run.folder}"
+        note = f"the run is saved at step 2; resume with\ngptj-ft finetune --resume {run.folder}"
         assert stop.value.__notes__[-1] == note
     train(session, run)
     assert_same_weights(weights_of(run.model), straight, place)
@@ -554,7 +554,7 @@ def test_a_half_updated_layer_is_never_saved(model: Path, tmp_path: Path, monkey
     with pytest.raises(MemoryError):
         train(session, run)
     assert steps_done(run) == 0
-    assert what_is_saved(run).startswith("nothing was saved yet; go on with")
+    assert what_is_saved(run).startswith("nothing was saved yet; resume with")
 
 
 def test_a_tuned_model_that_cannot_be_written_leaves_a_checkpoint(
@@ -585,7 +585,7 @@ def test_a_full_disk_names_the_next_step_on_the_terminal(shell, rows_file: Path,
         " --optimizer-state disk"
     )
     assert done.code == 4
-    assert done.err.endswith("nothing was saved yet; go on with\ngptj-ft finetune --resume run\n"), done.err
+    assert done.err.endswith("nothing was saved yet; resume with\ngptj-ft finetune --resume run\n"), done.err
 
 
 def losses_of(*pieces: tuple[float, float, int]) -> list[float]:

@@ -153,12 +153,12 @@ def test_a_run_is_told_in_a_users_terms_and_ends_with_what_to_type(shell, rows_f
     done = shell(f"{TINY} --batch-size 50 --max-steps 2 --output 'an other'")
     names = [line[2:].split("  ")[0] for line in done.out.splitlines() if re.match("  [a-z]", line)]
     assert names == ["validation loss", "time", "tuned model", "report"]
-    assert "lower is better (4 rows say little)" in " ".join(done.out.split())
+    assert "lower is better (unreliable: only 4 rows)" in " ".join(done.out.split())
     assert "next: gptj-ft evaluate 'an other'   # on the 4 rows held out" in done.out
     for text in ("GFLOP", "matmul", "moved", "measured", "FLOPs"):
         assert text not in done.said, text
     assert "GFLOP" in Path("an other/log.txt").read_text(encoding="utf-8")
-    for warning in (*cautions(36, 4, 50), "36 rows to train on are few: below about 100"):
+    for warning in (*cautions(36, 4, 50), "only 36 training rows: with fewer than about 100"):
         assert warning in done.said
     prepared = shell("prepare-data --recipe summarization --data rows.jsonl --model tiny").said
     (counts,) = re.findall(r"rows 40 read, 40 kept .* tokens ([\d,]+, [\d,]+ of them trained on; longest)", prepared)
@@ -188,7 +188,7 @@ def test_only_few_rows_and_too_large_batches_are_warned_of() -> None:
     few, little, large = cautions(99, 19, 100)
     assert few.startswith("99 rows to train on are few")
     assert little.startswith("19 rows to validate on are few")
-    assert large.startswith("batch_size 100 is more than the 99 rows there are")
+    assert large.startswith("batch_size 100 exceeds the 99 training rows")
 
 
 def timeless(lines: list[dict[str, object]]) -> list[dict[str, object]]:

@@ -228,7 +228,7 @@ def test_odd_rows_are_labelled_or_counted(shell: Any, rows: Path, tmp_path: Path
         assert line["label"] in COLOURS
         before = (tmp_path / output).read_bytes()
         again = shell(f"{ask} {output} --keep label,row,text")
-        assert (again.code, "1; 1 of them were there; 1 left out" in again.said) == (0, True), again.said
+        assert (again.code, "1; 1 of them by an earlier session; 1 left out" in again.said) == (0, True), again.said
         assert (tmp_path / output).read_bytes() == before
     assert {path.name for path in tmp_path.glob("out.csv*")} == {"out.csv", "out.csv.settings.json"}
     (tmp_path / "table.csv").write_text("mine")
@@ -314,7 +314,7 @@ def test_answers_by_id_match_squads_script(shell: Any, tmp_path: Path) -> None:
     assert [line["id"] for line in lines_of(tmp_path / "lines.jsonl")] == list(truth), "a line has many questions"
     before = (tmp_path / "predictions.json").read_bytes()
     again = shell(f"{ask} predictions.json")
-    assert (again.code, f"{len(truth)} of them were there" in again.said) == (0, True)
+    assert (again.code, f"{len(truth)} of them by an earlier session" in again.said) == (0, True)
     assert (tmp_path / "predictions.json").read_bytes() == before
 
 

@@ -88,12 +88,12 @@ def test_a_proof_that_fails_is_written_and_exits_with_1(shell, monkeypatch) -> N
 def test_without_a_cage_the_page_says_so_and_what_was_measured(tmp_path: Path) -> None:
     memory = replace(RUN, memory=Memory(3 * 2**29, 2**28))
     found = replace(DONE, not_caged="no control groups are mounted", streamed=memory)
-    says = sections(found)["Measured"]["memory"]
-    assert says.startswith("not caged (no control groups are mounted): at most 1.5 GiB resident; ")
+    says = sections(found)["Measurements"]["memory"]
+    assert says.startswith("memory not limited (no control groups are mounted): at most 1.5 GiB resident; ")
     assert "grew by 0.25 GiB" in says
     assert "without a cage" in found.verdict
     pages = write_proof(found, tmp_path)
-    assert all("not caged" in path.read_text() for path in pages[:2])
+    assert all("memory not limited" in path.read_text() for path in pages[:2])
 
 
 def test_a_disk_too_small_is_one_line_before_anything_is_written(shell, monkeypatch) -> None:
@@ -124,7 +124,7 @@ def test_ctrl_c_leaves_no_process_and_no_file(tmp_path: Path) -> None:
         assert process.stderr is not None
         said = process.stderr.read()
     assert process.returncode == 130
-    assert "nothing is proven, and the files of the proof are removed" in said
+    assert "the proof is incomplete and its files are removed" in said
     assert not (tmp_path / "none").exists()
     assert children
     assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)

@@ -253,7 +253,7 @@ def test_a_checkpoint_that_a_run_in_memory_goes_on_from_is_missed_if_it_is_lost(
     session, run = small_session(model, STEPS, save_every=2, keep="all", **PLACES[0]), new_run(tmp_path)
     stop_run(session, run, 5)
     shutil.rmtree(run.checkpoint(4))
-    with pytest.raises(DataError, match=r"step-000004/manifest\.json is missing, which this run goes on from"):
+    with pytest.raises(DataError, match=r"step-000004/manifest\.json is missing, and this run resumes from it"):
         train(session, run)
 
 

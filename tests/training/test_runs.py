@@ -341,6 +341,6 @@ def test_a_lower_loss_before_the_end_is_told(runs: Path, shell: Shell, monkeypat
         lambda self, state, loss, scores: original(self, state, loss + 9, scores),
     )
     done = shell("finetune --resume runs/stopped")
-    assert "the validation loss was lowest after 6 steps" in done.said
+    assert "lowest validation loss after 6 steps" in done.said
     assert "gptj-ft runs export runs/stopped FOLDER --from best" in done.out
     assert shell("runs export runs/stopped best").code == 0

@@ -121,17 +121,17 @@ def test_a_run_whose_last_step_would_train_nothing_is_refused(num_steps: int) ->
     ("schedule", "message"),
     [
         ("cosin", "schedule: Input should be 'linear', 'cosine', 'constant' or 'inverse_sqrt', not 'cosin'"),
-        ("5", "schedule: linear, cosine, constant, inverse_sqrt or a list of pieces is needed, not 5"),
+        ("5", "schedule: expected linear, cosine, constant, inverse_sqrt or a list of pieces, not 5"),
         ("[]", "one of them must be 1"),
         (
             "[{shape: linear, end: 5e-5, steps: 3}]",
-            "schedule: start and end are shares of lr, so one of them must be 1",
+            "schedule: start and end are fractions of lr, so one of them must be 1",
         ),
-        ("[{shape: linear, from: 0, to: 1, steps: 3}]", "unknown option 'schedule.0.from' (there are shape, start,"),
+        ("[{shape: linear, from: 0, to: 1, steps: 3}]", "unknown option 'schedule.0.from' (known: shape, start,"),
         ("[{shape: linear, ed: 1, steps: 3}]", "unknown option 'schedule.0.ed' (did you mean 'end'?)"),
         ("[{shape: linear, end: 1, steps: 3}, {shape: linear, end: 0, steps: 0}]", "schedule.1.steps: Input should be"),
         ("[{shape: linear, end: .inf, steps: 3}]", "schedule.0.end: Input should be a finite number"),
-        ("[{shape: constant, start: 0, end: 1, steps: 3}]", "schedule.0: a constant piece has one rate, its `end`"),
+        ("[{shape: constant, start: 0, end: 1, steps: 3}]", "schedule.0: a constant piece has a single rate, `end`"),
     ],
 )
 def test_a_schedule_that_makes_no_sense_is_refused_and_the_piece_named(schedule: str, message: str) -> None:
@@ -142,9 +142,9 @@ def test_a_schedule_that_makes_no_sense_is_refused_and_the_piece_named(schedule:
 
 def test_what_pieces_replace_is_refused_beside_them_and_left_out_below_them() -> None:
     for key in ("warmup", "final_lr"):
-        with pytest.raises(UsageError, match=f"command line: {key} changes nothing"):
+        with pytest.raises(UsageError, match=f"command line: {key} has no effect"):
             written(TRC2, 1.0, f"{key}=0.5")
-        with pytest.raises(UsageError, match=f"{key} changes nothing, because the schedule .recipe continuous"):
+        with pytest.raises(UsageError, match=f"{key} has no effect, because the schedule .recipe continuous"):
             resolve({"recipe": "continuous-pretraining", key: 0.5}, environment={})
     below = resolve({"recipe": "summarization"}, assignments=(f"schedule={TRC2}",), environment={})
     assert below.recipe.warmup == Recipe().warmup

@@ -1,4 +1,4 @@
-"""The command `convert`: checkpoints in and out, and compared."""
+"""The command `convert`: convert, compare and push checkpoints."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ if TYPE_CHECKING:
 
 def convert(
     source: Annotated[
-        Path | None, typer.Argument(metavar="[SRC]", help="checkpoint: folder or file; default: the download")
+        Path | None, typer.Argument(metavar="[SRC]", help="checkpoint: folder or file; default: the downloaded model")
     ] = None,
     target: Annotated[
-        Path | None, typer.Argument(metavar="[DEST]", help="folder to write; default: in the home of models")
+        Path | None, typer.Argument(metavar="[DEST]", help="new folder; default: a folder in the home of models")
     ] = None,
-    source_form: Annotated[str, flag("auto, huggingface, mesh, cerebras or tensorflow", "--from")] = "auto",
-    to: Annotated[str, flag("folder (one shard per layer), huggingface (usual files) or mesh (slim)")] = "folder",
-    dtype: Annotated[str, flag("keep, fp32, bf16 or fp16")] = "keep",
-    config: Annotated[Path | None, flag("shape of the model, in the JSON or YAML of any of these systems")] = None,
-    tokenizer: Annotated[Path | None, flag("folder whose tokenizer is copied; default: the source's")] = None,
-    shard_size: Annotated[str, flag("of a file, with --to huggingface")] = "5GB",
-    mesh_shards: Annotated[int, flag("with --to mesh")] = 8,
-    verify: Annotated[
-        bool, flag("read every tensor back and compare it with its source", "--verify/--no-verify")
-    ] = True,
-    check: Annotated[
-        bool, flag("write nothing: compare the checkpoints SRC and DEST, tensor by tensor", "--check")
-    ] = False,
-    push: Annotated[str | None, flag("send DEST, or SRC as it is, to the Hub: owner/name", metavar="REPO")] = None,
-    public: Annotated[bool, flag("with --push: for everybody to see", "--public")] = False,
-    dry_run: Annotated[bool, flag("with --push: show what would be sent and stop", "--dry-run")] = False,
-    merge: Annotated[
-        Path | None, flag("add an adapter; SRC is then the model that it is for", metavar="ADAPTER")
+    source_form: Annotated[
+        str, flag("format of SRC: auto, huggingface, mesh, cerebras or tensorflow", "--from")
+    ] = "auto",
+    to: Annotated[
+        str, flag("format of DEST: folder (one shard per layer), huggingface (usual files) or mesh (slim)")
+    ] = "folder",
+    dtype: Annotated[str, flag("type of the weights: keep, fp32, bf16 or fp16")] = "keep",
+    config: Annotated[Path | None, flag("model configuration, as JSON or YAML of any of these systems")] = None,
+    tokenizer: Annotated[Path | None, flag("folder of the tokenizer to copy; default: SRC")] = None,
+    shard_size: Annotated[str, flag("with --to huggingface: maximum size of a file")] = "5GB",
+    mesh_shards: Annotated[int, flag("with --to mesh: number of shards")] = 8,
+    verify: Annotated[bool, flag("read every tensor back and compare it with SRC", "--verify/--no-verify")] = True,
+    check: Annotated[bool, flag("only compare the checkpoints SRC and DEST, tensor by tensor", "--check")] = False,
+    push: Annotated[
+        str | None, flag("upload DEST, or SRC without conversion, to the Hub as owner/name", metavar="REPO")
     ] = None,
+    public: Annotated[bool, flag("with --push: make the repository public", "--public")] = False,
+    dry_run: Annotated[bool, flag("with --push: list the files to upload and stop", "--dry-run")] = False,
+    merge: Annotated[Path | None, flag("merge an adapter into its base model, SRC", metavar="ADAPTER")] = None,
     with_optimizer: Annotated[
-        bool, flag("carry over Adam's moments, for a run that begins with them", "--with-optimizer")
+        bool, flag("also convert Adam's moments; a run can start from them", "--with-optimizer")
     ] = False,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Turn a checkpoint into a model folder, or back.
+    """Convert a checkpoint to a model folder, or back.
 
-    A model folder has one shard per layer, and every other tool opens it, too. Each tensor is compared with its source.
+    A model folder has one shard per layer and opens in every other tool. Each tensor is compared with its source.
     """
     from gptj_ft.checkpoints.adapter import base_folder
     from gptj_ft.checkpoints.convert import Conversion
@@ -63,7 +63,7 @@ def convert(
         compare_checkpoints(source, target, _form_of(source_form), config, out)
         return
     if push is None and (public or dry_run):
-        raise UsageError("--public and --dry-run go with --push REPO")
+        raise UsageError("--public and --dry-run need --push REPO")
     conversion = Conversion(
         format=_form_of(source_form),
         config=config,
@@ -82,7 +82,7 @@ def convert(
     if push is not None and (target is None or dry_run or to == "mesh"):
         if source is None or target is not None or (dtype, to) != ("keep", "folder"):
             raise UsageError(
-                "--push sends a model folder as it is: gptj-ft convert SRC --push REPO; to convert it first, name DEST"
+                "--push without DEST uploads SRC unchanged: gptj-ft convert SRC --push REPO; name DEST to convert"
             )
         send_model(find_model(str(source)), push, public, dry_run, out)
         return
@@ -100,12 +100,9 @@ def convert(
 
 
 def _downloaded() -> Path:
-
     source = default_download()
     if source is None:
-        raise UsageError(
-            "no model is downloaded to convert: type `gptj-ft download`, or name a folder: `gptj-ft convert SRC`"
-        )
+        raise UsageError("no model to convert: run `gptj-ft download`, or name a checkpoint: `gptj-ft convert SRC`")
     return source
 
 
@@ -116,7 +113,7 @@ def _form_of(name: str) -> FormatName | None:
 
 def _one_of(option: str, value: str, choices: tuple[str, ...]) -> str:
     if value not in choices:
-        raise UsageError(f"{option} {value}: {', '.join(choices[:-1])} or {choices[-1]}")
+        raise UsageError(f"{option} {value}: expected {', '.join(choices[:-1])} or {choices[-1]}")
     return value
 
 

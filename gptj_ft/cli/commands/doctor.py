@@ -18,14 +18,16 @@ FILE = Path("doctor.json")
 
 def doctor(
     device: Annotated[str, option_of("device")] = "auto",
-    output: Annotated[Path | None, flag("report [default: doctor.json, none with --json]", metavar="FILE.json")] = None,
+    output: Annotated[
+        Path | None, flag("report file [default: doctor.json; none with --json]", metavar="FILE.json")
+    ] = None,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Check that this machine and its device train rightly.
+    """Check that training works on this machine and its device.
 
-    Numbers against transformers and the CPU, streams, speed, memory: under a minute on a CPU, two minutes on an
-    accelerator. The report is made to be sent: it names no people, machines, folders or files.
+    Compares results with transformers and the CPU, and checks streams, speed and memory, in a minute on a CPU and two
+    on an accelerator. The report is safe to share: it names no person, machine, folder or file.
     """
     out, file = Output(as_json, quiet), output or (None if as_json else FILE)
     if file is not None:
@@ -35,22 +37,18 @@ def doctor(
         from gptj_ft.cli.terminal.progress import TerminalReporter
 
     with TerminalReporter(out.notes) as reporter:
-        found = api.doctor(device, reporter=reporter)
-    facts = found.to_dict()
+        diagnosis = api.doctor(device, reporter=reporter)
+    facts = diagnosis.to_dict()
     if file is not None:
-        with disk_errors(file, "name another place with --output", UsageError):
+        with disk_errors(file, "choose another --output", UsageError):
             replace_text(file, json.dumps(facts, indent=2) + "\n", SHARED_FILE)
-    out.finish(facts, found.verdict[0], lambda console: console.print("\n".join(found.verdict)))
-    if found.exit_code:
-        raise typer.Exit(found.exit_code)
+    out.finish(facts, diagnosis.verdict[0], lambda console: console.print("\n".join(diagnosis.verdict)))
+    if diagnosis.exit_code:
+        raise typer.Exit(diagnosis.exit_code)
 
 
 def _check_replaceable(file: Path) -> None:
-    """Check that a file is not there, or is the report of another check-up.
-
-    Raises:
-        UsageError: it is something else.
-    """
+    """Check that a file is missing or is an older report, so that it may be replaced."""
     if not file.exists():
         return
     try:
@@ -58,4 +56,4 @@ def _check_replaceable(file: Path) -> None:
     except (ValueError, TypeError):
         is_report = False
     if not is_report:
-        raise UsageError(f"{file} exists and is no report of this command: name another --output")
+        raise UsageError(f"{file} exists and is not a report of `gptj-ft doctor`: choose another --output")

@@ -20,19 +20,21 @@ if TYPE_CHECKING:
 
 
 def download(
-    repository: Annotated[str | None, typer.Argument(help="owner/name on the Hub; default EleutherAI/gpt-j-6b")] = None,
-    output: Annotated[Path | None, flag("folder; default: in the home of models")] = None,
+    repository: Annotated[
+        str | None, typer.Argument(help="repository on the Hub, owner/name; default EleutherAI/gpt-j-6b")
+    ] = None,
+    output: Annotated[Path | None, flag("new folder; default: a folder in the home of models")] = None,
     revision: Annotated[str | None, flag("branch, tag or commit")] = None,
-    variant: Annotated[str | None, flag("fp32 or fp16 (GPT-J's takes half the space); default: as published")] = None,
-    endpoint: Annotated[str | None, flag("mirror; default HF_ENDPOINT or the Hub")] = None,
-    offline: Annotated[bool, flag("take what was fetched before; no network", "--offline")] = False,
-    dry_run: Annotated[bool, flag("show files and sizes only", "--dry-run")] = False,
+    variant: Annotated[str | None, flag("fp32 or fp16 (half the size); default: as published")] = None,
+    endpoint: Annotated[str | None, flag("URL of a mirror; default: HF_ENDPOINT, else the Hub")] = None,
+    offline: Annotated[bool, flag("use the fetched copy, without network", "--offline")] = False,
+    dry_run: Annotated[bool, flag("list files and sizes and stop", "--dry-run")] = False,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Fetch GPT-J 6B, or another model, from the Hub.
+    """Download GPT-J 6B or another model from the Hub.
 
-    The files that are needed, nothing else; what was stopped goes on where it was.
+    Only the needed files are downloaded. The same command resumes a stopped download.
     """
     from dataclasses import asdict
 
@@ -41,11 +43,11 @@ def download(
     from gptj_ft.models.supported import DEFAULT_REPOSITORY
 
     if variant not in (None, "fp32", "fp16"):
-        raise UsageError(f"--variant {variant}: fp32 or fp16")
+        raise UsageError(f"--variant {variant}: expected fp32 or fp16")
     wanted = DownloadRequest(repository or DEFAULT_REPOSITORY, revision, variant, endpoint)  # type: ignore[arg-type]
     out = Output(as_json, quiet)
     with (
-        stop_says(lambda: "stopped; what was fetched is kept, and the same command goes on from there"),
+        stop_says(lambda: "stopped; fetched files are kept; run the same command to resume"),
         out.bar("downloading") as advance,
     ):
         report = fetch(wanted, output, offline=offline, dry_run=dry_run, progress=advance)
@@ -53,7 +55,7 @@ def download(
 
 
 def _show(console: Console, report: DownloadReport, dry_run: bool) -> None:
-    """Show which files were, or would be, fetched, where they are, and what to type next."""
+    """Show the files, their folder and the next command."""
     from gptj_ft.checkpoints.base_model import default_download
     from gptj_ft.cli.terminal.screen import next_steps, panel, table, whole
     from gptj_ft.system.units import gigabytes

@@ -36,28 +36,31 @@ def finetune(
     options: Given,
     config: Config = None,
     assignments: Assignments = None,
-    dry_run: Annotated[bool, flag("show what it will cost and stop", "--dry-run")] = False,
+    dry_run: Annotated[bool, flag("forecast the cost and stop", "--dry-run")] = False,
     resume: Annotated[
-        Path | None, flag("go on with a run; needs nothing else", metavar="RUN", autocompletion=complete_run)
+        Path | None, flag("resume a run; needs no other option", metavar="RUN", autocompletion=complete_run)
     ] = None,
     show: Annotated[
-        int | None, flag("show so many rows as the model will see them, whole [default: one, cut]", min=0)
+        int | None, flag("show this many rows as the model reads them [default: 1, abridged]", min=0)
     ] = None,
-    verbose: Annotated[
-        bool, flag("show what the engine does: FLOPs, bytes moved, rates measured", "--verbose", "-v")
-    ] = False,
+    verbose: Annotated[bool, flag("show FLOPs, bytes moved and measured rates", "--verbose", "-v")] = False,
     quiet: Quiet = False,
     as_json: Json = False,
     start: Annotated[
         str | None,
-        flag("with --resume: step-000120, best or last; start: step 0", "--from", metavar="CHECKPOINT", more=True),
+        flag(
+            "with --resume: restart from step-000120, best, last, or start (step 0)",
+            "--from",
+            metavar="CHECKPOINT",
+            more=True,
+        ),
     ] = None,
     offline: Offline = False,
-    nproc: Annotated[int | None, flag("share the run between so many processes of this machine", min=1)] = None,
+    nproc: Annotated[int | None, flag("share the run among this many processes of this machine", min=1)] = None,
 ) -> None:
     """Train a model on your rows.
 
-    By weight streaming: every parameter, some of them (--train) or adapters (--method lora).
+    Trains every parameter, some of them (--train) or LoRA adapters (--method lora), by weight streaming.
     """
     began = time.monotonic()
     from gptj_ft.cli.several import sharing
@@ -94,7 +97,7 @@ def finetune(
             try:
                 ready = prepared(options_on_resume(options, config, assignments))
             except AlreadyFinished:
-                if not (resume.expanduser() / "report.html").is_file():  # it was cut off in its last moment
+                if not (resume.expanduser() / "report.html").is_file():  # the run was killed before it wrote its page
                     _write_page(Run(resume.expanduser()), notes.print)
                 raise
         else:
@@ -117,7 +120,7 @@ def finetune(
 
 
 def _write_page(run: Run, say: Callable[[str], None]) -> None:
-    """Write the report of a run, with what training does without until then: 100 MB of modules that evaluate models."""
+    """Write the report of a run. Imports 100 MB of evaluation modules, which training does not need."""
     from gptj_ft.cli.html.run_page import write_page
 
     write_page(run, say)

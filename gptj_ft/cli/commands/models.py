@@ -1,4 +1,4 @@
-"""The command `models`: list or remove the models in the home."""
+"""The command `models`: list or remove models in the home folder."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def list_models(as_json: Json = False) -> None:
 
 @models_app.command("remove")
 def remove_model(
-    name: Annotated[str, typer.Argument(help="as `gptj-ft models` shows it")],
-    dry_run: Annotated[bool, flag("show what would go and stop", "--dry-run")] = False,
-    force: Annotated[bool, flag("though a run was started from it", "--force")] = False,
+    name: Annotated[str, typer.Argument(help="name of a model, see `gptj-ft models`")],
+    dry_run: Annotated[bool, flag("list the files to remove and stop", "--dry-run")] = False,
+    force: Annotated[bool, flag("remove even a model that a run needs", "--force")] = False,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:

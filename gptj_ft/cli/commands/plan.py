@@ -1,4 +1,4 @@
-"""The command `plan`: forecast what a run will cost."""
+"""The command `plan`: forecast the cost of a run."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ def plan(
     config: Config = None,
     assignments: Assignments = None,
     scaling_law: Annotated[
-        bool, flag("tell what a pre-training from scratch would take and reach, too", "--scaling-law")
+        bool, flag("also forecast compute and loss of pre-training from scratch", "--scaling-law")
     ] = False,
-    measure: Annotated[bool, flag("measure device and disk again, first", "--measure")] = False,
+    measure: Annotated[bool, flag("first measure device and disk again", "--measure")] = False,
     nodes: Annotated[int, flag("machines like this one that share the run", "--nodes", metavar="N", min=1)] = 1,
     network: Annotated[
-        str, flag("rate of the network between them; auto: measured, by one process a machine", metavar="RATE")
+        str, flag("network rate between machines; auto: measure it, with one process per machine", metavar="RATE")
     ] = "10Gbit",
     nproc: Annotated[
-        int | None, flag("with --network auto: processes of this machine, between which it measures", min=1, more=True)
+        int | None, flag("with --network auto: measure between this many processes of this machine", min=1, more=True)
     ] = None,
     offline: Offline = False,
-    quiet: Annotated[bool, flag("print nothing: the exit code tells if it fits", "--quiet", "-q")] = False,
+    quiet: Annotated[bool, flag("print nothing; exit code 0 if the run fits", "--quiet", "-q")] = False,
     as_json: Json = False,
 ) -> None:
-    """Tell what a run will cost, before it starts.
+    """Forecast the cost of a run before it starts.
 
-    Memory and disk that it needs beside what there is, seconds a step, the time it ends. Without --data, for rows of
-    the greatest length. For a card that is not here, name it: --device "RTX 4060 8GB".
+    Compares memory and disk needed with those available, and forecasts seconds per step and the end. Without --data,
+    every row has the maximum length. To plan for another card, name it: --device "RTX 4060 8GB".
     """
     from gptj_ft.cli.several import sharing
 
     if nproc not in (None, 1) and network != "auto":
-        raise UsageError("--nproc is for what measures the network: add --network auto, or name machines by --nodes")
+        raise UsageError("--nproc needs --network auto; to plan for several machines use --nodes")
     with sharing(nproc) as group:
         if group.rank > 0:
             from gptj_ft.distributed.network import AUTO_RATE, measure_network
@@ -75,7 +75,7 @@ def plan(
             show_outlook(console, forecast.plan.outlook, forecast.published)
 
     out.finish(forecast.to_dict(), "", show)
-    if forecast.problem and as_json:  # said in the one object that is printed
+    if forecast.problem and as_json:  # the JSON object has it
         print_note(f"gptj-ft: {forecast.problem}")
         raise typer.Exit(forecast.problem.exit_code)
     if forecast.problem:

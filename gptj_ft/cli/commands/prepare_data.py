@@ -1,4 +1,4 @@
-"""The command `prepare-data`: check rows, and turn them into token ids."""
+"""The command `prepare-data`: check and tokenize rows."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ def prepare_data(
     data: Annotated[str, option_of("data")],
     output: Annotated[Path | None, flag("new folder; default DATA.prepared")] = None,
     options: Given,
-    fix: Annotated[
-        bool, flag("mend what can be mended, in a new file beside DATA, and go on with that", "--fix")
-    ] = False,
-    fixed: Annotated[Path | None, flag("with --fix: the new file; default NAME.fixed.jsonl", metavar="FILE")] = None,
-    report: Annotated[Path | None, flag("new file for counts and lengths: .json or .html", metavar="FILE")] = None,
+    fix: Annotated[bool, flag("write a repaired copy of DATA next to it, and use that", "--fix")] = False,
+    fixed: Annotated[
+        Path | None, flag("with --fix: name of the repaired file; default NAME.fixed.jsonl", metavar="FILE")
+    ] = None,
+    report: Annotated[
+        Path | None, flag("new report file with counts and lengths: .json or .html", metavar="FILE")
+    ] = None,
     show: Annotated[
         int | None,
-        flag("show so many rows as the model will see them [default 1, in a log none]; in the --report, too", min=0),
+        flag("show this many rows as the model reads them, also in --report [default 1; in a log 0]", min=0),
     ] = None,
     config: Config = None,
     assignments: Assignments = None,
@@ -36,9 +38,9 @@ def prepare_data(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Check rows and turn them into token ids.
+    """Check and tokenize rows.
 
-    Each row is kept or reported with its file and line; `finetune --data` takes the folder. --fix mends what can be.
+    Each row is kept, or reported with its file and line. Pass the new folder to `finetune --data`.
     """
     out = Output(as_json, quiet)
     with out.activity():
@@ -52,7 +54,7 @@ def prepare_data(
     if report is not None:
         check_report_path(report, DATA_SUFFIXES)
     if fixed is not None and not fix:
-        raise UsageError("--fixed names the file that --fix writes: add --fix")
+        raise UsageError("--fixed needs --fix: it names the repaired file")
     reporter = TerminalReporter(out.notes)
 
     def prepared(its: Resolved) -> Preparation:

@@ -1,4 +1,4 @@
-"""The command `prove`: training in little memory, killed and resumed, with equal bits."""
+"""The command `prove`: train in little memory, kill, resume, and compare the bits."""
 
 from __future__ import annotations
 
@@ -13,28 +13,27 @@ from gptj_ft.cli.terminal.output import Output
 from gptj_ft.errors import GptjFtError, UsageError
 from gptj_ft.system.signals import stop_says
 
-PROOF_STOPPED = "stopped; nothing is proven, and the files of the proof are removed"
+PROOF_STOPPED = "stopped; the proof is incomplete and its files are removed"
 
 
 def prove(
     size: Annotated[
-        Literal["1.3B", "350M", "124M", "tiny"], flag("parameters; tiny shows in a minute what is done")
+        Literal["1.3B", "350M", "124M", "tiny"], flag("parameters of the model; tiny takes a minute")
     ] = "1.3B",
     output: Annotated[Path | None, flag("new folder [default: prove-N]", metavar="FOLDER")] = None,
     memory: Annotated[
-        str | None, flag("memory of the control group, e.g. 4GiB [default: the size's, 3GiB of 1.3B]", metavar="SIZE")
+        str | None, flag("memory limit, e.g. 4GiB [default: by size; 3GiB for 1.3B]", metavar="SIZE")
     ] = None,
-    steps: Annotated[int | None, flag("optimizer steps [default: the size's, 4 of 1.3B]", min=3)] = None,
-    precision: Annotated[Literal["fp32", "bf16"], flag("type of the computation")] = "fp32",
+    steps: Annotated[int | None, flag("optimizer steps [default: by size; 4 for 1.3B]", min=3)] = None,
+    precision: Annotated[Literal["fp32", "bf16"], flag("compute type")] = "fp32",
     keep: Annotated[bool, flag("keep models, runs and logs", "--keep")] = False,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Prove on this machine that training from disk is exact.
 
-    A random model, all of its parameters trained with their state on disk, in a control group of little memory where
-    one may be made; killed and resumed; compared with the same steps in RAM, where there is enough. Exit code 0 only
-    if every bit is equal.
+    Trains a random model with all state on disk, in a control group with little memory if one can be created. Kills
+    and resumes it, and compares it with the same steps in RAM if RAM suffices. Exit code 0 only if every bit is equal.
     """
     out = Output(as_json, quiet)
     with out.activity():
@@ -66,11 +65,7 @@ def prove(
 
 
 def _bytes_of(size: str | None) -> int | None:
-    """Read a size such as ``3GiB``.
-
-    Raises:
-        UsageError: it is none.
-    """
+    """Parse a size such as ``3GiB``."""
     from pydantic_core import PydanticCustomError
 
     from gptj_ft.config.options import parse_size

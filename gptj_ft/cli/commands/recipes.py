@@ -19,13 +19,13 @@ from gptj_ft.system.atomic import atomic_files
 from gptj_ft.system.plain_text import command_line
 
 WIDTH, COMMENTS_FROM = 80, 34
-LONGEST_WORD = 16  # by so much a line of YAML may be longer than it is told
+LONGEST_WORD = 16  # PyYAML may exceed its width by this much
 recipes_app = typer.Typer(cls=Commands, no_args_is_help=True, help="Presets for tasks: list them, show or copy one.")
 
 
 @recipes_app.command("list")
 def list_recipes(as_json: Json = False) -> None:
-    """List the presets and what each is for."""
+    """List the presets with their purposes."""
     from gptj_ft.cli.terminal.screen import console_for, panel
     from gptj_ft.config.presets import load_preset, preset_names
 
@@ -38,13 +38,13 @@ def list_recipes(as_json: Json = False) -> None:
 
 @recipes_app.command("show")
 def show_recipe(
-    name: Annotated[str, typer.Argument(help="a preset", autocompletion=complete_recipe)],
+    name: Annotated[str, typer.Argument(help="name of a preset", autocompletion=complete_recipe)],
     assignments: Assignments = None,
     as_json: Json = False,
 ) -> None:
-    """Show every option of a preset, and what it means.
+    """Show every option of a preset with its meaning.
 
-    It is YAML, and may be given to --config. A value that is not a default has its origin in brackets.
+    The output is YAML for --config. Values other than defaults have their origin in brackets.
     """
     resolved = resolve({"recipe": name}, None, assignments)
     if as_json:
@@ -54,7 +54,7 @@ def show_recipe(
 
 
 def _explained(resolved: Resolved) -> Iterator[str]:
-    """Yield a recipe as lines of YAML, the meaning of each option in a comment."""
+    """Yield a recipe as lines of YAML with help texts as comments."""
     for key, value in resolved.recipe.to_dict().items():
         origin = resolved.origins.get(key)
         if key in GROUPS and isinstance(value, dict):
@@ -66,7 +66,7 @@ def _explained(resolved: Resolved) -> Iterator[str]:
 
 
 def _entry(option: str, value: Any, origin: str | None) -> Iterator[str]:
-    """Yield the lines of an option: the comment beside a short value, else above it."""
+    """Yield the lines of an option; the comment is next to a short value, above a long one."""
     group, _, name = option.rpartition(".")
     indent = "  " if group else ""
     is_single = not isinstance(value, list | dict)
@@ -83,14 +83,14 @@ def _entry(option: str, value: Any, origin: str | None) -> Iterator[str]:
 
 @recipes_app.command("copy")
 def copy_recipe(
-    name: Annotated[str, typer.Argument(help="a preset", autocompletion=complete_recipe)],
+    name: Annotated[str, typer.Argument(help="name of a preset", autocompletion=complete_recipe)],
     target: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="new file; default NAME.yaml")] = None,
 ) -> None:
-    """Copy a preset to a file of yours, for --config."""
+    """Copy a preset to a file, to edit for --config."""
     from gptj_ft.config.presets import preset_file
 
     target = target or Path(f"{name}.yaml")
     text = preset_file(name).read_text(encoding="utf-8")
     with atomic_files(target) as (file,):
         file.write(text)
-    print_result(f"{target}: yours to change\nnext: {command_line('finetune', '--config', target, '--data')} FILE")
+    print_result(f"wrote {target}; edit it, then\nnext: {command_line('finetune', '--config', target, '--data')} FILE")

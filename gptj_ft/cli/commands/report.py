@@ -1,4 +1,4 @@
-"""The command `report`: write runs as pages."""
+"""The command `report`: write an HTML page on a run, or compare runs."""
 
 from __future__ import annotations
 
@@ -14,30 +14,31 @@ from gptj_ft.errors import UsageError
 
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN", help="run folders; several are compared", autocompletion=complete_run)
+        list[Path],
+        typer.Argument(metavar="RUN", help="run folders; several runs are compared", autocompletion=complete_run),
     ],
     output: Annotated[
-        Path | None, flag("page to write; of one run by default its report.html", metavar="FILE.html")
+        Path | None, flag("with several runs: new page [default: comparison.html]", metavar="FILE.html")
     ] = None,
-    show_text: Annotated[bool, flag("with answers beside what was expected: texts of the rows", "--show-text")] = False,
+    show_text: Annotated[bool, flag("include answers and reference texts of rows", "--show-text")] = False,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Write a run as one page, or several side by side.
+    """Write an HTML page on a run, or compare runs.
 
-    The page has data, curves, scores and how to repeat the run; it needs no network.
+    The page shows data, curves, scores and the commands to repeat the run. It needs no network.
     """
     from gptj_ft.cli.html.run_page import write_comparison, write_run_page
     from gptj_ft.config.run_folder import Run
 
-    found = [Run(folder.expanduser()) for folder in runs]
-    if len(found) == 1:
+    opened = [Run(folder.expanduser()) for folder in runs]
+    if len(opened) == 1:
         if output is not None:
-            raise UsageError("the page of one run is report.html in its folder: --output is for several runs")
-        page = write_run_page(found[0], show_text)
+            raise UsageError("--output needs several runs; the page of one run is report.html in its folder")
+        page = write_run_page(opened[0], show_text)
     else:
         if show_text:
-            raise UsageError("--show-text is for the page of one run")
+            raise UsageError("--show-text needs a single run")
         page = output or Path("comparison.html")
-        write_comparison(found, page)
+        write_comparison(opened, page)
     Output(as_json, quiet).finish({"page": str(page)}, str(page), lambda console: console.print(str(page)))

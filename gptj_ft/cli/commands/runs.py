@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 runs_app = typer.Typer(cls=Commands, help="Runs: list, verify, clean or export them.")
-RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="a run folder", autocompletion=complete_run)]
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="run folder", autocompletion=complete_run)]
 
 
 @runs_app.callback(invoke_without_command=True)
 def runs(context: typer.Context, as_json: Json = False) -> None:
-    """List the runs in runs/, or do something with one."""
+    """List the runs in runs/, or manage one."""
     if context.invoked_subcommand is None:
         list_runs(as_json=as_json)
 
@@ -34,7 +34,7 @@ def list_runs(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List runs: how far each is, its losses, its size."""
+    """List runs with progress, losses and size."""
     from gptj_ft.cli.terminal.screen import console_for, table
     from gptj_ft.training.runs import find_runs, run_rows, summarize_run
 
@@ -44,62 +44,62 @@ def list_runs(
     elif summaries:
         table(console_for(stderr=False), "", run_rows(summaries))
     else:
-        print("no runs here; `gptj-ft finetune` makes one")
+        print("no runs in runs/; start one with `gptj-ft finetune`")
 
 
 @runs_app.command("verify")
 def verify_run(run: RunFolder, quiet: Quiet = False, as_json: Json = False) -> None:
-    """Compare every file of a run with what was written."""
+    """Check every file of a run for damage."""
     from gptj_ft.config.run_folder import Run
     from gptj_ft.system.units import gigabytes
     from gptj_ft.training.verify import verify
 
     out = Output(as_json, quiet)
     with out.bar("verifying") as advance:
-        found = verify(Run(run.expanduser()), advance)
-    checked = f"{found.files} files, {gigabytes(found.bytes)} checked: {len(found.problems) or 'no'} problems"
-    problems = "\n".join(found.problems)
-    lines = [*found.notes, *found.problems, checked]
-    out.finish(found.to_dict(), problems, lambda console: console.print("\n".join(lines)))
-    if found.problems:
+        result = verify(Run(run.expanduser()), advance)
+    checked = f"{result.files} files, {gigabytes(result.bytes)} checked: {len(result.problems) or 'no'} problems"
+    problems = "\n".join(result.problems)
+    lines = [*result.notes, *result.problems, checked]
+    out.finish(result.to_dict(), problems, lambda console: console.print("\n".join(lines)))
+    if result.problems:
         raise typer.Exit(DataError.exit_code)
 
 
 @runs_app.command("clean")
 def clean_runs(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="run folders", autocompletion=complete_run)],
-    dry_run: Annotated[bool, flag("show what would go and stop", "--dry-run")] = False,
+    dry_run: Annotated[bool, flag("list the files to remove and stop", "--dry-run")] = False,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Remove what finished runs and crashes left behind.
+    """Remove leftover files of runs.
 
-    State and checkpoints; never a model or its metrics.
+    Removes state and checkpoints of finished runs and crashes, never a model or its metrics.
     """
     from gptj_ft.config.run_folder import Run
     from gptj_ft.system.units import gigabytes
     from gptj_ft.training.runs import leftovers, remove_leftovers
 
     lines = []
-    with leftovers([Run(folder.expanduser()) for folder in runs]) as found:
-        for each in found:
+    with leftovers([Run(folder.expanduser()) for folder in runs]) as removable:
+        for each in removable:
             lines += [f"{each.run}: {gigabytes(each.bytes)} {'would be' if dry_run else 'is'} freed"]
             lines += [f"  {path}" for path in each.paths]
-        for each in found if not dry_run else ():
+        for each in removable if not dry_run else ():
             remove_leftovers(each)
-    facts = {"dry_run": dry_run, "runs": [each.to_dict() for each in found]}
+    facts = {"dry_run": dry_run, "runs": [each.to_dict() for each in removable]}
     Output(as_json, quiet).finish(facts, "", lambda console: console.print("\n".join(lines)))
 
 
 @runs_app.command("export")
 def export_run(
     run: RunFolder,
-    target: Annotated[Path, typer.Argument(metavar="DEST", help="model folder")],
-    checkpoint: Annotated[str, flag("step-000120, best or last", "--from", metavar="CHECKPOINT")] = "best",
+    target: Annotated[Path, typer.Argument(metavar="DEST", help="new model folder")],
+    checkpoint: Annotated[str, flag("checkpoint: step-000120, best or last", "--from", metavar="CHECKPOINT")] = "best",
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Write a kept checkpoint as a model folder."""
+    """Export a checkpoint as a model folder."""
     from gptj_ft.cli.terminal.screen import next_steps
     from gptj_ft.config.run_folder import Run
     from gptj_ft.training.export import export_checkpoint

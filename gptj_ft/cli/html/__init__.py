@@ -1,4 +1,4 @@
-"""Reports in files: pages without scripts that need no network, and the same for programs as JSON."""
+"""Write reports: HTML pages without scripts or network access, Markdown, and JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def fill_template(name: str, facts: Mapping[str, Any]) -> str:
-    """Return a template of this folder, filled in: ``run.html``, ``evaluation.md``. In HTML every text is escaped."""
+    """Render a template of this folder, such as ``run.html``; HTML templates escape every text."""
     return writable(_templates().get_template(f"{name}.jinja").render(facts=facts, version=__version__))
 
 
@@ -36,20 +36,20 @@ def _templates() -> Environment:
 
 
 def to_json(facts: Mapping[str, Any]) -> str:
-    """Return facts as JSON for programs."""
+    """Return facts as JSON."""
     return writable(json.dumps(facts, indent=2, ensure_ascii=False, default=str) + "\n")
 
 
 def writable(text: str) -> str:
-    """Return a text with bytes that are no characters, as names of files may hold them, written out."""
+    """Escape undecodable bytes, which file names may contain."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def check_report_path(path: Path, suffixes: Sequence[str]) -> None:
-    """Check that a report can be written there.
+    """Check the name of a new report.
 
     Raises:
-        UsageError: its name ends with none of the suffixes, or it exists.
+        UsageError: the suffix is unknown, or the file exists.
     """
     if path.suffix.lower() not in suffixes:
         raise UsageError(f"--report {path}: the name must end with {' or '.join(suffixes)}")
@@ -57,11 +57,10 @@ def check_report_path(path: Path, suffixes: Sequence[str]) -> None:
 
 
 def write_new(path: Path, text: str) -> None:
-    """Write a new file, whole or not at all.
+    """Write a new file atomically.
 
     Raises:
-        UsageError: it exists, or cannot be written.
-        ResourceError: the disk is full.
+        UsageError: the file exists or cannot be written.
     """
     with atomic_files(path) as (file,):
         file.write(text)

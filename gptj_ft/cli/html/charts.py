@@ -1,4 +1,4 @@
-"""Charts as SVG inside a page: round numbers and units, lines named at their ends, the colours of the page."""
+"""Draw charts as SVG inside a page: round ticks, lines labelled at their ends, the colours of the page."""
 
 from __future__ import annotations
 
@@ -11,76 +11,55 @@ from gptj_ft.cli.html import fill_template
 
 WIDTH, HEIGHT = 560, 270
 LEFT, RIGHT, TOP, BOTTOM = 66, 18, 34, 46
-CHARACTER = 10.2  # width of one on a phone, where letters are the largest
-NAME_HEIGHT = 20  # height of a line's name
-MOST_LABEL = 15  # characters of it
-COLOURS = 6  # in the page's style: --c0 and so on
-DASHES = ("", "6 3", "2 3", "8 3 2 3")  # so that lines differ without colours, too
+CHARACTER = 10.2  # width of a character on a phone, which uses the largest font
+NAME_HEIGHT = 20  # height of a label
+MOST_LABEL = 15  # characters of a label
+COLOURS = 6  # --c0 to --c5 in the style of the page
+DASHES = ("", "6 3", "2 3", "8 3 2 3")  # distinguish lines without colour
 MOST_POINTS = 400
-MARKED = 25  # points that are so few get marks
-FEWEST_JOINED = 3  # two points are no trend
-POWERS = 1e-3, 1e6  # numbers outside are written with a power of ten
-REACH = 42.0  # percent of a strip's width, from its middle to the far end of the interval
+MARKED = 25  # lines with at most this many points get marks
+FEWEST_JOINED = 3  # points to draw a line; two are no trend
+POWERS = 1e-3, 1e6  # numbers outside this range get a power of ten
+REACH = 42.0  # percent of a strip's width from its middle to the end of its scale
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Line:
-    """Points in the order of x; what is not finite is left out.
+    """Line of a chart."""
 
-    Attributes:
-        name: text at the end of the line.
-        points: (x, y).
-        is_faint: whether it is drawn in the background, without a name; default false.
-        marks_lowest: whether the lowest point has a ring; default false.
-    """
-
-    name: str
-    points: Sequence[Point]
-    is_faint: bool = False
-    marks_lowest: bool = False
+    name: str  # label at the end of the line
+    points: Sequence[Point]  # (x, y), in the order of x; non-finite points are skipped
+    is_faint: bool = False  # thin and without a label
+    marks_lowest: bool = False  # draw a ring around the lowest point
 
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis: its name with the unit, and whether it begins at 0."""
+    """Axis of a chart."""
 
-    name: str
+    name: str  # with unit
     from_zero: bool = False
 
 
 @dataclass(frozen=True)
 class Change:
-    """Change of a score, for `change_strip`.
+    """Change of a score, see `change_strip`; the sign is chosen so that more is better."""
 
-    Attributes:
-        name: name of the score.
-        text: the change as it is written.
-        value: new minus old, turned so that more is better.
-        ends: ends of its 95 % interval, turned as well; ``None``: there is no interval.
-        verdict: ``better``, ``worse`` or ``unclear``.
-    """
-
-    name: str
-    text: str
-    value: float
-    ends: tuple[float, float] | None
-    verdict: str
+    name: str  # of the score
+    text: str  # formatted change
+    value: float  # new minus old
+    ends: tuple[float, float] | None  # 95 % interval, if known
+    verdict: str  # better, worse or unclear
 
     @property
     def reach(self) -> float:
-        """Distance from 0 of the farthest of value and ends."""
+        """Largest magnitude of value and interval."""
         return max(abs(self.value), *map(abs, self.ends or (self.value,)))
 
 
 def round_ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Return round numbers, at equal steps of 1, 2 or 5 times a power of ten, that enclose a range.
-
-    Args:
-        low: lower end of the range.
-        high: upper end of the range, at least ``low``.
-        most: greatest number of ticks, about.
-    """
+    """Return about ``most`` ticks that enclose a range; their steps are 1, 2 or 5 times a power of ten."""
     if high <= low:
         margin = abs(low) * 0.1 or 1.0
         low, high = (low - margin if low else 0.0), high + margin
@@ -92,7 +71,7 @@ def round_ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def tick_texts(ticks: Sequence[float]) -> list[str]:
-    """Return numbers as people read them, all with the same decimals."""
+    """Format ticks with a common number of decimals."""
     step, largest = ticks[1] - ticks[0], max(map(abs, ticks))
     if largest < POWERS[0] or largest >= POWERS[1]:
         power = math.floor(math.log10(largest))
@@ -103,7 +82,7 @@ def tick_texts(ticks: Sequence[float]) -> list[str]:
 
 
 def line_chart(title: str, x: Axis, y: Axis, lines: Sequence[Line]) -> str:
-    """Return a chart of lines; an empty text if there is nothing to show: no point, or amounts that are all 0."""
+    """Draw a chart of lines; return an empty text if there are no points or, from zero, all values are 0."""
     finite = [(line, [point for point in line.points if all(map(math.isfinite, point))]) for line in lines]
     lines = [replace(line, points=_thinned(points)) for line, points in finite if points]
     xs, ys = ([point[axis] for line in lines for point in line.points] for axis in (0, 1))
@@ -124,9 +103,9 @@ def line_chart(title: str, x: Axis, y: Axis, lines: Sequence[Line]) -> str:
     drawn = [_drawn(line, 0, place) for line in lines if line.is_faint]
     drawn += [_drawn(line, number, place) for number, line in enumerate(named)]
     heights = _apart([place(*line.points[-1])[1] for line in named]) if names else []
-    told = "; ".join(f"{line.name} from {line.points[0][1]:.4g} to {line.points[-1][1]:.4g}" for line in named)
+    description = "; ".join(f"{line.name} from {line.points[0][1]:.4g} to {line.points[-1][1]:.4g}" for line in named)
     facts = {
-        "told": f"{title} by {x.name}, {left:,.4g} to {right:,.4g}: {told}",
+        "label": f"{title} by {x.name}, {left:,.4g} to {right:,.4g}: {description}",
         "axes": (x.name, y.name),
         "is_from_zero": not y_ticks[0],
         "box": {"left": LEFT, "right": place(right, y_ticks[0])[0], "bottom": HEIGHT - BOTTOM},
@@ -152,16 +131,16 @@ def _drawn(line: Line, number: int, place: Callable[[float, float], Point]) -> d
 
 
 def lowest_of(points: Sequence[Point]) -> Point:
-    """Return the point with the least y, the first of them."""
+    """Return the first point with the lowest y."""
     return min(points, key=lambda point: point[1])
 
 
 def change_strip(change: Change, reach: float | None = None) -> str:
-    """Return the change of a score with its interval around 0, as a strip that is as wide as its place.
+    """Draw the change of a score and its interval on a strip with 0 in the middle.
 
     Args:
-        change: change of the score; a change that is not finite gives an empty text.
-        reach: value at either end of the strip; by default the scale is the strip's own, see `Change.reach`.
+        change: change of the score; a non-finite one gives an empty text.
+        reach: value at the ends of the strip; default `Change.reach`.
     """
     ends = change.ends or (change.value, change.value)
     if not all(map(math.isfinite, (change.value, *ends))):
@@ -172,14 +151,14 @@ def change_strip(change: Change, reach: float | None = None) -> str:
         "places": [round(50 + REACH * each / reach, 2) for each in (ends[0], change.value, ends[1])],
         "text": change.text,
         "verdict": change.verdict or "unclear",
-        "told": f"{change.name}: change {change.text}{between}; {change.verdict or 'no verdict'}",
+        "label": f"{change.name}: change {change.text}{between}; {change.verdict or 'no verdict'}",
     }
     return fill_template("strip.svg", facts)
 
 
 def _inner_ticks(low: float, high: float) -> list[float]:
-    """Return round numbers within a range, and its ends: an axis ends where the data ends."""
-    least = (high - low) / 7  # between two of them, so that their texts have room
+    """Return the ends of the data and round ticks between them."""
+    least = (high - low) / 7  # distance between ticks, so that their labels fit
     inner = [
         tick
         for tick in round_ticks(low, high)
@@ -193,7 +172,7 @@ def _x_texts(ticks: Sequence[float]) -> list[str]:
 
 
 def _apart(heights: Sequence[float]) -> list[float]:
-    """Return heights, moved so that names there do not cover each other."""
+    """Move heights apart so that labels do not overlap."""
     placed: dict[int, float] = {}
     lowest = HEIGHT - BOTTOM - NAME_HEIGHT * (len(heights) - 1)
     last = -math.inf
@@ -211,7 +190,7 @@ def _short(name: str) -> str:
 
 
 def _thinned(points: Sequence[Point]) -> list[Point]:
-    """Leave out what nobody could see: of each stretch, the lowest and the highest point stay."""
+    """Thin out dense points: keep the lowest and the highest point of each stretch."""
     if len(points) <= MOST_POINTS:
         return list(points)
     size = 2 * len(points) / MOST_POINTS

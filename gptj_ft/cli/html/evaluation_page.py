@@ -1,4 +1,4 @@
-"""Write an evaluation as a page, as Markdown, and for programs as JSON."""
+"""Write an evaluation as HTML, Markdown or JSON."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from gptj_ft.evaluation.metrics.statistic import Estimate, PairedEstimates
 from gptj_ft.system.digests import read_json
 
 SAMPLE_CHARACTERS = 1000
-LONG_CHARACTERS, LONG_LINES = 200, 6  # from which on a page folds a text
+LONG_CHARACTERS, LONG_LINES = 200, 6  # a page folds longer texts
 WORD = re.compile(r"\w+|[^\w\s]")
-RECORD = "evaluation.json"  # in a run's folder
+RECORD = "evaluation.json"  # in a run folder
 RECORDED = 20  # rows of each kind
 METRIC_DIGITS = {"loss": 4, "perplexity": 3, "word_perplexity": 3, "byte_perplexity": 3, "mse": 4, "mae": 4}  # others 2
-POWERS_FROM = 10_000  # what is larger, as perplexities of an untrained model are, has three digits and a power of ten
+POWERS_FROM = 10_000  # larger values, as perplexities of untrained models, get three digits and a power of ten
 EVALUATION_SUFFIXES = (".json", ".md", ".html")
-# Scores in a sentence, where their names for --gate and programs are no words.
+# Names of scores in sentences.
 SCORE_WORDS = {
     "rougeL": "ROUGE-L", "f1": "F1", "micro_f1": "micro-F1", "macro_f1": "macro-F1", "relations_f1": "F1 of relations",
     "entity_f1": "F1 of entities", "word_accuracy": "accuracy by words", "pearson": "Pearson correlation",
@@ -43,7 +43,7 @@ Facts = Mapping[str, Any]
 
 
 def evaluation_facts(verdict: ModelComparison, command: str, num_samples: int) -> dict[str, Any]:
-    """Collect the facts of a comparison as text, and the texts of some of its rows."""
+    """Collect the facts of a comparison as text, and ``num_samples`` rows."""
     baseline, rows, by_row = verdict.baseline, verdict.model.rows, verdict.by_row
     files = zip(apart_names(list(verdict.by_file)), verdict.by_file.values(), strict=True)
     return {
@@ -62,7 +62,7 @@ def evaluation_facts(verdict: ModelComparison, command: str, num_samples: int) -
 
 
 def _compared_facts(comparison: PairedEstimates, by_row: Facts | None, rows: int) -> dict[str, Any]:
-    """Return the main score, the verdict, the changes, and the scores as a table."""
+    """Return main score, verdict, changes, and the table of scores."""
     main = by_row["score"] if by_row else main_score(comparison.scores)
     return {
         "main": main,
@@ -74,7 +74,7 @@ def _compared_facts(comparison: PairedEstimates, by_row: Facts | None, rows: int
 
 
 def headline_of(comparison: PairedEstimates, main: str, rows: int) -> dict[str, str]:
-    """Return the verdict in a few words, and the figures that it is by."""
+    """Return the verdict in words, and the scores behind it."""
     if main not in comparison.scores:
         return {"verdict": "", "words": "", "figures": f"{rows:,} rows"}
     verdict = _verdict(main, comparison.differences.get(main))
@@ -83,7 +83,7 @@ def headline_of(comparison: PairedEstimates, main: str, rows: int) -> dict[str, 
 
 
 def changes_of(comparison: PairedEstimates, main: str) -> list[dict[str, Any]]:
-    """Return changes with their intervals as strips of a chart, the main score first; of a loss, no perplexities."""
+    """Draw the change of each score, the main score first; skip perplexities if the loss is there."""
     names = [
         name
         for name in dict.fromkeys([main, *comparison.differences])
@@ -94,14 +94,14 @@ def changes_of(comparison: PairedEstimates, main: str) -> list[dict[str, Any]]:
 
 
 def strip_of(comparison: PairedEstimates, name: str, reach: float | None = None) -> dict[str, Any]:
-    """Return the change of a score: its values, its verdict and its strip, see `change_strip`."""
+    """Return values, verdict and strip of a score's change, see `change_strip`."""
     change = change_in(comparison, name)
     svg = Markup(change_strip(change, reach))
     return {"name": name, "figures": _pair(comparison, name), "verdict": change.verdict, "svg": svg}
 
 
 def change_in(comparison: PairedEstimates, name: str) -> Change:
-    """Return the change of a score, turned so that more is better."""
+    """Return the change of a score, with the sign chosen so that more is better."""
     difference = comparison.differences[name]
     sign = -1 if name in LOWER_IS_BETTER else 1
     ends = sorted(sign * end for end in (difference.low, difference.high) if end is not None)
@@ -115,13 +115,13 @@ def change_in(comparison: PairedEstimates, name: str) -> Change:
 
 
 def _pair(comparison: PairedEstimates, name: str) -> str:
-    """Return a score's values, the baseline's before the model's."""
+    """Return the values of a score: baseline, then model."""
     found = (comparison.baseline.get(name), comparison.scores[name])
     return " -> ".join(_texts(name, each)["value"] for each in found if each is not None)
 
 
 def table_of(comparison: PairedEstimates) -> list[dict[str, Any]]:
-    """Return each score as text: the model's, the baseline's, the change, and what that means."""
+    """Return each score as text: model, baseline, change and verdict."""
     return [
         {
             "name": name,
@@ -135,7 +135,7 @@ def table_of(comparison: PairedEstimates) -> list[dict[str, Any]]:
 
 
 def comparison_in(record: Facts) -> PairedEstimates:
-    """Return the scores that were recorded."""
+    """Restore the scores of a recorded evaluation."""
 
     def read(found: Facts | None) -> dict[str, Estimate]:
         scores, intervals = (found["scores"], found["intervals"]) if found else ({}, {})
@@ -154,11 +154,7 @@ def _estimate(value: float | None, low: float | None, high: float | None) -> Est
 
 
 def record(run: Path, verdict: ModelComparison, command: str) -> None:
-    """Keep a verdict on a run's model in the run's folder, texts included, for its report; a former one is replaced.
-
-    Raises:
-        ResourceError: it cannot be written.
-    """
+    """Record an evaluation with some rows in the run folder, for the report; replaces an older one."""
     extremes = (verdict.by_row.better[:RECORDED], verdict.by_row.worse[:RECORDED]) if verdict.by_row else ([], [])
     shown = dict.fromkeys([*extremes[0], *extremes[1], *range(min(RECORDED, verdict.model.rows))])
     texts = {kind: row_samples(verdict, rows) for kind, rows in zip(("better", "worse"), extremes, strict=True)}
@@ -167,11 +163,7 @@ def record(run: Path, verdict: ModelComparison, command: str) -> None:
 
 
 def recorded_facts(run: Path) -> dict[str, Any] | None:
-    """Return the evaluation that `record` has kept in a run's folder, for a page; ``None`` if there is none.
-
-    Raises:
-        DataError: it is damaged.
-    """
+    """Return the evaluation recorded in a run folder, or ``None``."""
     if not (run / RECORD).is_file():
         return None
     record = read_json(run / RECORD)
@@ -189,7 +181,7 @@ def recorded_facts(run: Path) -> dict[str, Any] | None:
 
 
 def samples_in(record: Facts, count: int) -> list[dict[str, Any]]:
-    """Return recorded rows: where the model has gained most and lost most, or if nothing was compared the first."""
+    """Return the recorded rows with the largest gains and losses; without a baseline, the first rows."""
     kinds = record["samples"]
     changed = [
         {**sample, "place": f"{sample['place']}: {kind}" + (f", {sample['change']}" if sample.get("change") else "")}
@@ -200,7 +192,7 @@ def samples_in(record: Facts, count: int) -> list[dict[str, Any]]:
 
 
 def marked(samples: Sequence[Facts]) -> list[dict[str, Any]]:
-    """Return rows for a page, in parts: of answers what was not expected, of what was expected what the model lacks."""
+    """Mark unexpected words in answers, and missing words in references."""
     return [
         {
             "place": sample["place"],
@@ -217,7 +209,7 @@ def marked(samples: Sequence[Facts]) -> list[dict[str, Any]]:
 
 
 def _parts(text: str, other: str) -> list[dict[str, Any]]:
-    """Return a text in stretches that agree with another, word by word, and stretches that do not."""
+    """Split a text into parts that occur in another text, word by word, and parts that differ."""
     words = list(WORD.finditer(text))
     keys, others = ([found[0].lower() for found in WORD.finditer(each)] for each in (text, other))
     blocks = SequenceMatcher(None, keys, others, autojunk=False).get_matching_blocks()
@@ -234,23 +226,22 @@ def _parts(text: str, other: str) -> list[dict[str, Any]]:
 
 
 def lines_of(verdict: ModelComparison) -> list[str]:
-    """Return sentences on what the scores mean."""
+    """Return sentences that explain the scores."""
     lines = []
     if verdict.by_row:
         by_row = verdict.by_row
         lines.append(
-            f"{by_row.score} by row: better in {len(by_row.better):,}, worse in {len(by_row.worse):,}, "
-            f"the same in {by_row.same:,}"
+            f"{by_row.score} by row: {len(by_row.better):,} better, {len(by_row.worse):,} worse, {by_row.same:,} equal"
         )
     if verdict.model.rows > 1:
         lines.append(
-            "intervals: bootstrap over rows, 1,000 samples, 95 %; a change whose interval has no 0 is beyond chance"
+            "intervals: bootstrap over rows, 1,000 samples, 95 %; a change is significant if its interval excludes 0"
         )
     return [*lines, *(f"note: {note}" for note in verdict.model.notes)]
 
 
 def row_samples(verdict: ModelComparison, rows: Sequence[int]) -> list[dict[str, Any]]:
-    """Return expected and given answers of some rows, shortened, and the change of the score."""
+    """Return references, shortened answers and score changes of some rows."""
     model, baseline, by_row = verdict.model, verdict.baseline, verdict.by_row
     return [
         {
@@ -270,15 +261,15 @@ def row_samples(verdict: ModelComparison, rows: Sequence[int]) -> list[dict[str,
 
 
 def cut_text(text: str, characters: int) -> str:
-    """Return the beginning of a text, with dots if it was longer."""
+    """Return the first characters of a text, with dots if it is longer."""
     return text if len(text) <= characters else text[:characters] + " ..."
 
 
 def evaluation_report(suffix: str, facts: Facts, json_facts: Facts) -> str:
-    """Return a report in the form that its suffix names: see `EVALUATION_SUFFIXES`.
+    """Return a report in the format of its suffix, see `EVALUATION_SUFFIXES`.
 
     Args:
-        suffix: end of the file's name, in lower case.
+        suffix: suffix of the file, in lower case.
         facts: mapping made by `evaluation_facts`.
         json_facts: object of ``--json``.
     """
@@ -291,7 +282,7 @@ def _texts(name: str, estimate: Estimate | None, sign: str = "") -> dict[str, st
     if estimate is None:
         return {"value": "", "interval": ""}
     digits = METRIC_DIGITS.get(name, 2)
-    if digits > 2 and math.isfinite(estimate.value):  # of large perplexities nobody reads more
+    if digits > 2 and math.isfinite(estimate.value):  # large perplexities need no decimals
         digits = max(0, digits - max(0, len(f"{abs(estimate.value):.0f}") - 1))
 
     def text(value: float) -> str:

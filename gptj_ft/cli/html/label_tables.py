@@ -1,4 +1,4 @@
-"""Scores of labels as tables of text, for pages, Markdown and a terminal alike; how sure a model is as a chart."""
+"""Lay out the scores of labels once, as tables of text for terminal, HTML and Markdown; chart the calibration."""
 
 from __future__ import annotations
 
@@ -11,36 +11,28 @@ from markupsafe import Markup
 from gptj_ft.cli.html.charts import Axis, Line, line_chart
 from gptj_ft.evaluation.metrics.label_scores import ClassScore, LabelScores
 
-MOST_CLASSES = 20  # from which on the weakest come first, and a page folds them
-FEWEST_PAIRED = 4  # labels from which on pairs are easier to read than the matrix
-DARKEST = 55  # percent of colour in a cell of the matrix, so that its number can be read
+MOST_CLASSES = 20  # with more, the weakest come first, and a page folds the table
+FEWEST_PAIRED = 4  # labels; with fewer, the matrix is easier to read than pairs
+DARKEST = 55  # percent of colour in a cell of the matrix; the number stays readable
 
 
 @dataclass(frozen=True)
 class LabelTable:
-    """A table about labels.
-
-    Attributes:
-        title: title.
-        head: names of the columns.
-        rows: texts of the cells.
-        num_names: number of columns on the left that are names; the others are numbers.
-        shades: shade of each number of a matrix, in percent; empty: a plain table.
-    """
+    """Table of text: names on the left, numbers on the right."""
 
     title: str
     head: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
-    num_names: int = 1
-    shades: tuple[tuple[int, ...], ...] = ()
+    num_names: int = 1  # columns of names
+    shades: tuple[tuple[int, ...], ...] = ()  # colour of each number in percent; empty: none
 
 
 def label_facts(scores: LabelScores | None, baseline: LabelScores | None = None) -> dict[str, Any] | None:
-    """Collect the facts of labels as text; ``None`` if there are no labels.
+    """Collect the facts of labels as text; ``None`` without labels.
 
     Args:
         scores: scores of the model.
-        baseline: scores of the baseline on the same rows, of which the F1 stands beside the model's.
+        baseline: scores of the baseline on the same rows; its F1 gets a column.
     """
     if scores is None:
         return None
@@ -61,7 +53,7 @@ def _lines(scores: LabelScores) -> list[str]:
         answer = f"'{scores.commonest}'" if scores.commonest != "no label" else scores.commonest
         lines.append(f"base rate: always answering {answer} is right for {scores.base_rate:.2f} % of the {scores.unit}")
     if scores.threshold is not None:
-        lines.append(f"a label is given from a probability of {scores.threshold:.4g}")
+        lines.append(f"labels are predicted from a probability of {scores.threshold:.4g}")
     return lines
 
 
@@ -70,7 +62,7 @@ def _class_table(scores: LabelScores, baseline: LabelScores | None) -> LabelTabl
     classes, title = list(scores.classes), "Entities by type" if scores.unit == "entities" else "Labels"
     if len(classes) > MOST_CLASSES:
         classes.sort(key=lambda each: (not each.expected, each.f1, -each.expected))
-        title += ", the lowest F1 first"
+        title += ", lowest F1 first"
 
     def row(score: ClassScore) -> tuple[str, ...]:
         other = [_percent(before[score.name].f1) if score.name in before else ""] if before else []
@@ -81,7 +73,7 @@ def _class_table(scores: LabelScores, baseline: LabelScores | None) -> LabelTabl
         title,
         (
             "type" if scores.unit == "entities" else "label", "precision", "recall", "F1",
-            *(["F1 of baseline"] if before else []), scores.unit, "given",
+            *(["F1 of baseline"] if before else []), scores.unit, "predicted",
         ),
         [row(each) for each in classes],
     )  # fmt: skip
@@ -91,12 +83,12 @@ def _matrix(scores: LabelScores) -> LabelTable:
     names = [each.name for each in scores.classes]
     shades = tuple(tuple(round(DARKEST * each / max(1, sum(row))) for each in row) for row in scores.confusion)
     rows = [(name, *(f"{each:,}" for each in row)) for name, row in zip(names, scores.confusion, strict=True)]
-    return LabelTable("Labels, down, and the answers to them, across", ("label", *names), rows, shades=shades)
+    return LabelTable("Confusion matrix: true labels down, answers across", ("label", *names), rows, shades=shades)
 
 
 def _pairs(scores: LabelScores) -> LabelTable:
     rows = [(each.label, each.answer, f"{each.count:,}", _percent(each.share)) for each in scores.confused]
-    return LabelTable("Taken for another most often", ("label", "answer", scores.unit, "% of label"), rows, num_names=2)
+    return LabelTable("Most frequent confusions", ("label", "answer", scores.unit, "% of label"), rows, num_names=2)
 
 
 def _calibration_table(scores: LabelScores) -> LabelTable:
@@ -107,8 +99,8 @@ def _calibration_table(scores: LabelScores) -> LabelTable:
         )
         for each in scores.calibration
     ]  # fmt: skip
-    head = ("probability, %", scores.unit, "on average", "right, %")
-    return LabelTable("How sure it is, and how often it is right then", head, rows)
+    head = ("probability, %", scores.unit, "mean, %", "right, %")
+    return LabelTable("Calibration: confidence and accuracy", head, rows)
 
 
 def _calibration_chart(scores: LabelScores) -> str:
@@ -116,7 +108,7 @@ def _calibration_chart(scores: LabelScores) -> str:
     if len(points) < 2:
         return ""
     ends: Sequence[float] = (points[0][0], points[-1][0])
-    lines = [Line("as sure as right", [(end, end) for end in ends], is_faint=True), Line("answers", points)]
+    lines = [Line("perfect calibration", [(end, end) for end in ends], is_faint=True), Line("answers", points)]
     return line_chart("Right answers", Axis("probability of the answer, %"), Axis("right answers, %", True), lines)
 
 

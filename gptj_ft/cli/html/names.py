@@ -1,4 +1,4 @@
-"""Models, files and commands as a page that is handed on names them: without the folders of whoever made it."""
+"""Name models, files and commands on pages without revealing local folders."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from gptj_ft.system.plain_text import command_line
 
 
 def model_name(path: str) -> str:
-    """Return the name of a model folder, of a run by its ``model`` folder, or of a file of outputs."""
-    given = Path(path)
-    if given.name == "model" and given.parent.name:
-        given = given.parent
-    return given.name or given.resolve().name
+    """Return the name of a model folder or a file of outputs; for the ``model`` folder of a run, the run's name."""
+    folder = Path(path)
+    if folder.name == "model" and folder.parent.name:
+        folder = folder.parent
+    return folder.name or folder.resolve().name
 
 
 def place_name(place: str) -> str:
-    """Return ``file:line`` without the folder of the file."""
+    """Return ``file:line`` without the folder."""
     return place.rpartition("/")[2]
 
 
 def apart_names(files: Sequence[str]) -> list[str]:
-    """Return names of files, with a number where several have the same."""
+    """Return the names of files, numbered if they are equal."""
     names = [Path(file).name for file in files]
     return [
         f"{name} ({names[: at + 1].count(name)})" if names.count(name) > 1 else name for at, name in enumerate(names)
@@ -30,24 +30,24 @@ def apart_names(files: Sequence[str]) -> list[str]:
 
 
 def file_names(files: Sequence[str], most: int = 3) -> str:
-    """Return names of files as a sentence has them, the first few and how many more."""
+    """List the first names of files and the number of others."""
     names = [Path(file).name for file in files]
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 def portable(words: Sequence[str], names: Mapping[str, str] | None = None) -> str:
-    """Return a command of this program that holds of each path its last part only.
+    """Return a command of this program with each path reduced to its last part.
 
     Args:
-        words: words after the program's name.
-        names: replacements for some of them.
+        words: arguments of the program.
+        names: replacements of arguments.
     """
     return command_line(*((names or {}).get(word) or _portable(word) for word in words))
 
 
 def last_part(word: str) -> str:
-    """Return the last part of a path; names on the Hub, folders of runs and templates stay as they are."""
+    """Return the last part of a path; leave Hub names, ``runs/NAME`` and templates unchanged."""
     path = Path(word)
     if "/" not in word or "{{" in word or word.startswith("hub:") or path.parent == Path("runs"):
         return word

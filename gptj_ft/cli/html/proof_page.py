@@ -1,4 +1,4 @@
-"""Write a proof as a page: what was claimed, what was measured, what it took, and on which machine."""
+"""Write a proof as a page: claims, measurements, cost, machine."""
 
 from __future__ import annotations
 
@@ -11,16 +11,11 @@ from gptj_ft.system.units import clock, gibibytes, gigabytes
 from gptj_ft.training.proof import Proof, ProofRun, seconds_in
 
 FactRows = Mapping[str, str]
-HASH_DIGITS = 16  # of a digest that is compared by eye
+HASH_DIGITS = 16  # shown digits of a digest
 
 
 def write_proof(proof: Proof, folder: Path) -> list[Path]:
-    """Write ``prove.html``, ``prove.md`` and ``prove.json`` into a folder; return their paths.
-
-    Raises:
-        UsageError: one exists, or cannot be written.
-        ResourceError: the disk is full.
-    """
+    """Write ``prove.html``, ``prove.md`` and ``prove.json`` into a folder; return their paths."""
     facts = {"verdict": proof.verdict, "sections": sections(proof), "steps": steps_of(proof)}
     texts = {
         "prove.html": fill_template("proof.html", facts),
@@ -33,40 +28,40 @@ def write_proof(proof: Proof, folder: Path) -> list[Path]:
 
 
 def sections(proof: Proof) -> dict[str, FactRows]:
-    """Return the sections of the page, by title."""
+    """Return the facts of a proof by section, for terminal, HTML and Markdown."""
     return {
-        "Claimed": _claimed(proof),
-        "Measured": _measured(proof),
-        "What it took": _cost(proof),
+        "Claims": _claims(proof),
+        "Measurements": _measurements(proof),
+        "Cost": _cost(proof),
         "Machine": _machine(proof.machine),
     }
 
 
-def _claimed(proof: Proof) -> FactRows:
+def _claims(proof: Proof) -> FactRows:
     return {
-        "memory": f"all {proof.parameters:,} parameters, {gigabytes(proof.state_bytes)} of state, are trained within "
-         f"{gibibytes(proof.limit)} of memory, page cache included",
-        "kill": "a process that is killed by SIGKILL in the middle of a step loses that step alone, or, where the one "
-         "before is not on the disk yet, both",
-        "bits": f"losses, gradient norms and weights are those of {_other(proof)}, to the last bit",
+        "memory": f"training all {proof.parameters:,} parameters ({gigabytes(proof.state_bytes)} of state) takes "
+         f"at most {gibibytes(proof.limit)} of memory, including page cache",
+        "kill": "a process killed by SIGKILL within a step loses only that step, or also the previous one if that is "
+         "not on disk yet",
+        "bits": f"losses, gradient norms and weights equal those of {_other(proof)} to the last bit",
     }  # fmt: skip
 
 
-def _measured(proof: Proof) -> FactRows:
+def _measurements(proof: Proof) -> FactRows:
     run, other = proof.streamed, proof.reference
-    is_equal = "equal, all of them" if proof.holds else proof.difference
+    equality = "all equal" if proof.holds else proof.difference
     return {
         "memory": _memory(proof),
-        "kill": f"{seconds_in(proof.lost_seconds)} into step {proof.killed_in} of {len(run.losses)}; step "
-         f"{proof.committed} was on the disk, and the run went on from there",
-        "bits": f"{len(run.losses)} losses, {len(run.norms)} gradient norms, {proof.parameters:,} weights: {is_equal}",
+        "kill": f"killed {seconds_in(proof.lost_seconds)} into step {proof.killed_in} of {len(run.losses)}; resumed "
+         f"from step {proof.committed} on disk",
+        "bits": f"{len(run.losses)} losses, {len(run.norms)} gradient norms, {proof.parameters:,} weights: {equality}",
         "weights": f"SHA-256 {run.weights_sha256[:HASH_DIGITS]}... from disk, "
          f"{other.weights_sha256[:HASH_DIGITS]}... of {_other(proof)}",
     }  # fmt: skip
 
 
 def _other(proof: Proof) -> str:
-    return "the same steps in RAM" if proof.is_in_ram else "the same steps from disk without a kill"
+    return "the same steps in RAM" if proof.is_in_ram else "the same steps from disk without the kill"
 
 
 def _memory(proof: Proof) -> str:
@@ -74,14 +69,14 @@ def _memory(proof: Proof) -> str:
     rss = f"at most {gibibytes(memory.rss)} resident"
     if proof.not_caged:
         cache = "" if memory.page_cache is None else (
-            f"; the machine's page cache, of all its programs, grew by {gibibytes(memory.page_cache)}"
+            f"; the page cache of the whole machine grew by {gibibytes(memory.page_cache)}"
         )  # fmt: skip
-        return f"not caged ({proof.not_caged}): {rss}{cache}"
-    used = "" if memory.group is None else f"{gibibytes(memory.group)} of it used at most, page cache included; "
-    swap = "without swap" if proof.is_without_swap else "whose swap could not be limited"
+        return f"memory not limited ({proof.not_caged}): {rss}{cache}"
+    used = "" if memory.group is None else f"peak {gibibytes(memory.group)} including page cache; "
+    swap = "without swap" if proof.is_without_swap else "with unlimited swap"
     return (
-        f"caged in {gibibytes(proof.limit)} by a control group {swap}: {used}{rss}, with libraries that other "
-        f"programs share; at most {gibibytes(memory.page_cache or 0)} of page cache"
+        f"limited to {gibibytes(proof.limit)} by a control group {swap}: {used}{rss}, including libraries shared with "
+        f"other programs; at most {gibibytes(memory.page_cache or 0)} of page cache"
     )
 
 
@@ -91,9 +86,9 @@ def _cost(proof: Proof) -> FactRows:
     ram = "in RAM" if proof.is_in_ram else "not killed"
     ratio = proof.streamed.steady_seconds / proof.reference.steady_seconds
     return {
-        "in all": used,
+        "total": used,
         "from disk": _speed(proof, proof.streamed),
-        ram: f"{_speed(proof, proof.reference)}; from disk a step takes {ratio:.2f} times as long",
+        ram: f"{_speed(proof, proof.reference)}; a step from disk takes {ratio:.2f} times as long",
         "each step": f"{gigabytes(max(proof.streamed.bytes_read))} read, "
          f"{gigabytes(max(proof.streamed.bytes_written))} written",
     }  # fmt: skip
@@ -102,13 +97,13 @@ def _cost(proof: Proof) -> FactRows:
 def _speed(proof: Proof, run: ProofRun) -> str:
     rate = proof.tokens_per_step / run.steady_seconds
     return (
-        f"{run.steady_seconds:.3g} s a step of {proof.tokens_per_step:,} tokens (median of those with an update), "
+        f"{run.steady_seconds:.3g} s per step of {proof.tokens_per_step:,} tokens (median of steps with an update), "
         f"{rate:,.3g} tokens/s, {gibibytes(run.memory.rss)} resident"
     )
 
 
 def _machine(known: Mapping[str, Any]) -> FactRows:
-    """Return facts of the machine; what could not be found out is left out."""
+    """Return the known facts of the machine."""
     cpu, memory, disk = (known.get(name) or {} for name in ("cpu", "memory", "disk"))
     versions, system = known.get("versions") or {}, known.get("system") or {}
     rows = {}
@@ -119,7 +114,7 @@ def _machine(known: Mapping[str, Any]) -> FactRows:
     if memory:
         rows["RAM"] = f"{gigabytes(memory['total'])}, {gigabytes(memory['free'])} free at the end"
     if disk:
-        direct = "takes direct I/O" if disk["takes_direct_io"] else "takes no direct I/O"
+        direct = "supports direct I/O" if disk["takes_direct_io"] else "no direct I/O"
         rows["disk"] = f"{gigabytes(disk['free'])} of {gigabytes(disk['total'])} free at the end, {direct}"
     if system:
         rows["system"] = " ".join(str(value) for value in system.values() if value)
@@ -129,7 +124,7 @@ def _machine(known: Mapping[str, Any]) -> FactRows:
 
 
 def steps_of(proof: Proof) -> list[list[str]]:
-    """Return a table of the steps: as the page shows them, every digit of a float that decides its bits."""
+    """Return a table of the steps, with floats at full precision."""
     pairs = zip(proof.streamed.losses, proof.reference.losses, proof.streamed.norms, proof.reference.norms, strict=True)
     return [
         [str(step), repr(loss), repr(other), repr(norm), repr(other_norm)]

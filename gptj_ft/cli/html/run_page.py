@@ -1,4 +1,4 @@
-"""Write a run as a page: data, curves, scores, how to repeat it; or several runs side by side."""
+"""Write a page on a run (data, curves, scores, commands), or compare several runs."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from gptj_ft.training.runs import Summary, summarize_run
 
 Lines = Sequence[Mapping[str, Any]]  # of metrics.jsonl
 Points = list[tuple[float, float]]
-SMOOTHED = 100  # steps from which on a mean is drawn: in shorter runs it would cover the line
-SAMPLES = 5  # of the greatest gains, and as many of the greatest losses
-PLACES = ("weights", "optimizer_state", "precision")  # may say auto; what was chosen is among the facts
+SMOOTHED = 100  # runs with at least this many steps get a smoothed line
+SAMPLES = 5  # rows with the largest gains, and with the largest losses
+PLACES = ("weights", "optimizer_state", "precision")  # may be auto; the overview has the choice
 NATS = "nats per target token"
-DEVICE = "device"  # name of the line of its memory, which a CPU has none of
-# Charts on the machine: title, axis, and of each line its name, what it shows of a step, and in which unit.
+DEVICE = "device"  # memory line of accelerators
+# Charts on the machine: title, axis, and for each line its name, metric and unit.
 MACHINE: Sequence[tuple[str, str, Sequence[tuple[str, str, float]]]] = (
     ("Learning rate", "learning rate", [("learning rate", "lr", 1)]),
     ("Gradient norm, before clipping", "norm", [("norm", "grad_norm", 1)]),
@@ -47,28 +47,27 @@ MACHINE: Sequence[tuple[str, str, Sequence[tuple[str, str, float]]]] = (
     ("Waiting for the stores", "% of the step", [("waiting", "stall", 0.01)]),
     ("Moved by the stores in a step", "GB", [("read", "bytes_read", 1e9), ("written", "bytes_written", 1e9)]),
 )
-NUM_WITHOUT_STORES = 5  # of these
+NUM_WITHOUT_STORES = 5  # charts of a run without host or disk stores
 
 
 def write_page(run: Run, say: Callable[[str], None]) -> None:
-    """Write a run's report; what goes wrong with it takes nothing from a run that is done."""
+    """Write the report of a finished run; report errors instead of raising them."""
     try:
         write_run_page(run)
     except GptjFtError as error:
-        say(f"no report was written: {error}")
+        say(f"could not write the report: {error}")
 
 
 def write_run_page(run: Run, show_text: bool = False) -> Path:
-    """Write ``report.html`` into a run folder; replaced if it is there.
+    """Write ``report.html`` into a run folder, replacing an older one.
 
     Args:
-        run: finished or not.
-        show_text: whether texts of rows may be in it.
+        run: run, finished or not.
+        show_text: include texts of rows.
 
     Raises:
-        UsageError: this is no run.
-        DataError: a file of it is damaged.
-        ResourceError: it cannot be written.
+        UsageError: not a run folder.
+        DataError: a file of the run is damaged.
     """
     path = run.folder / "report.html"
     with _readable([run]):
@@ -79,12 +78,11 @@ def write_run_page(run: Run, show_text: bool = False) -> Path:
 
 
 def write_comparison(runs: Sequence[Run], path: Path) -> None:
-    """Write a new page of several runs side by side.
+    """Write a new page that compares runs.
 
     Raises:
-        UsageError: one is no run; the page exists, or cannot be written.
-        DataError: a file of one is damaged.
-        ResourceError: the disk is full.
+        UsageError: a folder is not a run, or the page exists.
+        DataError: a file of a run is damaged.
     """
     with _readable(runs):
         facts = _compared(runs, path)
@@ -113,7 +111,7 @@ def _compared(runs: Sequence[Run], path: Path) -> dict[str, Any]:
 
 @contextmanager
 def _readable(runs: Sequence[Run]) -> Iterator[None]:
-    """Turn what a file of a run that holds other values than ours leads to into an error that says so."""
+    """Translate errors caused by unexpected values in files of the runs."""
     try:
         yield
     except GptjFtError:
@@ -121,8 +119,8 @@ def _readable(runs: Sequence[Run]) -> Iterator[None]:
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         names = " or ".join(str(run.folder) for run in runs)
         raise DataError(
-            f"a JSON file of {names} holds what it should not ({type(error).__name__}: {one_line(str(error))}): "
-            "`gptj-ft runs verify` names damaged files; without evaluation.json there is a page, too"
+            f"a JSON file of {names} has unexpected content ({type(error).__name__}: {one_line(str(error))}): find it "
+            "with `gptj-ft runs verify`, or remove evaluation.json to get a page without scores"
         ) from error
 
 
@@ -160,7 +158,7 @@ def _facts_of(run: Run, show_text: bool) -> dict[str, Any]:
 
 
 def _rows_of(run: Run) -> tuple[dict[str, Prepared], str]:
-    """Return the rows of a run by part, and why there are none: they may be of an older version, and the run done."""
+    """Return the rows of a run by part, or an error message: rows of an older version may be unreadable."""
     try:
         return {
             name: load_dataset(run.data / name) for name in ("train", "validation") if is_prepared(run.data / name)
@@ -175,36 +173,36 @@ def _environment(run: Run) -> dict[str, Any]:
 
 
 def _subject(run: Run, recipe: Recipe) -> str:
-    """Return the subject of the page: the recipe, and the run unless it has no name of its own."""
+    """Return the heading of the page: recipe and run."""
     task, name = recipe.recipe.replace("_", " ").replace("-", " "), run.folder.resolve().name
     number = re.sub(r"^run\b[-_ ]*", "", name.removeprefix(f"{recipe.recipe}-"))
     return f"{task[:1].upper()}{task[1:]}" + (f", run\N{NO-BREAK SPACE}{number}" if number else "")
 
 
 def _headline(run: Run, evaluation: Mapping[str, Any] | None) -> dict[str, str]:
-    """Return the verdict, or before an evaluation how far the run is."""
+    """Return the verdict, or the progress of a run without an evaluation."""
     if evaluation:
         return dict(evaluation["headline"])
-    found = summarize_run(run)
-    of = f" of {found.steps:,}" if found.steps else ""
-    progress = "trained" if found.status == "finished" else f"{found.status} at step {found.step:,}{of}"
-    before, after = found.loss_before, found.loss_after
+    summary = summarize_run(run)
+    of = f" of {summary.steps:,}" if summary.steps else ""
+    progress = "trained" if summary.status == "finished" else f"{summary.status} at step {summary.step:,}{of}"
+    before, after = summary.loss_before, summary.loss_after
     losses = f"validation loss {before:.4f} -> {after:.4f}" if before is not None and after is not None else ""
     return {"verdict": "", "words": progress, "figures": losses}
 
 
 def _names(recipe: Recipe, parts: Mapping[str, Prepared]) -> dict[str, str]:
-    """Map the folders and files of a recipe to their names on the page."""
+    """Map the paths of a recipe to names for the page."""
     files = {
         "data": file_names(parts["train"].report.files) if "train" in parts else "",
         "val_data": file_names(parts["validation"].report.files) if "validation" in parts else "",
     }
-    given = {key: getattr(recipe, key) for key in ("data", "val_data", "model", "output")}
-    return {str(value): files.get(key) or last_part(str(value)) for key, value in given.items() if value}
+    paths = {key: getattr(recipe, key) for key in ("data", "val_data", "model", "output")}
+    return {str(value): files.get(key) or last_part(str(value)) for key, value in paths.items() if value}
 
 
 def _recipe_text(run: Run, names: Mapping[str, str]) -> str:
-    """Return the recipe as it was saved, without the folders of whoever ran it."""
+    """Return the saved recipe without local folders."""
 
     def renamed(line: re.Match[str]) -> str:
         value = yaml.parse(line["value"], "recipe.yaml")
@@ -216,30 +214,30 @@ def _recipe_text(run: Run, names: Mapping[str, str]) -> str:
 
 def _digests(parts: Mapping[str, Prepared]) -> list[str]:
     """Return a sentence for each digest of the data."""
-    found = {name: part.report.data_sha256 for name, part in parts.items()}
-    if len(found) > 1 and len(set(found.values())) == 1:
-        return [f"SHA-256 of the data: {found['train']}; the validation rows were held out from the same data"]
-    return [f"SHA-256 of the {name} data: {digest}" for name, digest in found.items()]
+    digests = {name: part.report.data_sha256 for name, part in parts.items()}
+    if len(digests) > 1 and len(set(digests.values())) == 1:
+        return [f"SHA-256 of the data: {digests['train']}; the validation rows were held out from it"]
+    return [f"SHA-256 of the {name} data: {digest}" for name, digest in digests.items()]
 
 
 def _overview(run: Run) -> dict[str, str]:
-    """Return a run at a glance: name of a fact -> text."""
-    recipe, found, lines = run.recipe(), summarize_run(run), [line for line in run.metrics() if "loss" in line]
-    tuning = read_metadata(run.model) if found.status == "finished" else None
+    """Return the facts of a run: label -> text."""
+    recipe, summary, lines = run.recipe(), summarize_run(run), [line for line in run.metrics() if "loss" in line]
+    tuning = read_metadata(run.model) if summary.status == "finished" else None
     chosen = _environment(run)
-    asked = recipe.weights, recipe.optimizer_state
-    not_known = "chosen by the run, not recorded"
-    placement = not_known if "auto" in asked else "weights on {}, optimizer state on {}".format(*asked)
-    precision = not_known if recipe.precision == "auto" else recipe.precision
+    places = recipe.weights, recipe.optimizer_state
+    unknown = "chosen by the run, not recorded"
+    placement = unknown if "auto" in places else "weights on {}, optimizer state on {}".format(*places)
+    precision = unknown if recipe.precision == "auto" else recipe.precision
     manifest = run.data / "train" / "manifest.json"
     files = file_names(read_json(manifest)["files"]) if manifest.is_file() else model_name(str(recipe.data))
     facts = {
         "Run": run.folder.resolve().name,
         "Recipe": recipe.recipe,
-        "Model": model_name(recipe.model or (tuning.base_model if tuning else "") or "the downloaded one"),
+        "Model": model_name(recipe.model or (tuning.base_model if tuning else "") or "downloaded model"),
         "Data": files,
-        "Status": f"{found.status}, step {found.step:,} of {found.steps or '?'}",
-        "Validation loss": _losses(found),
+        "Status": f"{summary.status}, step {summary.step:,} of {summary.steps or '?'}",
+        "Validation loss": _losses(summary),
         "Placement": str(chosen.get("placement", placement)),
         "Precision": str(chosen.get("precision", precision)),
     }
@@ -248,23 +246,23 @@ def _overview(run: Run) -> dict[str, str]:
         moved = [sum(line[name] for line in lines) for name in ("bytes_read", "bytes_written")]
         facts |= {
             "Time of steps": clock(seconds),
-            "Tokens trained on": f"{targets:,}, {targets / seconds:,.1f} a second",
+            "Tokens trained on": f"{targets:,}, {targets / seconds:,.1f} per second",
             "Peak memory": gigabytes(max(line["memory_bytes"] for line in lines)),
         }
         if skipped := sum(line.get("skipped", False) for line in lines):
-            facts["Skipped steps"] = f"{skipped:,}, whose gradients overflowed fp16"
+            facts["Skipped steps"] = f"{skipped:,} (gradients overflowed fp16)"
         if any(moved):
             facts["Moved by the stores"] = "{} read, {} written".format(*map(gigabytes, moved))
     return facts
 
 
-def _losses(found: Summary) -> str:
-    before, after = (f"{loss:.4f}" if loss is not None else "?" for loss in (found.loss_before, found.loss_after))
-    return "none" if found.loss_before is None else f"{before} before, {after} after (lower is better)"
+def _losses(summary: Summary) -> str:
+    before, after = (f"{loss:.4f}" if loss is not None else "?" for loss in (summary.loss_before, summary.loss_after))
+    return "none" if summary.loss_before is None else f"{before} before, {after} after (lower is better)"
 
 
 def _series(lines: Lines, name: str, unit: float = 1, of: str = "loss") -> Points:
-    """Return a figure by step, of the lines that have another: those of steps have a loss. In fp16 some overflow."""
+    """Return a metric by step, from the lines that contain the metric ``of``; training steps contain ``loss``."""
     return [(line["step"], line[name] / unit) for line in lines if of in line and line.get(name) is not None]
 
 
@@ -287,7 +285,7 @@ def _learning_charts(lines: Lines) -> list[dict[str, Any]]:
 
 
 def _machine_charts(lines: Lines) -> list[dict[str, Any]]:
-    """Return charts on the machine, those of the stores if anything was moved."""
+    """Return charts on the machine; those on stores only if bytes were moved."""
     moves = any(line["bytes_read"] or line["bytes_written"] for line in lines if "loss" in line)
     charts = []
     for title, axis, parts in MACHINE if moves else MACHINE[:NUM_WITHOUT_STORES]:
@@ -298,7 +296,7 @@ def _machine_charts(lines: Lines) -> list[dict[str, Any]]:
 
 
 def _compared_charts(runs: Sequence[tuple[str, Lines]]) -> list[dict[str, Any]]:
-    """Return charts of what runs learned."""
+    """Return loss charts of several runs."""
     validation = [
         Line(name, _series(lines, "validation_loss", of="validation_loss"), marks_lowest=True) for name, lines in runs
     ]
@@ -318,37 +316,37 @@ def _compared_machines(runs: Sequence[tuple[str, Lines]]) -> list[dict[str, Any]
 
 
 def _chart(title: str, y: Axis, lines: Sequence[Line], note: str = "") -> dict[str, Any]:
-    """Return a chart for a page, which leaves out those of nothing."""
+    """Return a chart for a page; pages skip empty charts."""
     return {"title": title, "note": note, "svg": Markup(line_chart(title, Axis("step"), y, lines))}
 
 
 def _compared_changes(names: Sequence[str], evaluations: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
-    """Return the change of each run's main score, on one scale where it is the same score."""
-    found = {
+    """Return the change of each run's main score, on a common scale if the score is the same."""
+    compared = {
         name: (evaluation["comparison"], evaluation["main"])
         for name, evaluation in zip(names, evaluations, strict=True)
         if evaluation and evaluation["main"] in evaluation["comparison"].differences
     }
-    scores = {main for _, main in found.values()}
+    scores = {main for _, main in compared.values()}
     is_one = len(scores) == 1
-    reach = max(change_in(*each).reach for each in found.values()) if is_one else None
+    reach = max(change_in(*each).reach for each in compared.values()) if is_one else None
     strips = [
-        {**strip_of(*each, reach), "name": name if is_one else f"{name}: {each[1]}"} for name, each in found.items()
+        {**strip_of(*each, reach), "name": name if is_one else f"{name}: {each[1]}"} for name, each in compared.items()
     ]
-    what, scale = (f"of {min(scores)}", "all") if is_one else ("of each run's main score", "each line")
-    own = "in one scale" if is_one else "in a scale of its own"
+    scores_text = min(scores) if is_one else "each run's main score"
+    scale = "all on one scale" if is_one else "each line on its own scale"
     return {
         "changes": [strip for strip in strips if strip["svg"]],
-        "changes_caption": f"Change {what} against the baseline, with 95 % intervals, {scale} {own}",
+        "changes_caption": f"Change of {scores_text} against the baseline, with 95 % intervals, {scale}",
     }
 
 
 def _sentence_on(runs: Sequence[Run], names: Sequence[str]) -> tuple[str, str]:
-    """Name the run with the lowest validation loss, its name apart, or say why that cannot be told."""
+    """Return the run with the lowest validation loss and a sentence; the name is empty if losses are not comparable."""
     losses = [summarize_run(run).loss_after for run in runs]
     known = [loss for loss in losses if loss is not None]
     if len(known) < len(runs):
-        return "", f"{len(runs)} runs, not all of them validated"
+        return "", f"{len(runs)} runs, not all validated"
     rows = [_validation_rows(run) for run in runs]
     if any(each is None or each != rows[0] for each in rows):
         return "", f"{len(runs)} runs, validated on different rows: their losses cannot be compared"
@@ -357,7 +355,7 @@ def _sentence_on(runs: Sequence[Run], names: Sequence[str]) -> tuple[str, str]:
 
 
 def _validation_rows(run: Run) -> tuple[str, ...] | None:
-    """Return the digests and counts that are equal where runs were validated on the same tokens."""
+    """Return digests and counts that are equal exactly if runs were validated on the same tokens."""
     manifest = run.data / "validation" / "manifest.json"
     if not manifest.is_file():
         return None
@@ -384,21 +382,21 @@ def _differing_options(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def _commands(run: Run, names: Mapping[str, str], evaluation: Mapping[str, Any] | None) -> list[tuple[str, str]]:
-    """Return commands, each with what it is for."""
+    """Return captions and commands to repeat the run."""
     commands = []
     if typed := _environment(run).get("command"):
-        commands.append(("Train again, as it was typed:", portable(typed[1:], names)))
+        commands.append(("Train again, as typed:", portable(typed[1:], names)))
     commands.append(
         (
-            "Or train again from the recipe below, saved as recipe.yaml, whatever the defaults are by then:",
+            "Or save the recipe below as recipe.yaml and train from it, independent of later defaults:",
             "gptj-ft finetune --config recipe.yaml --output NEW",
         )
     )
     if evaluation:
-        commands.append(("Measure the tuned model as above:", portable(shlex.split(evaluation["command"])[1:], names)))
+        commands.append(("Evaluate the tuned model as above:", portable(shlex.split(evaluation["command"])[1:], names)))
     else:
         command = portable(["evaluate", str(run.folder)])
-        commands.append(("Measure the tuned model, beside the one it started from:", command))
+        commands.append(("Compare the tuned model with its base model:", command))
     return commands
 
 
@@ -407,7 +405,7 @@ def _width(points: Sequence[tuple[float, float]]) -> int:
 
 
 def _smoothed(points: Points) -> Points:
-    """Return the mean of each point and those around it, a twentieth of all."""
+    """Return the moving average over a twentieth of the points."""
     half = _width(points) // 2
     sums = list(accumulate((y for _, y in points), initial=0.0))
     spans = [(max(0, at - half), min(len(points), at + half + 1)) for at in range(len(points))]

@@ -1,4 +1,4 @@
-"""Show generated answers: to a prompt, to the rows of a file, in a conversation."""
+"""Show generated answers to a prompt, to the rows of a file, or in a chat."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from gptj_ft.system.signals import every_ctrl_c
 
 @dataclass(frozen=True)
 class AnswerOutput:
-    """How answers are shown: how many, while they are written, where."""
+    """Form of the answers to one prompt."""
 
-    num_return: int
-    stream: bool
+    num_return: int  # answers per prompt
+    stream: bool  # print while generating
     out: Output
 
 
@@ -43,21 +43,21 @@ def answer_prompt(folder: Path, recipe: Recipe, text: str, fields: Mapping[str, 
         folder: model folder.
         recipe: template and generation settings.
         text: prompt.
-        fields: texts of the template's other fields.
+        fields: texts of the other fields of the template.
         shown: number and form of the answers.
 
     Raises:
-        UsageError: fields that the template does not have, or answers that cannot be streamed.
+        UsageError: the template lacks a field, or the answers cannot be streamed.
     """
     if shown.stream and (shown.out.as_json or shown.num_return > 1 or recipe.generation.num_beams > 1):
-        raise UsageError("--stream shows one answer as it comes: not with --json, --num-return or beams")
-    fill_fields(recipe, text, fields)  # what is wrong with them is said before the model is loaded
+        raise UsageError("--stream prints one answer while it is generated; remove --json, --num-return or beam search")
+    fill_fields(recipe, text, fields)  # report wrong fields before loading the model
     with shown.out.activity("loading the model"):
         model = api.open_model(GenerationSetup.of(folder, recipe))
     with model, nullcontext() if shown.stream else shown.out.activity("writing"):
         result = model.generate(text, shown.num_return, fields, _show if shown.stream else None)
     if result.was_cut:
-        shown.out.notes.print(f"the prompt was shortened to {result.prompt_tokens} tokens, to fit")
+        shown.out.notes.print(f"the prompt was cut to {result.prompt_tokens} tokens to fit")
     if shown.stream:
         print()
         return
@@ -72,25 +72,25 @@ def answer_prompt(folder: Path, recipe: Recipe, text: str, fields: Mapping[str, 
         texts = _cut(result.texts, console) if console.is_terminal and _is_tiny(folder) else result.texts
         print_result(numbered(texts))
         if texts != result.texts:
-            shown.out.notes.print("(cut: the tiny model only shows the steps; --quiet shows all that it writes)")
+            shown.out.notes.print("(abridged: a tiny model writes noise; --quiet prints all of it)")
 
     shown.out.finish(facts, numbered(result.texts), show)
 
 
 def _is_tiny(folder: Path) -> bool:
-    """Tell whether a model is one that `--model tiny` made, or was tuned from one."""
+    """Tell whether a model is a random one of `--model tiny`, or tuned from one."""
     tuning = read_metadata(folder)
     names = (folder.name, tuning.base_model if tuning else "")
     return any(re.fullmatch(rf"({'|'.join(TINY_MODELS)})-[0-9a-f]{{12}}-\d+", name) for name in names)
 
 
 def _cut(texts: Sequence[str], console: Console) -> list[str]:
-    """Return as much of each text as two lines take."""
+    """Return the first two lines of each text, as wrapped on the console."""
     return ["\n".join(wrapped(text, width_of(console))[:2]) for text in texts]
 
 
 def answer_file(setup: GenerationSetup, job: BatchJob, rows: Path, dry_run: bool, out: Output) -> None:
-    """Answer the rows of a file, and say where the answers are; on a dry run, only show what it takes."""
+    """Answer the rows of a file; on a dry run, only show the memory needed."""
     folder, output, plan = setup.folder, job.output, job.plan
     about = [("model", whole(str(folder))), ("rows", whole(str(rows))), ("answers", f"in {whole(str(output))}")]
     if dry_run:
@@ -104,11 +104,11 @@ def answer_file(setup: GenerationSetup, job: BatchJob, rows: Path, dry_run: bool
         print_note(f"{where}: {problem}")
     facts = {"model": str(folder), "output": str(output), "rows": done.rows, "found": done.found,
              "shortened": done.cut, "bad": len(done.bad)}  # fmt: skip
-    there = f", {done.found:,} of them were there" if done.found else ""
+    resumed = f", {done.found:,} of them by an earlier session" if done.found else ""
     notes = [f"{done.cut:,} prompts were shortened"] * bool(done.cut) + [f"{len(done.bad):,} bad rows"] * bool(done.bad)
 
     def show(console: Console) -> None:
-        shown = [("rows", "; ".join([f"{done.rows:,}{there}", *notes])), ("answers", whole(str(output)))]
+        shown = [("rows", "; ".join([f"{done.rows:,}{resumed}", *notes])), ("answers", whole(str(output)))]
         panel(console, "Answered", shown)
         recipe = setup.recipe
         if recipe.metrics:
@@ -119,10 +119,10 @@ def answer_file(setup: GenerationSetup, job: BatchJob, rows: Path, dry_run: bool
 
 
 def hold_chat(folder: Path, recipe: Recipe, system: str | None, out: Output) -> None:
-    """Answer what is typed, message by message.
+    """Answer typed messages in a conversation.
 
     Raises:
-        UsageError: a model that was not tuned for conversations.
+        UsageError: the model was not tuned for conversations.
     """
     check_is_chat(recipe)
     with out.activity("loading the model"):
@@ -134,12 +134,12 @@ def hold_chat(folder: Path, recipe: Recipe, system: str | None, out: Output) -> 
 
 
 def _typed_lines() -> Iterator[str]:
-    """Yield the lines that are typed, or those of a pipe."""
+    """Yield the lines of a terminal or a pipe."""
     if not sys.stdin.isatty():
         yield from sys.stdin
         return
     with suppress(ImportError):
-        import readline  # noqa: F401  # arrow keys and what was typed before
+        import readline  # noqa: F401  # arrow keys and history
     while True:
         try:
             yield input("> ")

@@ -1,4 +1,4 @@
-"""Show progress: a bar on a terminal; in a log a line now and then, with time and percent."""
+"""Show progress: a bar on a terminal, a line with time and percent now and then in a log."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from rich.text import Text
 from gptj_ft.cli.terminal.screen import GAP, is_live, width_of
 from gptj_ft.system.units import clock, gigabytes
 
-LOG_SECONDS = 10.0  # between lines of a log at first; the longer something takes, the fewer there are
+LOG_SECONDS = 10.0  # between the first lines of a log; later lines are rarer
 LOG_SECONDS_AT_MOST = 600.0
 BAR_WIDTH = 30
-NOTICED_SECONDS = 2.0  # what takes less is not timed
+NOTICED_SECONDS = 2.0  # shorter activities show no time
 Advance = Callable[[int, int | None], None]
 Doing = Callable[[str], None]
 
 
 @contextmanager
 def bar(console: Console, what: str, unit: str = "bytes", then: str = "") -> Iterator[Advance]:
-    """Show how far something is.
+    """Show progress.
 
     Args:
         console: terminal or log; a quiet one shows nothing.
         what: activity, as a participle.
-        unit: ``bytes``, or the name of what is counted.
-        then: activity when counting starts over; default: the same.
+        unit: ``bytes``, or the plural of the counted things.
+        then: activity when the count restarts; default: the same.
 
-    Yields: callback for (done, total if that is known).
+    Yields: callback for (done, total or ``None``).
     """
     amount, times = _Amount(what, unit, then or what), LogTimes()
     if is_live(console) and not console.quiet:
@@ -57,12 +57,10 @@ def bar(console: Console, what: str, unit: str = "bytes", then: str = "") -> Ite
 
 @contextmanager
 def activity(console: Console, what: str) -> Iterator[Doing]:
-    """Show what is being done, and for how long, where nothing can be counted: a line of a terminal that goes away.
-
-    A log shows nothing of it.
+    """Show an activity without a count and its duration on a terminal; logs show nothing.
 
     Args:
-        console: terminal or log; a quiet one shows nothing.
+        console: terminal or log.
         what: first activity, as a participle.
 
     Yields: callback for the next activity.
@@ -86,7 +84,7 @@ def activity(console: Console, what: str) -> Iterator[Doing]:
         console=console,
         refresh_per_second=4,
         transient=True,
-        redirect_stdout=False,  # what libraries keep of the streams while they load must be the streams themselves
+        redirect_stdout=False,  # libraries keep references to the streams while they load
         redirect_stderr=False,
     )
     with live:
@@ -100,7 +98,7 @@ def print_log_line(console: Console, text: str) -> None:
 
 
 def drawn(console: Console, head: str, share: float | None, tail: str) -> RenderableType:
-    """Return a line with a bar in its middle, if there is room for one and it is known how long it should be."""
+    """Return a line with a bar in the middle, if the share is known and the line has room."""
     room = width_of(console) - cell_len(head) - cell_len(tail) - 3
     if share is None or room < 8:
         return Text(f"{head}  {tail}")
@@ -110,13 +108,13 @@ def drawn(console: Console, head: str, share: float | None, tail: str) -> Render
 
 
 class LogTimes:
-    """When a log is due for another line: after ten seconds at first, and less and less often."""
+    """Schedule of log lines: after ten seconds at first, then at growing intervals."""
 
     def __init__(self) -> None:
         self._began = self._last = time.monotonic()
 
     def is_due(self) -> bool:
-        """Tell whether it is; if so, the next one is due later."""
+        """Tell whether a line is due; if so, schedule the next one."""
         now = time.monotonic()
         if now - self._last < min(max(LOG_SECONDS, (now - self._began) / 10), LOG_SECONDS_AT_MOST):
             return False
@@ -125,15 +123,15 @@ class LogTimes:
 
 
 class ItemRate:
-    """How fast something goes, from what has been done since it began, or began again."""
+    """Rate of a count since it started or restarted."""
 
     def __init__(self) -> None:
         self._began, self._from, self._done = time.monotonic(), 0, -1
 
     def left(self, done: int, total: int) -> float | None:
-        """Return the seconds that the rest will take; ``None`` while nobody knows."""
+        """Estimate the remaining seconds; ``None`` while unknown."""
         now = time.monotonic()
-        if done < self._done or (self._done < 0 and now - self._began < 1.0):  # what was there already took no time
+        if done < self._done or (self._done < 0 and now - self._began < 1.0):  # items of an earlier session
             self._began, self._from = now, done
         self._done = done
         made = done - self._from
@@ -141,7 +139,7 @@ class ItemRate:
 
 
 class _Amount:
-    """How much is done, as a share and in words."""
+    """Progress as a share and in words."""
 
     def __init__(self, what: str, unit: str, then: str) -> None:
         self.what, self._unit, self._then, self._rate, self._done = what, unit, then, ItemRate(), 0
@@ -156,9 +154,9 @@ class _Amount:
         self.share = min(done / total, 1.0) if total else None
         percent = f"{self.share:.0%}, " if self.share is not None else ""
         about = f", {clock(left)} left" if left is not None and total and done < total else ""
-        self.text = f"{percent}{self._said(done, total)}{about}"
+        self.text = f"{percent}{self._count_text(done, total)}{about}"
 
-    def _said(self, done: int, total: int | None) -> str:
+    def _count_text(self, done: int, total: int | None) -> str:
         if self._unit == "bytes":
             return f"{gigabytes(done)} of {gigabytes(total)}" if total else gigabytes(done)
         return f"{done:,} of {total:,} {self._unit}" if total else f"{done:,} {self._unit}"

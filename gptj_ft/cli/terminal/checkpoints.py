@@ -1,4 +1,4 @@
-"""Convert, compare and upload checkpoints, and show it."""
+"""Convert, compare and upload checkpoints, and show the results."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ from gptj_ft.system.units import gigabytes
 
 
 def run_conversion(source: Path, target: Path, conversion: Conversion, out: Output) -> ConvertReport:
-    """Convert, and say before what, and afterwards what is odd about it."""
+    """Convert a checkpoint; show the plan first and warnings afterwards."""
     rows = [
         ("from", whole(str(source))),
-        ("to", f"{whole(str(target))}, where {gigabytes(free_disk(target))} are free"),
-        ("to stop", "Ctrl-C; the same command goes on where it was"),
+        ("to", f"{whole(str(target))} ({gigabytes(free_disk(target))} free)"),
+        ("to stop", "Ctrl-C; the same command resumes"),
     ]
     panel(out.notes, "The conversion", rows)
     with (
-        stop_says(lambda: "stopped; what was converted is kept, and the same command goes on from there"),
+        stop_says(lambda: "stopped; converted files are kept; run the same command to resume"),
         out.bar("converting") as advance,
     ):
         report = convert_model(source, target, conversion, advance)
     if report.not_finite:
         names = ", ".join(report.not_finite[:3]) + (" ..." if len(report.not_finite) > 3 else "")
-        print_note(f"{source}: NaN or infinity in {len(report.not_finite)} tensors, as in the source: {names}")
+        print_note(f"{source}: {len(report.not_finite)} tensors contain NaN or infinity (copied unchanged): {names}")
     if report.has_left_moments:
-        print_note(f"{source}: the optimizer's moments in it were left out; --with-optimizer keeps them")
+        print_note(f"{source}: the optimizer's moments were not converted; --with-optimizer converts them")
     return report
 
 
 def show_conversion(console: Console, target: Path, report: ConvertReport, to: str) -> None:
-    """Show what was written, and what to type next."""
+    """Show the converted model and the next command."""
     compared = "each compared with the source" if report.is_verified else "not compared with the source"
     rows = [
         ("model", whole(str(target))),
@@ -59,22 +59,27 @@ def show_conversion(console: Console, target: Path, report: ConvertReport, to: s
         ("parameters", f"{report.parameters:,} in {report.dtype}, {gigabytes(report.bytes)}"),
     ]
     if report.left_out:
-        rows.append(("left out", f"{listed(report.left_out, NAMES_SHOWN)}: no task here has a use for them"))
+        rows.append(("left out", f"{listed(report.left_out, NAMES_SHOWN)}: no supported task uses them"))
     if report.missing:
-        rows.append(("not there", f"{listed(report.missing, NAMES_SHOWN)}: a run that needs them makes random ones"))
+        rows.append(
+            ("missing", f"{listed(report.missing, NAMES_SHOWN)}: a run that needs them initializes them at random")
+        )
     if report.updates is not None:
-        rows.append(("optimizer", f"its moments after {report.updates:,} updates, with which a run begins"))
+        rows.append(("optimizer", f"moments after {report.updates:,} updates; a run starts from them"))
     panel(console, "Converted", rows)
     if to == "mesh":
         return
     if any((target / name).is_file() for name in paths.TOKENIZER_FILES):
         next_steps(console, *_uses(target, has_all=not report.missing))
     else:
-        say(console, "the source has no tokenizer: copy one's files there, or repeat with --tokenizer FOLDER")
+        say(
+            console,
+            "the source has no tokenizer: repeat with --tokenizer FOLDER, or copy its files into the folder",
+        )
 
 
 def _uses(folder: Path, has_all: bool) -> tuple[str, ...]:
-    """Return commands for a model that was converted: use its head if that is trained, else train."""
+    """Return the next commands for a converted model: use its trained head, or train it."""
     architecture = read_architecture(folder)
     if architecture.task is not None and has_all:
         recipe = api.model_options(folder, {}).recipe
@@ -88,41 +93,42 @@ def compare_checkpoints(
     first: Path | None, second: Path | None, format: FormatName | None, config: Path | None, out: Output
 ) -> None:
     """Compare two checkpoints."""
-
     if first is None or second is None:
-        raise UsageError("--check needs two checkpoints: gptj-ft convert --check A B")
+        raise UsageError("--check needs two checkpoints: gptj-ft convert --check SRC DEST")
     with (
         TemporaryDirectory(dir=paths.make_home(), prefix="unpacked-") as scratch,
         open_source(first, format, config, Path(scratch) / "a") as a,
         open_source(second, None, config, Path(scratch) / "b") as b,
         out.bar("comparing") as advance,
     ):
-        found = diff_checkpoints(a, b, advance)
-    types = found.types[0] if found.types[0] == found.types[1] else f"{found.types[0]} as {found.types[1]}"
-    text = f"{second} is {first}: {found.tensors} tensors, {found.parameters:,} parameters in {types}, bit for bit"
-    out.finish(asdict(found), "", lambda console: say(console, text))
+        result = diff_checkpoints(a, b, advance)
+    types = result.types[0] if result.types[0] == result.types[1] else f"{result.types[0]} as {result.types[1]}"
+    text = f"{second} equals {first} bit for bit: {result.tensors} tensors, {result.parameters:,} parameters in {types}"
+    out.finish(asdict(result), "", lambda console: say(console, text))
 
 
 def send_model(folder: Path, repository: str, is_public: bool, dry_run: bool, out: Output) -> None:
-    """Send a model folder to the Hub, or with ``dry_run`` only say what would go."""
+    """Upload a model folder to the Hub; with ``dry_run``, only list the files."""
     parcels = files_to_push(folder)
     kept, total = files_left_out(folder, parcels), sum(parcel.bytes for parcel in parcels)
     files = [{"name": each.name, "bytes": each.bytes, "left_out": each.left_out} for each in parcels]
     facts = {"dry_run": dry_run, "folder": str(folder), "repository": repository, "public": is_public, "bytes": total}
     facts |= {"files": files, "stays": kept}
-    # What goes to others is said, with --json, too; in a dry run it is the result.
+    # Uploads are listed even with --json; on a dry run the list is the result.
     notes = console_for(quiet=out.is_quiet or (dry_run and out.as_json))
     for each in parcels:
         without = f"  without {', '.join(each.left_out)}" if each.left_out else ""
         notes.print(f"{gigabytes(each.bytes):>10}  {each.name}{without}")
     if kept:
-        say(notes, f"stays here: {', '.join(kept)}", "  ")
-    who = "public" if is_public else "private"
-    notes.print(f"{gigabytes(total)} of {folder} {'would go' if dry_run else 'go'} to {repository}, {who}")
+        say(notes, f"not uploaded: {', '.join(kept)}", "  ")
+    visibility = "public" if is_public else "private"
+    notes.print(
+        f"{'would upload' if dry_run else 'uploading'} {gigabytes(total)} of {folder} to {repository}, {visibility}"
+    )
     if dry_run:
         out.finish(facts, "", lambda console: None)
         return
-    with out.bar("sending") as advance:
+    with out.bar("uploading") as advance:
         pushed = push(parcels, repository, is_public=is_public, progress=advance)
-    what = f"{pushed.url}, {'private' if pushed.is_private else 'public'}, commit {pushed.commit[:12]}"
-    out.finish({**facts, **asdict(pushed)}, pushed.url, lambda console: console.print(what))
+    line = f"{pushed.url}, {'private' if pushed.is_private else 'public'}, commit {pushed.commit[:12]}"
+    out.finish({**facts, **asdict(pushed)}, pushed.url, lambda console: console.print(line))

@@ -1,4 +1,4 @@
-"""Show an evaluation, write it down, and check its gates; record it in the report of the model's run."""
+"""Show an evaluation, write its reports, check its gates, and record it in the model's run."""
 
 from __future__ import annotations
 
@@ -35,66 +35,58 @@ from gptj_ft.system.atomic import require_new
 from gptj_ft.system.plain_text import command_line
 
 ONLY_IN_REPORTS = ("word_perplexity", "byte_perplexity")  # not on a terminal, so that the table fits
-SHOWN_CHARACTERS = 300  # of that, on a terminal
+SHOWN_CHARACTERS = 300  # of an answer on a terminal
 
 
 @dataclass(frozen=True)
 class EvaluationOutput:
-    """Where an evaluation is shown and written.
-
-    Attributes:
-        out: streams of the command.
-        output: new file for a line of each row; ``None``: none.
-        reports: new files for reports.
-        show: number of answers shown beside what was expected.
-        command: command line, as it was typed.
-    """
+    """Output of an evaluation."""
 
     out: Output
-    output: Path | None
-    reports: Sequence[Path]
-    show: int
-    command: str
+    output: Path | None  # new file with a line per row
+    reports: Sequence[Path]  # new files
+    show: int  # number of answers to show with their references
+    command: str  # command line, as typed
 
     def check_files(self) -> None:
-        """Check that what will be written can be, before anything is measured.
+        """Check the output files before the evaluation.
 
         Raises:
-            UsageError: a file exists, or a report of its name has no form.
+            UsageError: a file exists, or the suffix of a report is unknown.
         """
         for path in self.reports:
             check_report_path(path, EVALUATION_SUFFIXES)
         if self.output is not None:
             require_new(self.output)
 
-    def conclude(self, found: ModelComparison, asked: Sequence[Gate], following: Sequence[str] = ()) -> None:
-        """Show a comparison and the commands that may follow, and write it down.
+    def conclude(self, result: ModelComparison, gates: Sequence[Gate], following: Sequence[str] = ()) -> None:
+        """Show a comparison and the next commands, and write the output files.
 
         Raises:
-            GateError: a score is not what was asked for.
+            GateError: a score missed its gate.
         """
-        not_reached = failed_gates(asked, found)
-        facts = evaluation_facts(found, self.command, self.show)
-        json_facts = {**found.to_dict(self.show > 0), "gates_missed": not_reached}
+        failed = failed_gates(gates, result)
+        facts = evaluation_facts(result, self.command, self.show)
+        json_facts = {**result.to_dict(self.show > 0), "gates_missed": failed}
         if self.output is not None:
-            write_outputs(self.output, found.model, found.baseline)
+            write_outputs(self.output, result.model, result.baseline)
         for path in self.reports:
             write_new(path, evaluation_report(path.suffix.lower(), facts, json_facts))
         written = [path for path in (self.output, *self.reports) if path is not None]
         self.out.finish(
             json_facts, scores_text(facts), lambda console: show_comparison(console, facts, written, following)
         )
-        if not_reached and self.out.as_json:  # said in the one object that is printed
+        if failed and self.out.as_json:  # the JSON object has it
             raise typer.Exit(GateError.exit_code)
-        if not_reached:
-            raise GateError("not reached: " + "; ".join(not_reached))
+        if failed:
+            raise GateError("gate missed: " + "; ".join(failed))
 
-    def record(self, model: Path, found: ModelComparison) -> tuple[str, ...]:
-        """Put a comparison into the report of the model's run, if it is of one; return the command that shows it."""
+    def record(self, model: Path, result: ModelComparison) -> tuple[str, ...]:
+        """Add a comparison to the report of the model's run, if any; return the command that shows it."""
         run = Run(model.resolve().parent)
         if not run.recipe_file.is_file() or run.model != model.resolve():
             return ()
-        record(run.folder, found, self.command)
+        record(run.folder, result, self.command)
         write_page(run, self.out.notes.print)
         return (command_line("report", model.parent, "--show-text"),)
 
@@ -102,10 +94,10 @@ class EvaluationOutput:
 def evaluate_model(
     request: EvaluateRequest | TasksRequest, gates: Sequence[Gate], shown: EvaluationOutput, dry_run: bool
 ) -> None:
-    """Evaluate a model as it is asked for, and show it; on a dry run, only show what it takes.
+    """Evaluate a model and show the result; on a dry run, only show the memory needed.
 
     Raises:
-        GptjFtError: as `PairedEvaluation`; or a score is not what was asked for.
+        GateError: a score missed its gate.
     """
     out, notes = shown.out, shown.out.notes
     if isinstance(request, TasksRequest):
@@ -121,38 +113,36 @@ def evaluate_model(
     show_reading(notes, "The evaluation", about, plan, writes)
     show_threads(notes, recipe, request.workers.group)
     with TerminalReporter(notes) as reporter:
-        found = evaluation.run(reporter.on_count)
+        result = evaluation.run(reporter.on_count)
     if isinstance(request, TasksRequest):
-        shown.conclude(found, gates)
+        shown.conclude(result, gates)
         return
-    shown.conclude(found, gates, [*shown.record(request.model, found), ask(recipe, request.model)])
+    shown.conclude(result, gates, [*shown.record(request.model, result), ask(recipe, request.model)])
 
 
 def rows_about(evaluation: PairedEvaluation) -> list[tuple[str, str]]:
-    """Return the rows of a panel about an evaluation."""
+    """Return the facts of a planned evaluation."""
     request, baseline = evaluation.request, evaluation.baseline
     models = [("model", whole(str(request.model))), ("baseline", whole(str(baseline)) if baseline else "none")]
     if isinstance(request, TasksRequest):
         return [*models, ("tasks", ", ".join(request.tasks.names))]
     is_labelled = request.recipe.task != "language-model"
     if baseline is None and request.baseline == "auto" and not is_labelled:
-        models[1] = ("baseline", "none: what this model was tuned from is not there; --baseline names one")
+        models[1] = ("baseline", "none: the base model is missing; name one with --baseline")
     rows = whole(str(evaluation.data)) + (f", the first {request.limit:,}" if request.limit else "")
-    task = request.recipe.task
-    writes = ", ".join(("loss and perplexity", *request.recipe.metrics))
-    measured = writes if task == "language-model" else f"loss and scores of {task}"
-    measured = f"loss, scores of {request.recipe.task}" if is_labelled else measured
+    language = ", ".join(("loss and perplexity", *request.recipe.metrics))
+    measured = f"loss, scores of {request.recipe.task}" if is_labelled else language
     note = [("note", evaluation.note)] if evaluation.note else []
     return [*models, ("rows", rows), ("measured", measured), *note]
 
 
 def show_comparison(console: Console, facts: Facts, written: Sequence[Path] = (), commands: Sequence[str] = ()) -> None:
-    """Show scores, the baseline's beside them if there is one, then sampled rows; what follows from them last.
+    """Show the scores of model and baseline, sampled rows, the verdict and the next commands.
 
     Args:
         console: terminal or log.
         facts: mapping made by `evaluation_facts`.
-        written: files that were written.
+        written: output files.
         commands: commands to suggest.
     """
     _show_table(console, f"{facts['rows']:,} rows, {facts['target_tokens']:,} target tokens", facts["table"], facts)
@@ -174,7 +164,7 @@ def show_comparison(console: Console, facts: Facts, written: Sequence[Path] = ()
 
 
 def scores_text(facts: Facts) -> str:
-    """Return the model's scores as text, one per line."""
+    """Return the model's scores as lines of text."""
     return "\n".join(f"{row['name']} {row['model']['value'].replace(',', '')}" for row in facts["table"])
 
 

@@ -1,4 +1,4 @@
-"""Show labels: those of a text or a file, and their scores: each one's own, what is taken for what, how sure it is."""
+"""Show predicted labels, and scores of labels: by class, confusions, calibration."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST_PAIRS = 10
 
 
 def show_labels(console: Console, facts: Mapping[str, Any]) -> None:
-    """Show what fits a terminal: of many labels the weakest, of a large matrix the worst pairs.
+    """Show scores of labels that fit a terminal: the weakest labels, and the matrix or its worst pairs.
 
     Args:
         console: terminal or log.
@@ -35,7 +35,7 @@ def show_labels(console: Console, facts: Mapping[str, Any]) -> None:
     _show(console, replace(classes, rows=classes.rows[:MOST_CLASSES]))
     hidden = len(classes.rows) - MOST_CLASSES
     if hidden > 0:
-        say(console, f"and {hidden:,} more: --report FILE.html has all", "  ")
+        say(console, f"and {hidden:,} more: --report FILE.html shows all", "  ")
     matrix, pairs = facts["confusion"], facts["confused"]
     if matrix and len(matrix.rows) <= MOST_IN_ROW:
         _show(console, matrix)
@@ -50,7 +50,7 @@ def _show(console: Console, shown: LabelTable) -> None:
 
 
 def show_text_labels(folder: Path, recipe: Recipe, text: str, pair: str | None, out: Output) -> None:
-    """Label a text, or a pair of them, and show what was found."""
+    """Label a text, or a pair of texts, and show the answer."""
     with out.activity("reading the text"):
         (facts,) = api.label([text if pair is None else (text, pair)], folder, recipe)
     out.finish(facts, _in_words(facts), lambda console: _show_facts(console, facts))
@@ -59,7 +59,7 @@ def show_text_labels(folder: Path, recipe: Recipe, text: str, pair: str | None, 
 def label_file(
     setup: InferenceSetup, rows: Path, output: Path, keep: Sequence[str], dry_run: bool, out: Output
 ) -> None:
-    """Label the rows of a file, and say where the labels are; on a dry run, only show what it takes."""
+    """Label the rows of a file; on a dry run, only show the memory needed."""
     with out.activity("reading the rows"):
         job = api.plan_predictions(rows, output, setup, keep)
     about = [("model", whole(str(setup.folder))), ("rows", whole(str(rows))), ("labels", f"in {whole(str(output))}")]
@@ -75,16 +75,16 @@ def label_file(
     skipped = {reason: each.count for reason, each in done.skipped.items()}
     facts = {"model": str(setup.folder), "output": str(output), "rows": done.rows, "found": done.found,
              "windowed": done.windowed, "cut": done.cut, "skipped": skipped}  # fmt: skip
-    notes = [f"{done.found:,} of them were there"] * bool(done.found)
+    notes = [f"{done.found:,} of them by an earlier session"] * bool(done.found)
     notes += [f"{done.windowed:,} read in several windows"] * bool(done.windowed)
-    notes += [f"{done.cut:,} cut to the length that the model reads"] * bool(done.cut)
+    notes += [f"{done.cut:,} cut to the model's maximum length"] * bool(done.cut)
     notes += [f"{count:,} left out: {reason}" for reason, count in skipped.items()]
     shown = [("rows", "; ".join([f"{done.rows:,}", *notes])), ("labels", whole(str(output)))]
     out.finish(facts, str(output), lambda console: panel(console, "Labelled", shown))
 
 
 def _in_words(facts: Mapping[str, Any]) -> str:
-    """Format the facts of an answer as a text."""
+    """Format the facts of an answer as text."""
     if "label" in facts:
         label = facts["label"]
         return label if isinstance(label, str) else ", ".join(label)

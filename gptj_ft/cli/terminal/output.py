@@ -1,4 +1,4 @@
-"""Print the results and the notes of a command; ask for columns that are not clear."""
+"""Print the result and the notes of a command; ask for unknown columns."""
 
 from __future__ import annotations
 
@@ -23,31 +23,26 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Output:
-    """Streams of a command: its result goes to stdout, all else to stderr.
+    """Streams of a command: the result goes to stdout, everything else to stderr."""
 
-    Attributes:
-        as_json: one JSON object instead of what people read.
-        is_quiet: the result alone: a path, an answer.
-    """
-
-    as_json: bool = False
-    is_quiet: bool = False
+    as_json: bool = False  # print one JSON object
+    is_quiet: bool = False  # print only the result: a path, an answer
 
     @property
     def notes(self) -> Console:
-        """Console of everything but the result; silent where the result alone is asked for."""
+        """Console for everything but the result; silent with ``--json`` or ``--quiet``."""
         from gptj_ft.cli.terminal.screen import console_for
 
         return console_for(quiet=self.as_json or self.is_quiet)
 
     def bar(self, what: str, unit: str = "bytes", then: str = "") -> AbstractContextManager[Advance]:
-        """Show how far something is, see `bars.bar`."""
+        """Show progress, see `bars.bar`."""
         from gptj_ft.cli.terminal.bars import bar
 
         return bar(self.notes, what, unit, then)
 
     def activity(self, what: str = "loading libraries") -> AbstractContextManager[Doing]:
-        """Show what is being done where nothing can be counted, see `bars.activity`."""
+        """Show an activity without a count, see `bars.activity`."""
         from gptj_ft.cli.terminal.bars import activity
 
         return activity(self.notes, what)
@@ -57,8 +52,8 @@ class Output:
 
         Args:
             facts: object for ``--json``.
-            result: result in a line or a few; empty where only the exit code tells.
-            show: printer of the result for people.
+            result: text for ``--quiet``; may be empty.
+            show: printer for people.
         """
         from gptj_ft.cli.terminal.screen import console_for
 
@@ -71,7 +66,7 @@ class Output:
 
 
 def asking(resolved: Resolved, out: Output, work: Callable[[Resolved], _T]) -> _T:
-    """Do what needs the columns of the data; on a terminal, ask for those that are not clear."""
+    """Call ``work``; on a terminal, ask for columns that it cannot find and retry."""
     from gptj_ft.data.columns import UnknownColumn
 
     while True:
@@ -87,7 +82,7 @@ def asking(resolved: Resolved, out: Output, work: Callable[[Resolved], _T]) -> _
 
 
 def _ask_for_column(field: str, columns: Sequence[str]) -> str:
-    """Ask for the column of a field until one is named that there is.
+    """Ask for the column of a field until the answer is one of the columns.
 
     Raises:
         UsageError: the input ends.
@@ -99,10 +94,12 @@ def _ask_for_column(field: str, columns: Sequence[str]) -> str:
         answer = sys.stdin.readline()
         if not answer:  # Ctrl-D
             print(file=sys.stderr)
-            raise UsageError(f"no column was named for '{field}': type one, or add --map {field}=COLUMN")
+            raise UsageError(f"no column chosen for '{field}': add --map {field}=COLUMN")
         if answer.strip() in named:
             return named[answer.strip()]
-        print(f"'{shortened(answer.strip())}' is none of these columns; Ctrl-D stops", file=sys.stderr)
+        print(
+            f"no column '{shortened(answer.strip())}'; type one of the names above, or Ctrl-D to stop", file=sys.stderr
+        )
 
 
 def print_json(value: Mapping[str, Any]) -> None:
@@ -111,10 +108,10 @@ def print_json(value: Mapping[str, Any]) -> None:
 
 
 def print_result(text: str, end: str = "\n") -> None:
-    """Print to stdout: to a file or a pipe as it is, to a terminal with control characters written out."""
+    """Print to stdout; escape control characters on a terminal, not in a file or a pipe."""
     print(escape_controls(text) if sys.stdout.isatty() else text, end=end, flush=not end)
 
 
 def print_note(text: str) -> None:
-    """Print to stderr, control characters written out."""
+    """Print to stderr with control characters escaped."""
     print(escape_controls(text), file=sys.stderr)

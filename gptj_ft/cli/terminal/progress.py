@@ -1,4 +1,4 @@
-"""Show a run while it trains: a live line on a terminal, plain lines elsewhere. All of it goes to stderr."""
+"""Show a run while it trains, on stderr: a live line on a terminal, plain lines in a log."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TerminalReporter(Reporter):
 
     Args:
         console: terminal or log; a quiet one shows nothing.
-        verbose: whether FLOPs and moved bytes are shown, too.
+        verbose: also show FLOPs and moved bytes.
     """
 
     def __init__(self, console: Console, verbose: bool = False) -> None:
@@ -67,7 +67,7 @@ class TerminalReporter(Reporter):
             self._show_count(done, total)
 
     def end_activity(self) -> None:
-        """Take away the line that shows an activity or a count, so that others can be printed."""
+        """Remove the line of an activity or a count, so that other lines can be printed."""
         self._before_training.close()
         self._show_activity, self._show_count, self._counted = None, None, ""
 
@@ -97,7 +97,7 @@ class TerminalReporter(Reporter):
             print_log_line(self._console, GAP.join([*position, f"loss {step.loss:.4f}", speed, left]))
 
     def on_validation(self, step: int, loss: float, sample: ValidationSample | None) -> None:
-        """Show loss and scores, and on a terminal one answer: a log gets no text of the user's."""
+        """Show loss and scores, and one answer on a terminal; a log gets no text of rows."""
         self._console.print(f"validation loss after {step} steps: {loss:.4f}", highlight=False)
         if sample is not None:
             rows = [("scores", "  ".join(f"{name} {value:.2f}" for name, value in sample.scores.items()))]
@@ -107,12 +107,12 @@ class TerminalReporter(Reporter):
             panel(self._console, "", rows)
 
     def on_stop_request(self) -> None:
-        """Show that the run stops when it can be saved; called by a signal, so it prints as little as it can."""
+        """Announce that the run stops after the current step. Runs in a signal handler, so it bypasses buffers."""
         current = f" ({self._activity})" if self._activity else ""
-        self._stopping = f"stopping when this is done{current} and saved; Ctrl-C again stops at once, unsaved"
+        self._stopping = f"stopping after this step{current} is saved; Ctrl-C again stops at once, unsaved"
         if self._live is None and not self._console.quiet:
             with suppress(OSError):
-                os.write(STDERR, f"{self._stopping}\n".encode())  # its buffer may just be in use
+                os.write(STDERR, f"{self._stopping}\n".encode())  # the signal may have interrupted a buffered write
 
     def on_end(self) -> None:
         if self._live:
@@ -120,7 +120,7 @@ class TerminalReporter(Reporter):
             self._live = None
 
     def _drawn(self) -> RenderableType:
-        """Return the bar, and under it the figures of the last step and what is being done."""
+        """Return the bar with the numbers of the last step and the current activity under it."""
         progress = self._progress
         assert progress is not None
         share, left = progress.step / progress.num_steps, progress.seconds_left

@@ -1,7 +1,7 @@
-"""Lay out panels, tables and the commands to type next. Readable at 60 columns, in a log, and read aloud.
+"""Lay out panels, tables and next commands for terminals, logs and screen readers.
 
-No meaning is in a colour or in a frame. What is printed is as wide as the terminal, and no wider than people read; what
-is to be copied (a path, a command) is never broken.
+Colours and frames carry no meaning. Text is as wide as the terminal, at most `WIDEST`. Paths and commands are never
+broken, so that they can be copied.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
 class PlainConsole(Console):
-    """A console whose texts are only text: control characters in them are written out, not obeyed."""
+    """Console that escapes control characters in texts."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         for segment in super().render(renderable, options):
@@ -31,37 +31,37 @@ class PlainConsole(Console):
 
 
 def console_for(stderr: bool = True, quiet: bool = False) -> Console:
-    """Return a terminal for plain text: what looks like markup is text, and long lines are broken by the terminal."""
+    """Return a console for plain text: no markup, and the terminal wraps long lines."""
     return PlainConsole(stderr=stderr, quiet=quiet, soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
 def is_live(console: Console) -> bool:
-    """Tell whether lines can be drawn anew: not in a log, and not where a terminal says that it is dumb."""
+    """Tell whether lines can be redrawn: not in a log and not on a dumb terminal."""
     return console.is_terminal and not console.is_dumb_terminal
 
 
 def width_of(console: Console) -> int:
-    """Return the width of text, in columns."""
+    """Return the width of text in columns."""
     return min(console.width, WIDEST)
 
 
 def whole(command: str) -> str:
-    """Return a command or a path that is not to be broken where it is too long for its line."""
+    """Protect a command or a path from being wrapped."""
     return command.replace(" ", NO_BREAK)
 
 
 def wrapped(text: str, width: int, indent: str = "") -> list[str]:
-    """Return a text as lines; the second and later ones are indented.
+    """Wrap a text; ``indent`` precedes the second and later lines.
 
-    No word is broken but those that are longer than a line, and neither is a path or a `whole` command.
+    Breaks words only if they are longer than a line, and never a path or a `whole` command.
     """
-    room, found = max(width, 20), []
+    room, lines = max(width, 20), []
     for line in text.splitlines() or [""]:
         line = " ".join(piece for word in line.split(" ") for piece in _pieces(word, room - len(indent)))
-        found += textwrap.wrap(
+        lines += textwrap.wrap(
             line, room, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
         ) or [""]
-    return [line.replace(NO_BREAK, " ") for line in found]
+    return [line.replace(NO_BREAK, " ") for line in lines]
 
 
 def _pieces(word: str, room: int) -> list[str]:
@@ -71,12 +71,12 @@ def _pieces(word: str, room: int) -> list[str]:
 
 
 def say(console: Console, text: str, indent: str = "") -> None:
-    """Print sentences."""
+    """Print a wrapped text."""
     console.print(Text("\n".join(wrapped(text, width_of(console), indent))), soft_wrap=True)
 
 
 def panel(console: Console, title: str, rows: Iterable[tuple[str, str]]) -> None:
-    """Print a title, and under it names with texts beside them."""
+    """Print a title, then a line for each pair of name and text."""
     named = list(rows)
     column = max((len(name) for name, _ in named), default=0)
     text = Text(f"\n{title}\n", style="bold") if title else Text()
@@ -90,21 +90,19 @@ def panel(console: Console, title: str, rows: Iterable[tuple[str, str]]) -> None
 
 
 def next_steps(console: Console, *commands: str) -> None:
-    """Print what to type next, a command a line."""
+    """Print suggested commands, one per line."""
     for number, command in enumerate(commands):
         console.print(Text(f"{'next:' if number == 0 else '     '} {command}"), soft_wrap=True)
 
 
 def table(console: Console, title: str, rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
-    """Print rows under a title, the first of them with the names of the columns.
-
-    On a terminal too narrow for it, each row is a panel: nothing is cut off, and no line is broken in the middle.
+    """Print a table; on a terminal too narrow for it, print each row as a panel.
 
     Args:
         console: terminal or log.
-        title: over all of it; may be empty.
-        rows: rows of equal length.
-        right: columns aligned at their right.
+        title: title; may be empty.
+        rows: rows of equal length; the first one holds the column names.
+        right: columns to align right.
     """
     if title:
         console.print(Text(f"\n{title}", style="bold"), soft_wrap=True)
@@ -124,7 +122,7 @@ def table(console: Console, title: str, rows: Sequence[Sequence[str]], right: Se
 
 
 def time_after(seconds: float) -> str:
-    """Return when it is so many seconds later: the time of the day, with the day if that is another."""
+    """Return the time of day after some seconds, with the date unless it is today."""
     now = datetime.now()
     then = now + timedelta(seconds=seconds)
     return f"{then:%H:%M}" if then.date() == now.date() else f"{then:%a %d %b, %H:%M}"

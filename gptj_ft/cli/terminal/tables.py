@@ -1,4 +1,4 @@
-"""Show runs, plans and results to people: the values that `--json` prints for programs."""
+"""Show runs, plans and results: the values that `--json` prints for programs."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ if TYPE_CHECKING:
     from gptj_ft.training.throughput import StepCounts, Throughput
 
 FEW_TRAINING_ROWS, FEW_VALIDATION_ROWS = 100, 20
-STALL_NOTICED = 0.01  # share of a step
-BUSY = 0.5  # average load of a core from which on what is measured is not to be trusted
+STALL_NOTICED = 0.01  # fraction of a step
+BUSY = 0.5  # average load per core above which measured rates are unreliable
 
 
 def show_prepared_run(console: Console, prepared: PreparedRun, verbose: bool = False) -> None:
-    """Show what a run will do and cost, before it starts: on what, where to, and how it is stopped and gone on with."""
+    """Show data, cost, output folder, and the commands to stop and resume a run, before it starts."""
     setup, recipe = prepared.setup, prepared.setup.recipe
     folder = recipe.output or ""
-    rows = f"{len(setup.train):,} rows to train on, {len(setup.validation):,} to validate on"
+    rows = f"{len(setup.train):,} training rows, {len(setup.validation):,} validation rows"
     before = [
         ("data", f"{rows}; recipe {recipe.recipe}"),
         ("model", f"{setup.architecture.family.model_type}: {whole(str(setup.model))}"),
     ]
     if setup.updates_before is not None:
-        updates = f"begins with the moments in the model's folder, after {setup.updates_before:,} updates"
+        updates = f"starts from the moments in the model folder, after {setup.updates_before:,} updates"
         before.append(("optimizer", updates))
     numbers = len(setup.train), len(setup.validation), recipe.batch_size
     before += [("warning", text) for text in cautions(*numbers)]
-    keeps = "no step is ever lost" if setup.plan.placement.is_durable else "everything is saved first"
+    keeps = "every step is already on disk" if setup.plan.placement.is_durable else "everything is saved first"
     after = [
-        ("results", f"in {folder}; figures in its metrics.jsonl{_TRACKED[recipe.report_to]}"),
-        ("to stop", f"Ctrl-C ends the step and stops; {keeps}"),
-        ("to go on", whole(command_line("finetune", "--resume", Path(folder)))),
+        ("results", f"in {folder}; metrics in its metrics.jsonl{_TRACKED[recipe.report_to]}"),
+        ("to stop", f"Ctrl-C stops after the current step; {keeps}"),
+        ("to resume", whole(command_line("finetune", "--resume", Path(folder)))),
     ]
     traffic = setup.parallel.traffic(setup)
     network = [("network", traffic)] if traffic else []
@@ -61,32 +61,30 @@ def show_prepared_run(console: Console, prepared: PreparedRun, verbose: bool = F
 
 
 def cautions(train: int, validation: int, batch_size: int) -> list[str]:
-    """Return warnings about the numbers of rows: to train on, to validate on, in a batch."""
-    found = []
+    """Return warnings about too few rows for training, validation or a batch."""
+    warnings = []
     if train < FEW_TRAINING_ROWS:
-        found.append(
-            f"{train:,} rows to train on are few: below about {FEW_TRAINING_ROWS} a model learns little but them"
-        )
+        warnings.append(f"only {train:,} training rows: with fewer than about {FEW_TRAINING_ROWS} a model overfits")
     if 0 < validation < FEW_VALIDATION_ROWS:
-        found.append(
-            f"{validation:,} rows to validate on are few: below about {FEW_VALIDATION_ROWS} their loss says little"
+        warnings.append(
+            f"only {validation:,} validation rows: with fewer than about {FEW_VALIDATION_ROWS} the loss is unreliable"
         )
     if batch_size > train:
-        found.append(f"batch_size {batch_size:,} is more than the {train:,} rows there are: each step takes them all")
-    return found
+        warnings.append(f"batch_size {batch_size:,} exceeds the {train:,} training rows: each step uses all of them")
+    return warnings
 
 
 _TRACKED = {
     "none": "",
-    "tensorboard": ", and in it for TensorBoard",
+    "tensorboard": ", and for TensorBoard",
     "trackio": ", and for Trackio",
-    "wandb": ", which go to the server of Weights & Biases, too",
+    "wandb": ", also sent to the server of Weights & Biases",
 }
 
 
 def show_plan(console: Console, plan: Plan, notes: Sequence[str] = ()) -> None:
-    """Show what a run will cost: see `plan_rows`."""
-    panel(console, "What it will cost", plan_rows(plan, notes))
+    """Show the forecast of a run, see `plan_rows`."""
+    panel(console, "Forecast", plan_rows(plan, notes))
 
 
 def plan_rows(plan: Plan, notes: Sequence[str] = (), verbose: bool = True) -> list[tuple[str, str]]:
@@ -95,12 +93,12 @@ def plan_rows(plan: Plan, notes: Sequence[str] = (), verbose: bool = True) -> li
     Args:
         plan: plan of the run.
         notes: notes on the treatment of the model.
-        verbose: whether bytes and FLOPs of a step and the machine's measured rates are shown.
+        verbose: also show bytes and FLOPs of a step, and measured rates.
     """
     rows = [
         ("parameters", f"{plan.num_parameters:,}, {_share_trained(plan)}"),
         *((("device", f"{plan.device}, by its published rates"),) if plan.device else ()),
-        ("computed in", f"{plan.precision}: {plan.reason}"),
+        ("precision", f"{plan.precision}: {plan.reason}"),
         ("placement", str(plan.placement)),
         *((each.resource, f"needs about {gigabytes(each.need)} of {gigabytes(each.have)}") for each in plan.needs),
         *_transfers(plan.costs),
@@ -119,29 +117,29 @@ ENGINE_ROWS = {"moved per step", "validations", "checkpoints", "measured", "publ
 def show_reading(
     console: Console, title: str, about: Sequence[tuple[str, str]], plan: InferencePlan, writes: bool = True
 ) -> None:
-    """Show what it takes to measure a model, or to answer the rows of a file.
+    """Show the resources of an evaluation, or of answering the rows of a file.
 
     Args:
         console: terminal or log.
         title: heading of the panel.
-        about: rows that say which model, and what is asked.
+        about: rows on the model and the task.
         plan: memory and token budget.
-        writes: whether the model writes texts; one with a head only reads.
+        writes: whether the model generates text; one with a task head does not.
     """
     together = plan.together
     rows = [
         ("weights", f"{_WHERE[plan.weights]}, in {plan.precision}"),
         *((each.resource, f"needs about {gigabytes(each.need)} of {gigabytes(each.have)}") for each in plan.needs),
-        ("together", f"{together.written:,} tokens while writing, {together.read:,} while only reading")
+        ("batch", f"{together.written:,} tokens while generating, {together.read:,} while only reading")
         if writes
-        else ("together", f"{together.read:,} tokens"),
-        ("to stop", "Ctrl-C; the same command goes on where it was"),
+        else ("batch", f"{together.read:,} tokens"),
+        ("to stop", "Ctrl-C; the same command resumes"),
     ]
     panel(console, title, [*about, *rows])
 
 
 def show_threads(console: Console, recipe: Recipe, group: Group) -> None:
-    """Say so where each of several processes computes with fewer threads than one alone, unless a recipe sets them."""
+    """Note that several processes divide the CPU threads, unless the recipe sets them."""
     if recipe.threads is None and (warning := thread_warning(group)):
         say(console, warning)
 
@@ -151,18 +149,18 @@ _WHERE = {"device": "stay on the device", "host": "stream from a copy in RAM", "
 
 def _amount(outlook: ScalingForecast) -> str:
     if outlook.flops is None:
-        return f"{outlook.flops_per_step:.2g} FLOPs a step"
-    share = f"{outlook.tokens_per_parameter:.2g} a parameter"
+        return f"{outlook.flops_per_step:.2g} FLOPs per step"
+    share = f"{outlook.tokens_per_parameter:.2g} per parameter"
     return f"{outlook.flops:.2g} FLOPs on {outlook.tokens:,.0f} tokens, {share}"
 
 
 def show_outlook(console: Console, outlook: ScalingForecast, published: Published | None) -> None:
-    """Show what a pre-training from scratch would take and reach, by the published law, and what was published."""
-    tokens = f"{TOKENS_PER_PARAMETER} tokens a parameter, {outlook.scratch_tokens:.3g}"
-    result = f"{outlook.scratch_flops:.2g} FLOPs and give a loss of {outlook.scratch_pile_loss:.2f} on the Pile"
+    """Show the forecast for pre-training from scratch by the published scaling law, and the published training."""
+    tokens = f"{TOKENS_PER_PARAMETER} tokens per parameter ({outlook.scratch_tokens:.3g})"
+    result = f"{outlook.scratch_flops:.2g} FLOPs and reach a loss of {outlook.scratch_pile_loss:.2f} on the Pile"
     fitted = f"fitted from {FITTED_FLOPS[0]:.2g} to {FITTED_FLOPS[1]:.2g} FLOPs, confirmed at {CONFIRMED_FLOPS:.2g}"
-    there = "" if outlook.is_in_range else "; this is outside, so do not rely on it"
-    lines = [f"From scratch, {tokens}, would take {result}, by the law of Cerebras-GPT ({fitted}){there}."]
+    caveat = "" if outlook.is_in_range else "; this model is outside that range, so the forecast is unreliable"
+    lines = [f"Pre-training on {tokens} would take {result}, by the Cerebras-GPT law ({fitted}){caveat}."]
     if published and published.tokens and published.flops:
         trained = f"trained on {published.tokens:.3g} tokens, {published.flops:.2g} FLOPs"
         lines.append(f"{published.repository} was {trained}: loss on the Pile {published.pile_loss}.")
@@ -177,22 +175,22 @@ def _share_trained(plan: Plan) -> str:
 def show_training(
     console: Console, result: TrainResult, recipe: Recipe, num_validation: int, verbose: bool = False
 ) -> None:
-    """Show what came of a run, where the model is, and what to type next.
+    """Show the result of a run, the folder of its model, and the next commands.
 
     Args:
         console: terminal or log.
         result: result of the run.
         recipe: options of the run.
-        num_validation: rows that it was measured on.
-        verbose: whether the rates of the engine are shown; default false.
+        num_validation: number of validation rows.
+        verbose: also show FLOPs, stalls and bytes moved.
     """
     counts, throughput = result.counts, result.throughput
     rows = []
     if result.loss_before is not None and result.loss_after is not None:
         losses = f"{result.loss_before:.4f} before, {result.loss_after:.4f} after; lower is better"
-        little = f" ({num_validation} rows say little)" if num_validation < FEW_VALIDATION_ROWS else ""
+        few = f" (unreliable: only {num_validation} rows)" if num_validation < FEW_VALIDATION_ROWS else ""
         exported = f" (exported: step {result.exported_step})" if result.exported_step != result.steps else ""
-        rows.append(("validation loss", losses + little + exported))
+        rows.append(("validation loss", losses + few + exported))
     if result.best and result.best.step != result.exported_step:
         rows.append(("best", describe_best(result.run, result.best, result.best_checkpoint)))
     rows.append(("time", f"{clock(counts.seconds)} of steps, {describe_throughput(counts, throughput)[0]}"))
@@ -200,16 +198,16 @@ def show_training(
     rows += [("tuned model", whole(result.model)), *([("report", whole(str(page)))] if page.is_file() else [])]
     panel(console, f"Done: {result.steps:,} steps", [*rows, *(_engine_rows(counts, throughput) if verbose else ())])
     measure = command_line("evaluate", Path(result.run))
-    measure += f"   # on the {num_validation:,} rows held out" if num_validation else " --data FILE"
+    measure += f"   # on the {num_validation:,} held-out rows" if num_validation else " --data FILE"
     next_steps(console, measure, ask(recipe))
 
 
 def ask(recipe: Recipe, model: Path | None = None) -> str:
-    """Return the command that asks a model.
+    """Return the command that prompts a model.
 
     Args:
         recipe: options of the run.
-        model: its folder; default: that of the newest run.
+        model: model folder; default: the newest run's.
     """
     named = ("--model", model) if model else ()
     if recipe.task == "language-model":
@@ -220,11 +218,11 @@ def ask(recipe: Recipe, model: Path | None = None) -> str:
 
 def _engine_rows(counts: StepCounts, throughput: Throughput) -> list[tuple[str, str]]:
     return [
-        ("tokens", f"{counts.tokens:,}, {counts.target_tokens:,} of them trained on"),
+        ("tokens", f"{counts.tokens:,}, {counts.target_tokens:,} of them targets"),
         ("GFLOP/s", f"{throughput.hardware_gflops:,.1f}; {throughput.model_gflops:,.1f} without recomputation"),
         ("of matmul rate", f"{throughput.hfu:.1%}; {throughput.mfu:.1%} without recomputation"),
-        ("waiting", f"{throughput.stall:.1%} of the time, for the stores"),
-        ("moved", f"{gigabytes(counts.bytes_read)} read, {gigabytes(counts.bytes_written)} written by the stores"),
+        ("waiting", f"{throughput.stall:.1%} of the time, for host memory or disk"),
+        ("moved", f"{gigabytes(counts.bytes_read)} read, {gigabytes(counts.bytes_written)} written"),
     ]
 
 
@@ -234,44 +232,44 @@ def _transfers(costs: Costs) -> Iterator[tuple[str, str]]:
         yield "moved per step", f"{gigabytes(read)} read, {gigabytes(written)} written"
     texts = [f"{gigabytes(costs.disk_bytes_written_per_step)} a step"] if costs.disk_bytes_written_per_step else []
     if costs.disk_bytes_written is not None:
-        texts.append(f"{gigabytes(costs.disk_bytes_written)} in all")
+        texts.append(f"{gigabytes(costs.disk_bytes_written)} in total")
     wear = costs.ssd_wear or 0.0
-    warranty = f": {wear:.1%} of the {WARRANTED_BYTES / 1e12:.0f} TB that a typical 1 TB consumer SSD is warranted for"
+    warranty = f": {wear:.1%} of the {WARRANTED_BYTES / 1e12:.0f} TB warranty of a typical 1 TB consumer SSD"
     if texts:
         yield "disk wear", "writes " + ", ".join(texts) + (warranty if wear >= 0.001 else "")
 
 
 def _times(plan: Plan) -> Iterator[tuple[str, str]]:
     costs = plan.costs
-    yield "steps", f"{costs.num_steps or 'not counted without rows'}, of {plan.tokens_per_step:,.0f} tokens on average"
-    parts = f"computing {_seconds(costs.compute_seconds)}"
+    yield "steps", f"{costs.num_steps or 'unknown without data'}, of {plan.tokens_per_step:,.0f} tokens on average"
+    parts = f"compute {_seconds(costs.compute_seconds)}"
     if costs.transfer_seconds:
-        parts += f", and beside it moving bytes {_seconds(costs.transfer_seconds)}"
+        parts += f", overlapped with transfers {_seconds(costs.transfer_seconds)}"
     if plan.timeline:
         parts = f"{plan.timeline.tokens_per_second:,.0f} tokens/s; {parts}"
     yield "a step", f"about {_seconds(costs.seconds_per_step)}: {parts}"
     if costs.seconds is None:
         return
-    for what, aside in (("validations", costs.validations), ("checkpoints", costs.checkpoints)):
+    for name, aside in (("validations", costs.validations), ("checkpoints", costs.checkpoints)):
         if aside.number * aside.seconds > 0.01 * costs.seconds:
-            yield what, f"{aside.number}, about {_seconds(aside.seconds)} each"
+            yield name, f"{aside.number}, about {_seconds(aside.seconds)} each"
     yield "finish", f"after about {clock(costs.seconds)}: {time_after(costs.seconds)} if it starts now"
 
 
 def _stall(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Say what the computation waits for, what would hide it, and how far the step is from what its passes allow."""
+    """Yield the stalls of a step, a batch size that hides them, and the bound of each pass."""
     timeline = plan.timeline
     if not timeline or timeline.stall < STALL_NOTICED:
         return
-    what = max(timeline.waits, key=lambda name: timeline.waits[name])
+    cause = max(timeline.waits, key=lambda name: timeline.waits[name])
     more = plan.tokens_to_hide_stall
-    hidden = f": {more:,} more tokens a step would hide it" if what != "program" and more else ""
-    yield "waiting", f"for the {what} {timeline.stall:.0%} of a step{hidden}"
+    hidden = f": {more:,} more tokens per step would hide it" if cause != "program" and more else ""
+    yield "waiting", f"for the {cause} {timeline.stall:.0%} of a step{hidden}"
     passes = "; ".join(
-        f"{name} computing {_seconds(times.compute)}, moving bytes {_seconds(times.moving)}"
+        f"{name}: compute {_seconds(times.compute)}, transfers {_seconds(times.moving)}"
         for name, times in (("forward", timeline.forward), ("backward", timeline.backward))
     )
-    yield "passes", f"{passes}: {timeline.share_by_pass:.0%} of the speed that the longer of each allows"
+    yield "passes", f"{passes}; {timeline.share_by_pass:.0%} of the speed limit set by the longer part of each pass"
 
 
 def _measured(plan: Plan) -> str:
@@ -280,13 +278,13 @@ def _measured(plan: Plan) -> str:
     if plan.device:
         compute = plan.rates.compute
         memory, link = f"{compute.memory / 1e9:,.0f} GB/s", f"{compute.to_device / 1e9:.1f} GB/s"
-        product_text += f", memory {memory}, link {link} each way: shares of published rates, see docs/devices.md"
+        product_text += f", memory {memory}, link {link} each way: fractions of published rates, see docs/devices.md"
     if plan.rates.is_disk_assumed:
-        return f"{product_text}; for the disk {disk.mixed / 1e9:.1f} GB/s is assumed: there was no room to measure it"
-    busy = "; the machine was busy then" if plan.rates.compute.load > BUSY else ""
+        return f"{product_text}; disk {disk.mixed / 1e9:.1f} GB/s assumed: too little free space to measure it"
+    busy = "; measured on a busy machine" if plan.rates.compute.load > BUSY else ""
     return (
         f"{product_text}; disk reads {disk.read / 1e9:.1f} GB/s, writes {disk.write / 1e9:.1f}, "
-        f"both at once {disk.mixed / 1e9:.1f}{busy} (again: plan --measure)"
+        f"both at once {disk.mixed / 1e9:.1f}{busy} (remeasure: gptj-ft plan --measure)"
     )
 
 
@@ -295,14 +293,14 @@ def _seconds(seconds: float) -> str:
 
 
 def describe_best(run: str, best: BestState, checkpoint: str | None) -> str:
-    """Say that the best state came before the end, and how to have it."""
+    """Describe a best state that is not the last one, and the way to get it."""
     export = command_line("runs", "export", Path(run), "FOLDER", "--from", "best")
     where = (
-        f"it is kept: {whole(f'`{export}`')}"
+        f"export it with {whole(f'`{export}`')}"
         if checkpoint
-        else "--keep best,last keeps that state, --export best exports it"
+        else "next time, --keep best,last keeps that state and --export best exports it"
     )
     is_loss = best.by == LOSS
     value = f"{best.value:.4f}" if is_loss else f"{best.by} {best.value:.2f}"
-    what = "the validation loss was lowest" if is_loss else f"the best state by {best.by} is that"
-    return f"{what} after {best.step} steps, {value}; {where}"
+    best_by = "lowest validation loss" if is_loss else f"best {best.by}"
+    return f"{best_by} after {best.step} steps, {value}; {where}"
