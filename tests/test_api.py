@@ -1,4 +1,4 @@
-"""The Python API: the numbers of the commands, nothing printed, no torch until it is used, any thread."""
+"""Python API: same numbers as the commands, no output, lazy torch import, any thread."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LINE = "--recipe summarization --data rows.jsonl --model tiny --max-steps 3 --ba
 
 
 class Notebook(gptj_ft.Reporter):
-    """Keeps the names of events, and the losses."""
+    """Reporter that records events and losses."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -51,7 +51,7 @@ class Notebook(gptj_ft.Reporter):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run made by the API, with its home."""
+    """Folder with a run made by the API, and its home."""
     folder = tmp_path_factory.mktemp("api")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

@@ -147,7 +147,7 @@ def epoch_rows(facts: Mapping[str, Any], recipe: Recipe) -> Pairs:
 
 
 def example_facts(prepared: Prepared, decode: Callable[[list[int]], str], count: int) -> list[dict[str, Any]]:
-    """Return the first rows as the model reads them: place, and texts with a mark on those that are trained on."""
+    """Return the first rows as the model reads them: place, and texts, with training targets marked."""
     rows = prepared.rows.select(range(min(count, len(prepared.rows))))
     return [
         {

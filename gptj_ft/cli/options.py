@@ -9,9 +9,11 @@ from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
+from pydantic import TypeAdapter, ValidationError
 
-from gptj_ft.config.options import field_of, flag_spec, meaning_of
+from gptj_ft.config.options import ByteSize, field_of, flag_spec, meaning_of
 from gptj_ft.config.presets import preset_names
+from gptj_ft.errors import UsageError
 from gptj_ft.models.supported import TINY_MODELS
 from gptj_ft.system.paths import RUNS, models
 
@@ -70,6 +72,14 @@ def complete_model(incomplete: str) -> list[str]:
     return [name for name in (*local, *TINY_MODELS) if name.startswith(incomplete)] + complete_run(incomplete)
 
 
+def parse_size_flag(flag: str, text: str) -> int:
+    """Parse the value of a size flag, such as ``5GB``."""
+    try:
+        return TypeAdapter(ByteSize).validate_python(text)
+    except ValidationError as error:
+        raise UsageError(f"{flag} {text}: {error.errors()[0]['msg']}") from error
+
+
 def _show_all_help(context: typer.Context, wanted: bool) -> None:
     if wanted:
         context.meta[SHOWS_ALL] = True
@@ -120,10 +130,10 @@ def takes_options(
             parameters += flags if own.name == "options" else [own.replace(kind=Parameter.KEYWORD_ONLY)]
 
         def call(help_all: bool = False, **values: Any) -> None:
-            given = {field: values.pop(name) for name, field in names.items()}
-            if given.get("map") is not None:
-                given["map"] = ",".join(given["map"]) or None  # repeated flags add up
-            command(options={field: value for field, value in given.items() if value is not None}, **values)
+            options = {field: values.pop(name) for name, field in names.items()}
+            if options.get("map") is not None:
+                options["map"] = ",".join(options["map"]) or None  # repeated flags add up
+            command(options={field: value for field, value in options.items() if value is not None}, **values)
 
         call.__name__, call.__doc__ = command.__name__, command.__doc__
         call.__signature__ = Signature([*parameters, help_all])  # type: ignore[attr-defined]

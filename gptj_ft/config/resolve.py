@@ -254,11 +254,12 @@ def read_value(key: str, text: str, where: str) -> Any:
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    """Return the options set by environment variables."""
+    values: dict[str, Any] = {}
     for name, text in environ.items():
         if name.startswith(ENVIRONMENT_PREFIX) and name not in NOT_OPTIONS:
             key = name.removeprefix(ENVIRONMENT_PREFIX).lower()
             if key not in Recipe.model_fields:
                 raise UsageError(f"environment: unknown option {name}{suggest_option(key, Recipe.model_fields)}")
-            found[key] = read_value(key, text, name)
-    return found
+            values[key] = read_value(key, text, name)
+    return values

@@ -55,11 +55,11 @@ class Run:
 
     def whole_checkpoints(self) -> dict[int, Path]:
         """Return the complete checkpoints by step, oldest first."""
-        found = {}
+        checkpoints = {}
         for manifest in self.checkpoints.glob(f"step-*/{MANIFEST}"):
             if name := STEP_FOLDER.fullmatch(manifest.parent.name):  # not step-000120.tmp
-                found[int(name[1])] = manifest.parent
-        return dict(sorted(found.items()))
+                checkpoints[int(name[1])] = manifest.parent
+        return dict(sorted(checkpoints.items()))
 
     def last_commit(self) -> dict[str, Any] | None:
         """Return the last commit of a run from disk, or ``None``."""

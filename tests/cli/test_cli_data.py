@@ -1,12 +1,13 @@
-"""What a user types about data: columns that are not clear, packing, conversations, rows that come as tokens."""
+"""Data on the command line: ambiguous columns, packing, conversations, rows of token ids."""
 
 from __future__ import annotations
 
-import io
 import json
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
+from support.cli_runner import Terminal
 from support.token_files import sample, text_record, write_hdf5
 
 from gptj_ft.data.dataset import load_dataset
@@ -47,24 +48,24 @@ def test_repeated_map_flags_add_up(shell) -> None:
 
 def test_terminal_asks_for_ambiguous_columns(shell, monkeypatch) -> None:
     write("notes.jsonl", NOTES)
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     command = "prepare-data --data notes.jsonl --recipe summarization --model tiny"
-    keyboard = io.StringIO("nothing\n")
-    monkeypatch.setattr(keyboard, "isatty", lambda: True, raising=False)
+    keyboard, screen = Terminal("nothing\n"), Terminal()
     monkeypatch.setattr("sys.stdin", keyboard)
-    done = shell(command)
-    assert (done.code, "Aborted" in done.err) == (2, False)
-    assert "no column chosen for 'document': add --map document=COLUMN" in done.said
+    with redirect_stderr(screen):
+        done = shell(command)
+    assert (done.code, "Aborted" in screen.getvalue()) == (2, False)
+    assert "no column chosen for 'document': add --map document=COLUMN" in " ".join(screen.getvalue().split())
     keyboard.write("\nbody\ntl_dr\n")
     keyboard.seek(0)
-    done = shell(command)
+    with redirect_stderr(screen):
+        done = shell(command)
     assert done.code == 0
     for line in ("column for 'document' (article, body): no column 'nothing'; type one of the names above",
                  "column for 'document' (article, body): ", "column for 'summary' (article, tl_dr): "):  # fmt: skip
-        assert line in done.err
+        assert line in screen.getvalue()
     assert load_dataset(Path("notes.jsonl.prepared")).report.columns == {"document": "body", "summary": "tl_dr"}
-    # A program that reads JSON is not asked.
-    assert shell("prepare-data --data notes.jsonl --recipe summarization --model tiny --output other --json").code == 3
+    with redirect_stderr(screen):  # --json asks nothing
+        assert shell(f"{command} --output other --json").code == 3
 
 
 @pytest.mark.parametrize("packing", ["apart", "joined"])

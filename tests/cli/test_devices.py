@@ -1,4 +1,4 @@
-"""Devices that are not there, too small or fail: one line that says what to do, its exit code, and nothing lost."""
+"""Missing, small and failing devices: a one-line error, its exit code, and no lost step."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.steps import failing
 
 from gptj_ft.checkpoints.base_model import tiny_model
 from gptj_ft.config.options import Recipe
@@ -14,7 +15,7 @@ from gptj_ft.data.readers.source import identify
 from gptj_ft.generation import hf_model
 from gptj_ft.streaming import step
 from gptj_ft.system.machine import choose_device
-from gptj_ft.training import compute, finetune
+from gptj_ft.training import finetune
 
 ROWS = "--recipe summarization --data rows.jsonl"
 TRAIN = f"finetune {ROWS} --model tiny --max-steps 3 --batch-size 4 --device cpu"
@@ -31,7 +32,7 @@ TOO_OLD = (
 
 @pytest.fixture
 def lines(rows_file: Path) -> list[str]:
-    """Each command that names a device, with all that it needs."""
+    """Commands with --device, and their inputs."""
     model = tiny_model(Recipe(), identify(rows_file))
     return [
         "doctor",
@@ -67,30 +68,34 @@ def test_unknown_device_error_lists_devices(name: str, shell, rows_file: Path) -
 
 
 def test_old_driver_error_is_one_line(shell, monkeypatch, caplog) -> None:
-    def warn() -> bool:
+    def warn(*_: object, **__: object) -> None:
         warnings.warn(TOO_OLD, stacklevel=1)
-        return False
 
-    monkeypatch.setattr(torch.cuda, "is_available", warn)
+    for module, name in ((torch.cuda, "is_available"), (torch.accelerator, "current_accelerator")):
+        monkeypatch.setattr(module, name, warn)
     says = "(The NVIDIA driver on your system is too old (found version 11040)); use --device cpu, or update its driver"
     check(shell("plan --recipe summarization --quiet --device cuda"), 2, says)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: warn() or None)
     assert choose_device("auto") == torch.device("cpu")
     assert "--device auto takes the CPU: The NVIDIA driver on your system is too old" in caplog.messages[0]
 
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two CUDA devices of 8 GB, the second of which is taken."""
+    """Two CUDA devices of 8 GB; the second is busy."""
 
     def take(device: torch.device) -> None:
         if device.index == 1:
             raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable\nCUDA kernel errors might")
 
-    for name, value in (("is_available", True), ("current_device", 0), ("device_count", 2)):
-        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    monkeypatch.setattr(torch.cuda, "set_device", take)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7 * 10**9, 8 * 10**9))
+    fakes = {
+        "is_available": lambda: True,
+        "current_device": lambda: 0,
+        "device_count": lambda: 2,
+        "set_device": take,
+        "mem_get_info": lambda device: (7 * 10**9, 8 * 10**9),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
 
 
 def test_invalid_device_selection_is_rejected(shell, lines: list[str], card) -> None:
@@ -119,19 +124,8 @@ def test_invalid_device_selection_is_rejected(shell, lines: list[str], card) -> 
         ),
     ],
 )
-def test_device_failure_in_training_is_resumable(
-    error: Exception, says: str, shell, rows_file: Path, monkeypatch
-) -> None:
-    train_step, steps = compute.train_step, []
-
-    def fail(*arguments: object) -> object:
-        steps.append(1)
-        if len(steps) == 2:
-            raise error
-        return train_step(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(compute, "train_step", fail)
+def test_device_failure_in_training_is_resumable(error: Exception, says: str, shell, rows_file: Path) -> None:
+    with failing(2, error):
         done = shell(f"{TRAIN} --output out --quiet")
     assert done.code == 4, done.err
     first, *rest = done.err.strip().splitlines()
@@ -144,8 +138,8 @@ def test_device_failure_while_reading_is_one_line(shell, lines: list[str], monke
     def fail(*arguments: object, **named: object) -> object:
         raise torch.OutOfMemoryError(OUT_OF_MEMORY)
 
-    monkeypatch.setattr(step, "forward", fail)
-    monkeypatch.setattr(hf_model, "forward", fail)
+    for module in (step, hf_model):
+        monkeypatch.setattr(module, "forward", fail)
     for line in lines[-3:]:
         done = shell(f"{line} --quiet --device cpu")
         assert done.code == 4, done.err

@@ -1,4 +1,4 @@
-"""What is read first: help at 80 columns, flags of other systems named as they are called here, completion."""
+"""Help at 80 columns, translated names of other systems, shell completion."""
 
 from __future__ import annotations
 

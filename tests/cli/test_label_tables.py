@@ -1,4 +1,4 @@
-"""Scores of labels on a terminal, on pages and in Markdown, of made-up results."""
+"""Scores of labels on a terminal, on pages and in Markdown."""
 
 from __future__ import annotations
 

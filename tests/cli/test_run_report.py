@@ -1,4 +1,4 @@
-"""Runs as pages: what is on them, what is not, and charts that can be read."""
+"""Pages on runs: content, privacy, and readable charts."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_strip_places_change_and_interval_around_0() -> None:
 
 
 class Checker(HTMLParser):
-    """Sees that tags are closed, and what a page would fetch or run."""
+    """Parser that checks closed tags and records fetched or executed resources."""
 
     VOID = {"meta", "br", "link", "img", "wbr"}
 
@@ -156,7 +156,7 @@ class Checker(HTMLParser):
                 self.within[tag] = self.within.get(tag, "") + data
 
     def first(self, tag: str) -> str:
-        """Return the text of the page's only element of a kind."""
+        """Return the text of the only element with a tag."""
         return " ".join(self.within[tag].split())
 
 

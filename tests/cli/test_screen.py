@@ -1,4 +1,4 @@
-"""The terminal: nothing wider than it, nothing that only an eye can read, results alone where they are asked for."""
+"""Terminal output: width, logs without control characters, quiet and JSON results."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from conftest import write_rows
 from rich.console import Console
+from rich.live import Live
 from rich.text import Text
 
-from gptj_ft.cli.terminal import bars, progress
 from gptj_ft.cli.terminal.bars import ItemRate, activity, bar
 from gptj_ft.cli.terminal.data_tables import in_few_lines
 from gptj_ft.cli.terminal.progress import TerminalReporter
@@ -27,7 +27,7 @@ ROWS = [
     ("data", "word " * 60),
     ("text", "word" * 60),
     ("path", PATH),
-    ("to go on", whole("gptj-ft finetune --resume a/long/enough/name" * 2)),
+    ("to resume", whole("gptj-ft finetune --resume a/long/enough/name" * 2)),
 ]
 
 
@@ -74,11 +74,10 @@ def test_long_example_keeps_beginning_and_target() -> None:
     assert in_few_lines(Text("short"), console_of(80)).plain == "short"
 
 
-def test_log_progress_has_time_and_percent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_progress_has_time_and_percent() -> None:
     now = [0.0]
-    monkeypatch.setattr(bars.time, "monotonic", lambda: now[0])
     for console in (console_of(80, is_terminal=False), console_of(80, term="dumb")):
-        with bar(console, "converting") as advance:
+        with bar(console, "converting", clock=lambda: now[0]) as advance:
             for second in range(8 * 3600):
                 now[0] += 1
                 advance(second * 10**6, 8 * 3600 * 10**6)
@@ -102,10 +101,9 @@ def test_uncounted_activity_shows_on_terminals_only() -> None:
     assert printed(log) == printed(quiet) == ""
 
 
-def test_time_left_ignores_resumed_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_left_ignores_resumed_work() -> None:
     now = [100.0]
-    monkeypatch.setattr(bars.time, "monotonic", lambda: now[0])
-    resumed, fresh = ItemRate(), ItemRate()
+    resumed, fresh = (ItemRate(lambda: now[0]) for _ in range(2))
     assert resumed.left(50, 100) is None
     now[0] += 10
     assert resumed.left(60, 100) == pytest.approx(40)
@@ -129,22 +127,18 @@ def test_verbose_summary_shows_engine_numbers(verbose: bool) -> None:
     assert "evaluate ./-run --data FILE" in printed(none)
 
 
-class StillLive:
-    """A live display that draws nothing by itself."""
+class StillLive(Live):
+    """Live display that draws nothing by itself."""
 
-    def __init__(self, **_: object) -> None:
-        pass
-
-    def start(self) -> None:
+    def start(self, refresh: bool = False) -> None:
         pass
 
 
 @pytest.mark.parametrize("verbose", [False, True])
 @pytest.mark.parametrize("width", [60, 80, 200])
-def test_live_progress_fits_the_terminal(width: int, verbose: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_live_progress_fits_the_terminal(width: int, verbose: bool) -> None:
     console = console_of(width)
-    reporter, recent = TerminalReporter(console, verbose), RecentSteps(12000, 0, 90.0)
-    monkeypatch.setattr(progress, "Live", StillLive)
+    reporter, recent = TerminalReporter(console, verbose, StillLive), RecentSteps(12000, 0, 90.0)
     reporter.on_start(recent.progress)
     counts = StepCounts(2048, 600, 649.0, 3.0, 10**11, 10**11, 6 * 10**9, 10**9)
     report = StepReport(
@@ -168,7 +162,7 @@ def test_live_progress_fits_the_terminal(width: int, verbose: bool, monkeypatch:
     ):
         assert phrase in " ".join(printed(console).split()), phrase
     for phrase in ("GFLOP/s", "of matmul", "read 100.0 GB"):
-        assert (phrase in printed(console)) == verbose, "only for those who ask what the engine does"
+        assert (phrase in printed(console)) == verbose, "verbose output only"
 
 
 COMMANDS = {

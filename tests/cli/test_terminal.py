@@ -1,19 +1,19 @@
-"""What comes from others is shown as text: a terminal obeys none of it, and a file or a pipe gets it as it is."""
+"""Control characters in foreign texts: terminals get them escaped, files and pipes unchanged."""
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import shlex
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
 from rich.live import Live
 from rich.text import Text
+from support.cli_runner import Shell, Terminal
 
-from gptj_ft.cli import app
 from gptj_ft.cli.terminal.output import print_json, print_result
 from gptj_ft.cli.terminal.screen import PlainConsole
 
@@ -23,26 +23,18 @@ SECRET = "hf_" + "a1B2c3D4" * 4
 OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 @pytest.fixture
-def typed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Type commands on a terminal that knows no colours; returns all that it gets, in which nothing may be obeyed."""
+def typed(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Run commands on a terminal without colours; check that its output has no control characters, and return it."""
     monkeypatch.setenv("TERM", "dumb")
     monkeypatch.setenv("COLUMNS", "80")
 
     def type_(line: str, *more: object, code: int = 0) -> str:
         screen = Terminal()
-        for stream in ("stdout", "stderr"):
-            monkeypatch.setattr(f"sys.{stream}", screen)
-        monkeypatch.setattr("sys.argv", ["gptj-ft", *shlex.split(line), *map(str, more)])
-        with pytest.raises(SystemExit) as stop:
-            app.main()
+        with redirect_stdout(screen), redirect_stderr(screen):
+            done = shell(line, *more)
         text = screen.getvalue()
-        assert int(stop.value.code or 0) == code, text
+        assert done.code == code, text
         assert text
         assert not (found := OBEYED.search(text)), (line, text[max(found.start() - 60, 0) : found.end() + 20])
         return text
@@ -50,9 +42,7 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     return type_
 
 
-def test_terminals_get_no_hostile_control_characters(
-    typed: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_terminals_get_no_hostile_control_characters(typed: Callable[..., str], shell: Shell, tmp_path: Path) -> None:
     folder = tmp_path / f"from{HOSTILE.replace('/', '')}others"
     folder.mkdir()
     rows, odd = folder / "rows.jsonl", folder / "odd.jsonl"
@@ -79,9 +69,6 @@ def test_terminals_get_no_hostile_control_characters(
     typed("evaluate --show 2 --set generation.max_new_tokens=4", run, "--data", rows)
     for more in ("--json", "--stream"):
         typed(f"generate --max-new-tokens 8 {more} --model", run, HOSTILE)
-    log = io.StringIO()
-    for stream in ("stdout", "stderr"):
-        monkeypatch.setattr(f"sys.{stream}", log)
     for line, *more in (
         (f"prepare-data {small} --data", rows, "--output", tmp_path / "logged"),
         ("evaluate --set generation.max_new_tokens=4", run, "--data", rows),
@@ -92,11 +79,9 @@ def test_terminals_get_no_hostile_control_characters(
         ("runs list",),
         ("report", run, "--output", tmp_path / "page.html"),
     ):  # fmt: skip
-        monkeypatch.setattr("sys.argv", ["gptj-ft", *shlex.split(line), *map(str, more)])
-        with pytest.raises(SystemExit):
-            app.main()
-        assert log.getvalue(), line
-        assert "Zwetschge" not in log.getvalue(), line
+        logged = shell(line, *more)
+        assert logged.said, line
+        assert "Zwetschge" not in logged.said, line
     typed("models list")
     typed("cache list")
     config = run / "model" / "config.json"
@@ -106,14 +91,12 @@ def test_terminals_get_no_hostile_control_characters(
     typed("finetune --resume", run, code=2)
 
 
-def test_answer_is_escaped_on_terminals_only(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answer_is_escaped_on_terminals_only(capsys: pytest.CaptureFixture[str]) -> None:
     print_result(f"{HOSTILE}\n\tfin", end="")
     assert capsys.readouterr().out == f"{HOSTILE}\n\tfin"
     screen = Terminal()
-    monkeypatch.setattr("sys.stdout", screen)
-    print_result(f"{HOSTILE}\n\tfin")
+    with redirect_stdout(screen):
+        print_result(f"{HOSTILE}\n\tfin")
     assert screen.getvalue() == "\\x1b[2J\\x1b]52;c;QUJD\\x07\\x9b2J\\x08\\x08\\rok\\u202e\n\tfin\n"
 
 

@@ -1,4 +1,4 @@
-"""Every preset: it prepares a row as it is meant to, and the published files of its data."""
+"""Every preset prepares sample rows and the published files of its dataset."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def test_published_files_need_only_a_preset(name: str, preset: str, shell, tmp_p
 
 
 def make_model(folder: Path) -> None:
-    """A model folder as far as `prepare-data` looks at it."""
+    """Write the files of a model folder that `prepare-data` reads."""
     make_tokenizer().save_pretrained(folder)
     config = {"model_type": "gptj", "n_embd": 64, "n_head": 2, "n_layer": 1, "rotary_dim": 32, "vocab_size": 50400}
     (folder / "config.json").write_text(json.dumps(config))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shlex
 from collections.abc import Sequence
@@ -29,6 +30,13 @@ class Outcome:
     @property
     def json(self) -> Any:
         return json.loads(self.out)
+
+
+class Terminal(io.StringIO):
+    """Stream that claims to be a terminal."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 def run_command(words: Sequence[str]) -> int:

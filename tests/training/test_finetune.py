@@ -124,7 +124,7 @@ def test_a_run_leaves_its_recipe_metrics_log_and_environment_and_no_scratch(shel
     page = (run.folder / "report.html").read_text(encoding="utf-8")
     assert environment["placement"] in page
     assert str(rows_file.resolve().parent) not in page, "a page to be handed on"
-    assert "held out from the same data" in page
+    assert "held out from it" in page
 
 
 @pytest.mark.parametrize("place", ["device", "disk"])
@@ -154,7 +154,7 @@ def test_a_run_is_told_in_a_users_terms_and_ends_with_what_to_type(shell, rows_f
     names = [line[2:].split("  ")[0] for line in done.out.splitlines() if re.match("  [a-z]", line)]
     assert names == ["validation loss", "time", "tuned model", "report"]
     assert "lower is better (unreliable: only 4 rows)" in " ".join(done.out.split())
-    assert "next: gptj-ft evaluate 'an other'   # on the 4 rows held out" in done.out
+    assert "next: gptj-ft evaluate 'an other'   # on the 4 held-out rows" in done.out
     for text in ("GFLOP", "matmul", "moved", "measured", "FLOPs"):
         assert text not in done.said, text
     assert "GFLOP" in Path("an other/log.txt").read_text(encoding="utf-8")
@@ -186,7 +186,7 @@ def test_a_run_that_begins_tells_that_rows_are_read_and_the_machine_is_measured_
 def test_only_few_rows_and_too_large_batches_are_warned_of() -> None:
     assert cautions(100, 20, 100) == cautions(100, 0, 8) == []
     few, little, large = cautions(99, 19, 100)
-    assert few.startswith("99 rows to train on are few")
+    assert few.startswith("only 99 training rows")
     assert little.startswith("19 rows to validate on are few")
     assert large.startswith("batch_size 100 exceeds the 99 training rows")
 

@@ -66,7 +66,7 @@ def test_runs_are_listed_with_how_far_they_are(runs: Path, shell: Shell) -> None
 
 def test_runs_anywhere_can_be_listed(runs: Path, shell: Shell, tmp_path: Path) -> None:
     runs.rename(tmp_path / "elsewhere")
-    assert "no runs here" in shell("runs").out
+    assert "no runs in runs/" in shell("runs").out
     assert [run["name"] for run in shell("runs list elsewhere elsewhere/done --json").json["runs"]].count("done") == 2
     assert shell("runs list nowhere").code == 2
 
@@ -283,7 +283,7 @@ def test_a_run_that_goes_on_with_another_number_of_threads_warns(runs: Path, she
         done = shell(f"finetune --resume runs/stopped --set threads={before + 1}")
     finally:
         torch.set_num_threads(before)
-    warning = f"may change in their last bits: threads {before}, now {before + 1}\n"
+    warning = f"may differ in their last bits: threads {before}, now {before + 1}\n"
     assert done.code == 0
     assert warning in (runs / "stopped" / "log.txt").read_text()
     assert warning.strip() in " ".join(done.err.split())

@@ -1,1 +1,1 @@
-"""The commands, one function each: parse, one call, print. What a command needs is imported inside it."""
+"""Commands: each parses, calls one API function and prints. Commands import their modules when they run."""

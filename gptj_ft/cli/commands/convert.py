@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gptj_ft.checkpoints.base_model import default_download, find_model
-from gptj_ft.cli.options import Json, Quiet, flag
+from gptj_ft.cli.options import Json, Quiet, flag, parse_size_flag
 from gptj_ft.cli.terminal.output import Output
 from gptj_ft.errors import UsageError
 
@@ -69,7 +69,7 @@ def convert(
         config=config,
         to=_one_of("--to", to, ("folder", "huggingface", "mesh")),  # type: ignore[arg-type]
         dtype=_one_of("--dtype", dtype, ("keep", "fp32", "bf16", "fp16")),  # type: ignore[arg-type]
-        shard_bytes=_bytes_of(shard_size),
+        shard_bytes=parse_size_flag("--shard-size", shard_size),
         mesh_shards=mesh_shards,
         tokenizer=tokenizer,
         verify=verify,
@@ -115,14 +115,3 @@ def _one_of(option: str, value: str, choices: tuple[str, ...]) -> str:
     if value not in choices:
         raise UsageError(f"{option} {value}: expected {', '.join(choices[:-1])} or {choices[-1]}")
     return value
-
-
-def _bytes_of(size: str) -> int:
-    from pydantic import TypeAdapter, ValidationError
-
-    from gptj_ft.config.options import ByteSize
-
-    try:
-        return TypeAdapter(ByteSize).validate_python(size)
-    except ValidationError as error:
-        raise UsageError(f"--shard-size {size}: {error.errors()[0]['msg']}") from error

@@ -113,10 +113,10 @@ def finetune(
         result = ready.train(reporter, Session(began, owns_process=True))
         run = Run(Path(result.run))
         _write_page(run, notes.print)
-        measured_on = len(ready.setup.validation)
+        num_validation = len(ready.setup.validation)
         facts = {**result.to_dict(), "notes": list(ready.setup.architecture.notes)}
-        asked = (ready.setup.recipe, measured_on, verbose)
-        out.finish(facts, result.model, lambda console: show_training(console, result, *asked))
+        settings = (ready.setup.recipe, num_validation, verbose)
+        out.finish(facts, result.model, lambda console: show_training(console, result, *settings))
 
 
 def _write_page(run: Run, say: Callable[[str], None]) -> None:

@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from gptj_ft.cli.options import Json, Quiet, flag
+from gptj_ft.cli.options import Json, Quiet, flag, parse_size_flag
 from gptj_ft.cli.terminal.output import Output
-from gptj_ft.errors import GptjFtError, UsageError
+from gptj_ft.errors import GptjFtError
 from gptj_ft.system.signals import stop_says
 
 PROOF_STOPPED = "stopped; the proof is incomplete and its files are removed"
@@ -44,7 +44,9 @@ def prove(
         from gptj_ft.training.proof import ProofRequest
 
     folder = output or next(name for number in count(1) if not (name := Path(f"prove-{number}")).exists())
-    request = ProofRequest(size, folder, steps, _bytes_of(memory), precision, keep)
+    request = ProofRequest(
+        size, folder, steps, None if memory is None else parse_size_flag("--memory", memory), precision, keep
+    )
     with stop_says(lambda: PROOF_STOPPED), TerminalReporter(out.notes) as reporter:
         proof = api.prove(request, reporter=reporter)
     pages = write_proof(proof, folder)
@@ -62,15 +64,3 @@ def prove(
     out.finish(facts, proof.verdict, show)
     if not proof.holds:
         raise typer.Exit(GptjFtError.exit_code)
-
-
-def _bytes_of(size: str | None) -> int | None:
-    """Parse a size such as ``3GiB``."""
-    from pydantic_core import PydanticCustomError
-
-    from gptj_ft.config.options import parse_size
-
-    try:
-        return None if size is None else int(str(parse_size(size)))
-    except PydanticCustomError as error:
-        raise UsageError(f"--memory {size}: {error.message()}") from error

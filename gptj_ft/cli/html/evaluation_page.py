@@ -89,8 +89,8 @@ def changes_of(comparison: PairedEstimates, main: str) -> list[dict[str, Any]]:
         for name in dict.fromkeys([main, *comparison.differences])
         if not (name.endswith("perplexity") and "loss" in comparison.differences)
     ]
-    found = [strip_of(comparison, name) for name in names if name in comparison.differences]
-    return [each for each in found if each["svg"]]
+    strips = [strip_of(comparison, name) for name in names if name in comparison.differences]
+    return [strip for strip in strips if strip["svg"]]
 
 
 def strip_of(comparison: PairedEstimates, name: str, reach: float | None = None) -> dict[str, Any]:
@@ -116,8 +116,8 @@ def change_in(comparison: PairedEstimates, name: str) -> Change:
 
 def _pair(comparison: PairedEstimates, name: str) -> str:
     """Return the values of a score: baseline, then model."""
-    found = (comparison.baseline.get(name), comparison.scores[name])
-    return " -> ".join(_texts(name, each)["value"] for each in found if each is not None)
+    estimates = (comparison.baseline.get(name), comparison.scores[name])
+    return " -> ".join(_texts(name, each)["value"] for each in estimates if each is not None)
 
 
 def table_of(comparison: PairedEstimates) -> list[dict[str, Any]]:
@@ -137,16 +137,16 @@ def table_of(comparison: PairedEstimates) -> list[dict[str, Any]]:
 def comparison_in(record: Facts) -> PairedEstimates:
     """Restore the scores of a recorded evaluation."""
 
-    def read(found: Facts | None) -> dict[str, Estimate]:
-        scores, intervals = (found["scores"], found["intervals"]) if found else ({}, {})
+    def read(system: Facts | None) -> dict[str, Estimate]:
+        scores, intervals = (system["scores"], system["intervals"]) if system else ({}, {})
         return {name: _estimate(value, *intervals[name]) for name, value in scores.items()}
 
     differences = {name: _estimate(*each.values()) for name, each in record["differences"].items()}
     return PairedEstimates(read(record["model"]), read(record["baseline"]), differences)
 
 
-def _labels_in(found: Facts | None) -> LabelScores | None:
-    return LabelScores.from_dict(found["labels"]) if found and "labels" in found else None
+def _labels_in(system: Facts | None) -> LabelScores | None:
+    return LabelScores.from_dict(system["labels"]) if system and "labels" in system else None
 
 
 def _estimate(value: float | None, low: float | None, high: float | None) -> Estimate:

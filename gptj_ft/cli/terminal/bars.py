@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from gptj_ft.cli.terminal.screen import GAP, is_live, width_of
-from gptj_ft.system.units import clock, gigabytes
+from gptj_ft.system.units import clock as format_seconds
+from gptj_ft.system.units import gigabytes
 
 LOG_SECONDS = 10.0  # between the first lines of a log; later lines are rarer
 LOG_SECONDS_AT_MOST = 600.0
@@ -23,25 +24,29 @@ BAR_WIDTH = 30
 NOTICED_SECONDS = 2.0  # shorter activities show no time
 Advance = Callable[[int, int | None], None]
 Doing = Callable[[str], None]
+Clock = Callable[[], float]
 
 
 @contextmanager
-def bar(console: Console, what: str, unit: str = "bytes", then: str = "") -> Iterator[Advance]:
+def bar(
+    console: Console, name: str, unit: str = "bytes", then: str = "", clock: Clock = time.monotonic
+) -> Iterator[Advance]:
     """Show progress.
 
     Args:
         console: terminal or log; a quiet one shows nothing.
-        what: activity, as a participle.
+        name: activity, as a participle.
         unit: ``bytes``, or the plural of the counted things.
         then: activity when the count restarts; default: the same.
+        clock: source of seconds.
 
     Yields: callback for (done, total or ``None``).
     """
-    amount, times = _Amount(what, unit, then or what), LogTimes()
+    amount, times = _Amount(name, unit, then or name, ItemRate(clock)), LogTimes(clock)
     if is_live(console) and not console.quiet:
 
         def line() -> RenderableType:
-            return drawn(console, amount.what, amount.share, amount.text)
+            return drawn(console, amount.name, amount.share, amount.text)
 
         with Live(get_renderable=line, console=console, refresh_per_second=4, transient=True):
             yield amount.advance
@@ -50,31 +55,31 @@ def bar(console: Console, what: str, unit: str = "bytes", then: str = "") -> Ite
     def advance(done: int, total: int | None) -> None:
         amount.advance(done, total)
         if times.is_due():
-            print_log_line(console, f"{amount.what}: {amount.text}")
+            print_log_line(console, f"{amount.name}: {amount.text}")
 
     yield advance
 
 
 @contextmanager
-def activity(console: Console, what: str) -> Iterator[Doing]:
+def activity(console: Console, name: str) -> Iterator[Doing]:
     """Show an activity without a count and its duration on a terminal; logs show nothing.
 
     Args:
         console: terminal or log.
-        what: first activity, as a participle.
+        name: first activity, as a participle.
 
     Yields: callback for the next activity.
     """
     since = time.monotonic()
 
     def doing(next_: str) -> None:
-        nonlocal what, since
-        what, since = next_, time.monotonic()
+        nonlocal name, since
+        name, since = next_, time.monotonic()
         live.refresh()
 
     def line() -> RenderableType:
         taken = time.monotonic() - since
-        return Text(f"{what} ..." + (f" {clock(taken)}" if taken > NOTICED_SECONDS else ""))
+        return Text(f"{name} ..." + (f" {format_seconds(taken)}" if taken > NOTICED_SECONDS else ""))
 
     if not is_live(console) or console.quiet:
         yield lambda next_: None
@@ -110,12 +115,13 @@ def drawn(console: Console, head: str, share: float | None, tail: str) -> Render
 class LogTimes:
     """Schedule of log lines: after ten seconds at first, then at growing intervals."""
 
-    def __init__(self) -> None:
-        self._began = self._last = time.monotonic()
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._began = self._last = clock()
 
     def is_due(self) -> bool:
         """Tell whether a line is due; if so, schedule the next one."""
-        now = time.monotonic()
+        now = self._clock()
         if now - self._last < min(max(LOG_SECONDS, (now - self._began) / 10), LOG_SECONDS_AT_MOST):
             return False
         self._last = now
@@ -125,12 +131,13 @@ class LogTimes:
 class ItemRate:
     """Rate of a count since it started or restarted."""
 
-    def __init__(self) -> None:
-        self._began, self._from, self._done = time.monotonic(), 0, -1
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._began, self._from, self._done = clock(), 0, -1
 
     def left(self, done: int, total: int) -> float | None:
         """Estimate the remaining seconds; ``None`` while unknown."""
-        now = time.monotonic()
+        now = self._clock()
         if done < self._done or (self._done < 0 and now - self._began < 1.0):  # items of an earlier session
             self._began, self._from = now, done
         self._done = done
@@ -141,19 +148,19 @@ class ItemRate:
 class _Amount:
     """Progress as a share and in words."""
 
-    def __init__(self, what: str, unit: str, then: str) -> None:
-        self.what, self._unit, self._then, self._rate, self._done = what, unit, then, ItemRate(), 0
+    def __init__(self, name: str, unit: str, then: str, rate: ItemRate) -> None:
+        self.name, self._unit, self._then, self._rate, self._done = name, unit, then, rate, 0
         self.share: float | None = None
         self.text = "..."
 
     def advance(self, done: int, total: int | None) -> None:
         if done < self._done:
-            self.what = self._then
+            self.name = self._then
         self._done = done
         left = self._rate.left(done, total) if total else None
         self.share = min(done / total, 1.0) if total else None
         percent = f"{self.share:.0%}, " if self.share is not None else ""
-        about = f", {clock(left)} left" if left is not None and total and done < total else ""
+        about = f", {format_seconds(left)} left" if left is not None and total and done < total else ""
         self.text = f"{percent}{self._count_text(done, total)}{about}"
 
     def _count_text(self, done: int, total: int | None) -> str:

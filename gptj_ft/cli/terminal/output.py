@@ -35,17 +35,17 @@ class Output:
 
         return console_for(quiet=self.as_json or self.is_quiet)
 
-    def bar(self, what: str, unit: str = "bytes", then: str = "") -> AbstractContextManager[Advance]:
+    def bar(self, name: str, unit: str = "bytes", then: str = "") -> AbstractContextManager[Advance]:
         """Show progress, see `bars.bar`."""
         from gptj_ft.cli.terminal.bars import bar
 
-        return bar(self.notes, what, unit, then)
+        return bar(self.notes, name, unit, then)
 
-    def activity(self, what: str = "loading libraries") -> AbstractContextManager[Doing]:
+    def activity(self, name: str = "loading libraries") -> AbstractContextManager[Doing]:
         """Show an activity without a count, see `bars.activity`."""
         from gptj_ft.cli.terminal.bars import activity
 
-        return activity(self.notes, what)
+        return activity(self.notes, name)
 
     def finish(self, facts: Mapping[str, Any], result: str, show: Callable[[Console], None]) -> None:
         """Print the result.

@@ -30,10 +30,11 @@ class TerminalReporter(Reporter):
     Args:
         console: terminal or log; a quiet one shows nothing.
         verbose: also show FLOPs and moved bytes.
+        display: class of the live display.
     """
 
-    def __init__(self, console: Console, verbose: bool = False) -> None:
-        self._console, self._verbose = console, verbose
+    def __init__(self, console: Console, verbose: bool = False, display: type[Live] = Live) -> None:
+        self._console, self._verbose, self._display = console, verbose, display
         self._progress: Progress | None = None
         self._step: StepReport | None = None
         self._times, self._activity, self._since, self._stopping = LogTimes(), "", time.monotonic(), ""
@@ -83,7 +84,7 @@ class TerminalReporter(Reporter):
         self.end_activity()
         self._progress, self._times = progress, LogTimes()
         if is_live(self._console) and not self._console.quiet:
-            self._live = Live(get_renderable=self._drawn, console=self._console, transient=True)
+            self._live = self._display(get_renderable=self._drawn, console=self._console, transient=True)
             self._live.start()
 
     def on_step(self, step: StepReport, progress: Progress) -> None:
