@@ -161,7 +161,7 @@ def test_a_run_is_told_in_a_users_terms_and_ends_with_what_to_type(shell, rows_f
     for warning in (*cautions(36, 4, 50), "only 36 training rows: with fewer than about 100"):
         assert warning in done.said
     prepared = shell("prepare-data --recipe summarization --data rows.jsonl --model tiny").said
-    (counts,) = re.findall(r"rows 40 read, 40 kept .* tokens ([\d,]+, [\d,]+ of them trained on; longest)", prepared)
+    (counts,) = re.findall(r"rows 40 read = 40 kept .* tokens ([\d,]+, [\d,]+ of them trained on; longest)", prepared)
     assert f" tokens {counts} " in done.said, "the same rows are counted here as there, held out or not"
     measured = shell("evaluate 'an other' --limit 2 --baseline none --set generation.max_new_tokens=2")
     assert (measured.code, "an other/data/validation" in measured.said) == (0, True), measured.err
@@ -187,7 +187,7 @@ def test_only_few_rows_and_too_large_batches_are_warned_of() -> None:
     assert cautions(100, 20, 100) == cautions(100, 0, 8) == []
     few, little, large = cautions(99, 19, 100)
     assert few.startswith("only 99 training rows")
-    assert little.startswith("19 rows to validate on are few")
+    assert little.startswith("only 19 validation rows")
     assert large.startswith("batch_size 100 exceeds the 99 training rows")
 
 

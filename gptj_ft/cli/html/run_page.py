@@ -102,7 +102,7 @@ def _compared(runs: Sequence[Run], path: Path) -> dict[str, Any]:
         "engine": _compared_machines(lines),
         "options": _differing_options(runs),
         "overviews": [
-            {"name": name, "values": [overview.get(name, "") for overview in overviews]}
+            (name, *(overview.get(name, "") for overview in overviews))
             for name in dict.fromkeys(name for overview in overviews for name in overview)
         ],
         "command": portable(["report", *(str(run.folder) for run in runs), "--output", str(path)]),
@@ -364,7 +364,8 @@ def _validation_rows(run: Run) -> tuple[str, ...] | None:
     return tuple(str(report.get(key)) for key in keys)
 
 
-def _differing_options(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def _differing_options(runs: Sequence[Run]) -> list[tuple[str, ...]]:
+    """Return the names and values of options that differ between runs."""
     paths = ("data", "val_data", "model")
     recipes = [
         {
@@ -375,7 +376,7 @@ def _differing_options(runs: Sequence[Run]) -> list[dict[str, Any]]:
     ]
     names = dict.fromkeys(name for recipe in recipes for name in recipe)
     return [
-        {"name": name, "values": [str(recipe.get(name)) for recipe in recipes]}
+        (name, *(str(recipe.get(name)) for recipe in recipes))
         for name in names
         if name not in ("output", *PLACES) and len({str(recipe.get(name)) for recipe in recipes}) > 1
     ]
