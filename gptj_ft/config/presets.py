@@ -30,7 +30,8 @@ def preset_file(name: str) -> Path:
     """
     if name not in preset_names():
         raise UsageError(
-            f"no recipe '{shortened(name)}'{did_you_mean(name, preset_names())}; recipes: " + ", ".join(preset_names())
+            f"no recipe '{shortened(name)}'{did_you_mean(name, preset_names())}; `gptj-ft recipes list` shows: "
+            + ", ".join(preset_names())
         )
     return recipes_folder() / f"{name}.yaml"
 
