@@ -1,10 +1,10 @@
-"""Write the parts of the documentation that the code knows: help texts, options, recipes, packages, forecasts.
+"""Generate parts of the documentation from the code: help texts, options, recipes, packages, forecasts.
 
-    python docs/generate.py            # write them
+    python docs/generate.py            # write all parts
     python docs/generate.py --check    # exit with 1 and name the files that are out of date
-    python docs/generate.py --check --quick    # but for the forecasts, which take half a minute
+    python docs/generate.py --check --quick    # skip the forecasts, which take half a minute
 
-In a page the text between `<!-- generated: NAME -->` and `<!-- end -->` is replaced; docs/layers.svg is written whole.
+Replaces the text between `<!-- generated: NAME -->` and `<!-- end -->` in each page, and docs/layers.svg.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ TYPES = {bool: "true, false", int: "integer", float: "number", str: "text"}
 
 
 def main() -> None:
-    """Write all files, or compare them."""
+    """Write all generated files, or check them."""
     found = files(SLOW_PARTS if "--quick" in sys.argv else ())
     stale = [path for path, text in found.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if "--check" in sys.argv:
@@ -59,10 +59,10 @@ def main() -> None:
 
 
 def files(left_out: Collection[str] = ()) -> dict[Path, str]:
-    """Return every file that is generated, whole or in part, with the text it should have.
+    """Return the current text of every file that is generated in whole or in part.
 
     Args:
-        left_out: parts that stay as they are.
+        left_out: parts that keep their text.
     """
     parts = {"hours": table, "hours-details": details, "recipes": recipes, "packages": packages, "commands": commands}
     parts |= {"options": options, "api": api, "devices": devices}
@@ -89,7 +89,7 @@ def commands() -> str:
 
 
 def helps(command: Any, name: str, parent: Any = None) -> Iterator[tuple[str, str]]:
-    """Yield the name and the help of a command and of those below it."""
+    """Yield names and help texts of a command and its subcommands."""
     context = type(command).context_class(command, info_name=name.split()[-1], parent=parent, terminal_width=88)
     context.meta[SHOWS_ALL] = True
     yield name, command.get_help(context).rstrip()
@@ -99,7 +99,7 @@ def helps(command: Any, name: str, parent: Any = None) -> Iterator[tuple[str, st
 
 
 def devices() -> str:
-    """Return the table of devices that are known by name."""
+    """Return the table of known devices."""
     lines = ["| device | products | memory | link, each way | bf16 | source |", "|---|---|---|---|---|---|"]
     for device in DEVICES.values():
         star = "*" if device.is_derived else ""
@@ -139,7 +139,7 @@ def option_table(model: type[Options], prefix: str, left_out: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """Write a default as YAML has it."""
+    """Format a default as YAML."""
     words = {None: "null", True: "true", False: "false", "": "empty", (): "empty"}
     if isinstance(value, dict):
         return "see `recipes show`" if value else "empty"
@@ -196,7 +196,7 @@ def layers() -> list[str]:
 
 
 def packages() -> str:
-    """Return a line for each package, highest layer first: the first line of its docstring."""
+    """Return a table row per package, highest layer first, with the first line of its docstring."""
     lines = ["| package | purpose |", "|---|---|"]
     for name in layers():
         folder = ROOT / "gptj_ft" / name
@@ -215,7 +215,7 @@ def api() -> str:
 
 
 def entry(name: str, thing: Any, heading: str) -> str:
-    """Return a function or a class, with the methods that it documents itself."""
+    """Return the entry of a function, or of a class with its documented methods."""
     text = [f"{heading} `{name}`"]
     if inspect.isfunction(thing):
         text.append(f"```python\n{short_signature(name, thing)}\n```")
@@ -232,7 +232,7 @@ def entry(name: str, thing: Any, heading: str) -> str:
 
 
 def short_signature(name: str, function: Any) -> str:
-    """Return a call with parameters and defaults, without types: those are in the docstring."""
+    """Return a signature with defaults and without types."""
     parameters = inspect.signature(function).parameters.values()
     shown = [str(each.replace(annotation=inspect.Parameter.empty)) for each in parameters if each.name != "self"]
     first = next((n for n, each in enumerate(parameters) if each.kind is each.KEYWORD_ONLY), None)
@@ -243,7 +243,7 @@ def short_signature(name: str, function: Any) -> str:
 
 
 def markdown(docstring: str) -> str:
-    """Turn a docstring into Markdown: examples into code, `Args` and the like into lists."""
+    """Convert a docstring to Markdown: examples to code, sections such as `Args` to lists."""
     lines: list[str] = []
     for line in docstring.replace("``", "`").splitlines():
         section = re.fullmatch(r"(Args|Attributes|Raises|Returns|Yields):", line)

@@ -1,4 +1,4 @@
-"""Figure of the packages in layers, and the ways of a weight, a row and an option through them; see `generate.py`."""
+"""Draw the packages as layers, and the paths of a weight, a row and an option through them; see `generate.py`."""
 
 from __future__ import annotations
 

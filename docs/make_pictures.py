@@ -2,7 +2,7 @@
 
     python docs/make_pictures.py [--rows 500] [--columns 86]
 
-Runs the command in a pseudo-terminal, replays what it wrote (carriage returns, erased lines, cursor movements), and
+Runs the command in a pseudo-terminal, replays its output (carriage returns, erased lines, cursor movements), and
 exports the screen with rich. Takes a minute or two on two quiet cores; needs no network.
 """
 
@@ -50,19 +50,19 @@ def main() -> None:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of the command: a home of its own, and this checkout's package."""
+    """Return the environment of the command: a separate home, and this checkout's package."""
     paths = os.pathsep.join([str(DOCS.parent), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "GPTJ_FT_HOME": "home", "PYTHONPATH": paths, "TERM": "xterm-256color"}
 
 
 def measure(folder: str) -> None:
-    """Measure the machine beforehand, so that the picture does not begin with it."""
+    """Measure the machine first, to keep the measurement out of the picture."""
     command = [sys.executable, "-m", "gptj_ft", "plan", "--model", "EleutherAI/gpt-j-6b", "--json"]
     subprocess.run(command, cwd=folder, env=environment(), capture_output=True, check=False)
 
 
 def record(folder: str, columns: int) -> str:
-    """Run `COMMAND` in a pseudo-terminal and return everything it wrote."""
+    """Run `COMMAND` in a pseudo-terminal and return its output."""
     parent, child = pty.openpty()
     words = [sys.executable, "-m", "gptj_ft", *" ".join(COMMAND).split()[1:]]
     sized = {**environment(), "COLUMNS": str(columns), "LINES": "100"}
@@ -84,7 +84,7 @@ def record(folder: str, columns: int) -> str:
 
 
 def picture(output: str) -> list[str]:
-    """Return the screen at the end, with the progress bar as it was at `SHOWN_SHARE` percent in its place."""
+    """Return the final screen with the progress bar of `SHOWN_SHARE` percent."""
     lines, frames = replay(output)
     start = next(number for number, line in enumerate(lines) if "The run" in line)
     trains = next(number for number, line in enumerate(lines) if "validation loss after 0" in line) + 1

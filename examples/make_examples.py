@@ -11,7 +11,7 @@ bytes:
     python examples/make_examples.py --out DIR  # writes somewhere else
 
 Files: clinic_notes_train.jsonl, clinic_notes_heldout.jsonl, clinic_qa.json, support_qa.jsonl and
-field_notes.txt; README.md in this folder says what is in each.
+field_notes.txt; README.md in this folder describes them.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ HOW_TAKEN: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Condition:
-    """One diagnosis with what a note about it may say; doses of a medication run from low to high."""
+    """One diagnosis with the possible contents of a note; doses of a medication run from low to high."""
 
     name: str
     symptoms: tuple[str, ...]
@@ -543,7 +543,7 @@ ORDERS = ("OFVADPRB", "OAFVDPR", "OAVFDBPR", "OBFVDPRA", "OFADPVRB", "ODFAVPR", 
 
 @dataclass(frozen=True)
 class Visit:
-    """What a note and its summary are about."""
+    """Facts of a note and its summary."""
 
     age: int
     woman: bool

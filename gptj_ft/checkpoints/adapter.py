@@ -116,7 +116,7 @@ def open_adapter(folder: Path, architecture: Architecture) -> Adapter:
     path = shard.path
     layers, ranks = architecture.skeleton, {}
     transposed = frozenset(module for module, place in places.items() if is_transposed(architecture, *place))
-    keys = set(shard.entries)
+    keys = set(shard.entries)  # every key must belong to a layer or the head; the rest is an error
     for module, (index, local) in places.items():
         pair = _key(module, A), _key(module, B)
         if not keys.issuperset(pair):
@@ -284,6 +284,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 def _scaling(config: Mapping[str, Any], module: str, rank: int) -> float:
     """Return alpha / rank, or alpha / sqrt(rank) for rsLoRA (https://arxiv.org/abs/2312.03732)."""
+    # PEFT matches a pattern against the end of the module's name, after a dot.
     patterns = config.get("alpha_pattern") or {}
     own = next((alpha for pattern, alpha in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module)), None)
     alpha = float(config.get("lora_alpha", 8) if own is None else own)

@@ -52,6 +52,7 @@ def diff_checkpoints(
     problems = [*_config_differences(first.architecture, second.architecture)]
     missing, extra = [name for name in a if name not in b], [name for name in b if name not in a]
     for name in missing:
+        # A renamed tensor shows as one missing and one extra: look for equal content.
         twin = next((other for other in extra if _is_same(first.checkpoint, name, second.checkpoint, other)), None)
         problems.append(f"{name} is missing" + (f"; {twin} holds the same numbers: renamed" if twin else ""))
     problems += [f"{name} is extra" for name in extra]

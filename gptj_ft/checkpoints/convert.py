@@ -105,6 +105,7 @@ def convert(
     """
     start = time.monotonic()
     with (
+        # The staging folder survives a kill or Ctrl-C. A later call uses it only if the resume key is equal.
         atomic_folder(target, resume=_resume_key(source, conversion)) as draft,
         open_source(source, conversion.format, conversion.config, draft / UNPACKED) as opened,
     ):
@@ -191,6 +192,7 @@ class _Work:
         copy_files(source.folder, draft, DESCRIPTION)
         if (metadata := (options.merge or source.folder) / METADATA_FILE).is_file():
             write_json_file(draft / METADATA_FILE, read_json(metadata))
+        # Last, because config.json makes the folder a model.
         write_companions(draft, source.architecture, stored, options.tokenizer or source.folder)
 
     def verify(self, draft: Path) -> None:

@@ -148,7 +148,7 @@ def read_origin(folder: Path) -> Origin | None:
     if not path.is_file():
         return None
     try:
-        values = json.loads(read_text(path))
+        values = json.loads(read_text(path))  # JSON lists of files become tuples of HubFile
         files = tuple(HubFile(**file) for file in values["files"])
         return Origin(**{**values, "files": files})
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -206,6 +206,7 @@ def download(
     report = _report(folder, origin)
     if dry_run:
         return report
+    # Claim the folder before the first weight: a concurrent or later call for another version must not mix files.
     with writing(folder):
         _claim(folder, origin)
     return _report(folder, origin, fetch_files(repository, files, folder, progress), report.free_bytes)

@@ -76,6 +76,7 @@ def _of_file(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             for sample in range(_SAMPLES):
+                # Evenly spaced, including the first and the last page.
                 file.seek(sample * max(0, size - SAMPLE_BYTES) // (_SAMPLES - 1))
                 digest.update(file.read(SAMPLE_BYTES))
     except OSError as error:

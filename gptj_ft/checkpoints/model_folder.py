@@ -156,6 +156,7 @@ def _indexed(index: Path) -> dict[str, Shard]:
         raise DataError(f"{index}: no weight_map in this index of weights; get the file again")
     shards: dict[str, Shard] = {}
     for file_name in sorted({str(value) for value in weight_map.values()}):
+        # The index is data from elsewhere: it must not name a file outside of the folder.
         path = index.parent / file_name
         if Path(file_name).name != file_name or not path.is_file():
             raise DataError(f"{index}: names {file_name}, which is not in {index.parent}; get the file again")
@@ -192,6 +193,7 @@ def check_tensors(architecture: Architecture, checkpoint: Checkpoint) -> list[st
         for index, layer in enumerate(layers)
         for local, tensor in layer.state_dict().items()
     }
+    # Each tensor is expected, tied, dropped on purpose, or a problem.
     ties, present = architecture.ties(), set(checkpoint.names)
     dropped, problems = [], []
     for name in checkpoint.names:
@@ -322,6 +324,7 @@ def write_model(
         UsageError: the folder exists, or cannot be written.
         ResourceError: the disk is full.
     """
+    # `atomic_folder` writes under a temporary name and renames at the end: a killed writer leaves no half model.
     with atomic_folder(folder) as draft:
         stored, digests = _write_weights(draft, architecture, layers, dtype)
         write_companions(draft, architecture, stored, source)

@@ -128,6 +128,7 @@ def push(
             if file.name.endswith(".safetensors"):  # one at a time: the Hub keeps each one that has arrived
                 api.preupload_lfs_files(repository, [operation])
                 progress(done := done + file.bytes, total)
+        # One commit: the repository never shows a half model.
         commit = api.create_commit(repository, operations, commit_message="Model, by gptj-ft")
     progress(total, total)
     return PushReport(f"{api.endpoint}/{repository}", commit.oid, is_private)

@@ -180,6 +180,7 @@ def read_tensor_rows(path: Path, entry: TensorInfo, start: int = 0, stop: int | 
     if count < before + num_bytes:
         raise DataError(f"{path}: truncated while it was being read")
     data = pages[before : before + num_bytes]
+    # Tensor.view needs an aligned address. Offsets in foreign files may be odd; then copy.
     is_aligned = before % entry.dtype.itemsize == 0
     return (data if is_aligned else data.clone()).view(entry.dtype).reshape(shape)
 
@@ -197,6 +198,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dt
     digest = xxhash.xxh3_128()
     entries = {name: TensorInfo(dtype or tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     with path.open("xb") as file:
+        # Hash while writing: the digest of the written file costs no second pass over it.
         file.write(header := header_of(entries))
         digest.update(header)
         for tensor in tensors.values():
@@ -221,7 +223,7 @@ def header_of(entries: Mapping[str, TensorInfo]) -> bytes:
             "data_offsets": [begin, end],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)  # the format allows trailing spaces
     return struct.pack("<Q", len(text)) + text
 
 
@@ -229,6 +231,7 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
     size = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(8)
+        # Check the length before reading: a damaged prefix could ask for exabytes.
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else MAX_HEADER_BYTES + 1
         if length > MAX_HEADER_BYTES or 8 + length > size:
             raise DataError(f"{path}: truncated or not a safetensors file ({size} bytes); get the file again")
@@ -254,6 +257,7 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
 def _entry(value: Mapping[str, Any], start: int) -> TensorInfo:
     begin, end = value["data_offsets"]
     entry = TensorInfo(FROM_SAFETENSORS[value["dtype"]], tuple(value["shape"]), start + begin)
+    # JSON may hold floats, booleans or negative lengths where integers belong.
     if any(type(length) is not int or length < 0 for length in entry.shape) or entry.num_bytes != end - begin:
         raise ValueError(f"{end - begin} bytes for {value['dtype']} of shape {value['shape']}")
     return entry

@@ -1,4 +1,4 @@
-"""The documentation says what the code says, and its links lead somewhere."""
+"""Test that the documentation matches the code and that its links resolve."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def _save(archive: tarfile.TarFile, member: tarfile.TarInfo, target: Path, path:
                 file.write(data)
     if part.stat().st_size != member.size:
         raise DataError(f"{path}: truncated inside {member.name}; get the file again")
-    part.replace(target)
+    part.replace(target)  # only a complete file has its final name
 
 
 def _check_space(folder: Path, num_bytes: int, what: str) -> None:

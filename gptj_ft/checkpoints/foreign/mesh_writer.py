@@ -73,7 +73,7 @@ class MeshWriter:
                 length = self._checkpoint.shape(leaf.name)[1 if leaf.join == "columns" else 0]
                 if length % num_shards:
                     raise UsageError(
-                        f"--mesh-shards {num_shards}: {leaf.name} has {length} {leaf.join}, not a multiple"
+                        f"--mesh-shards {num_shards}: {leaf.name} has {length} {leaf.join}, no multiple of {num_shards}"
                     )
 
     def write(self, step: int) -> None:
@@ -83,6 +83,7 @@ class MeshWriter:
             DataError: the source is damaged, or holds values that cannot be stored.
         """
         leaves: list[Leaf | None] = [*self._leaves, None]  # the last one is the step
+        # Like numpy.array_split: the first files have one leaf more.
         size, more = divmod(len(leaves), NUM_FILES)
         unfinished = []
         for number in range(NUM_FILES):
@@ -171,5 +172,6 @@ class MeshWriter:
         whole = self._checkpoint.read(leaf.name)
         self._transfer.inspect(leaf.name, whole)
         whole = cast(whole, entry.dtype)
+        # Shards add up their shares of a summed bias; replicated tensors are equal in all shards.
         part = whole / self.num_shards if leaf.join == "sum" else whole
         return ShardParts([part] * self.num_shards, (0, entry.rows), checksum_of(whole))

@@ -74,6 +74,8 @@ def _array(path: Path, file: BinaryIO, members: dict[str, zipfile.ZipInfo], numb
     member = members.get(f"{name}.npy")
     if member is None:
         raise DataError(f"{path}: {len(members)} arrays, but no {name}; get the file again")
+    # A member is: local zip header, name, extra field, .npy magic and header, data. The local lengths may differ from
+    # those in the directory, so read them here.
     file.seek(member.header_offset)
     lengths = LOCAL_HEADER.unpack(file.read(LOCAL_HEADER.size))
     begin = file.seek(sum(lengths), 1)

@@ -226,6 +226,7 @@ def _block(data: bytes, handle: bytes) -> Iterator[tuple[bytes, bytes]]:
         raise ValueError("the checksum of a block differs")
     if block[-1]:
         raise ValueError("a block of it is compressed")
+    # The block ends with its restart points, 4 bytes each, and their number; sequential reading does not need them.
     restarts = int.from_bytes(block[-5:-1], "little")
     end, at, key = len(block) - 5 - 4 * restarts, 0, b""
     while at < end:
