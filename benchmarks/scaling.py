@@ -27,8 +27,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from gptj_ft.distributed.network import LATENCY, Network
 from gptj_ft.distributed.pipeline import assign_layers
-from gptj_ft.distributed.scale_out import LATENCY, Network, waiting_seconds
+from gptj_ft.distributed.scale_out import waiting_seconds
 from gptj_ft.models.layout import NO_PARAMETERS
 
 BLOCKS, WIDTH, BLOCK_PARAMETERS, HEAD_PARAMETERS = 28, 4096, 201_379_840, 206_488_800  # of GPT-J 6B

@@ -190,9 +190,8 @@ def plan(
         UsageError: an option is invalid, or the model is missing.
         DataError: the rows cannot be used.
     """
-    from gptj_ft.distributed.forecast import SharedForecast
-    from gptj_ft.distributed.network import AUTO_RATE, measure_network
-    from gptj_ft.distributed.scale_out import Network
+    from gptj_ft.distributed.network import AUTO_RATE, Network, measure_network
+    from gptj_ft.distributed.scale_out import SharedForecast
     from gptj_ft.training.finetune import forecast_run
 
     reporter = reporter or Reporter()

@@ -17,12 +17,12 @@ from gptj_ft.distributed.exchange import DistributedExchange, scattered
 from gptj_ft.distributed.files import share_folder
 from gptj_ft.distributed.migrate import Migration
 from gptj_ft.distributed.mirror import DiskMirrors
-from gptj_ft.distributed.network import measure_network
+from gptj_ft.distributed.network import Network, measure_network
 from gptj_ft.distributed.pipeline import Partition, assign_layers
 from gptj_ft.distributed.process_group import subgroup
-from gptj_ft.distributed.scale_out import Network, part_of, wire_bytes, with_mirrors
 from gptj_ft.distributed.scatter import serve
 from gptj_ft.distributed.straggler import StragglerWatch
+from gptj_ft.distributed.traffic import local_workload, most_step_bytes, with_mirrors
 from gptj_ft.errors import UsageError
 from gptj_ft.models.layout import MOMENTS, Layout
 from gptj_ft.models.trainable import Selection
@@ -85,9 +85,9 @@ class DistributedTraining(Parallel):
     def local_job(self, recipe: Recipe, workload: Workload) -> tuple[Recipe, Workload]:
         num_layers = len(workload.layouts)
         owners = self.partition.owners or (0,) * num_layers
-        self.step_bytes = wire_bytes(workload, owners, self.replicas.size)
+        self.step_bytes = most_step_bytes(workload, owners, self.replicas.size)
         if self.pipeline.size > 1:
-            workload = part_of(workload, [layer for layer in range(num_layers) if self.partition.has(layer)])
+            workload = local_workload(workload, [layer for layer in range(num_layers) if self.partition.has(layer)])
         return with_mirrors(recipe, self.pipeline.size), workload
 
     def describe(self, recipe: Recipe) -> dict[str, str]:

@@ -14,7 +14,8 @@ from support.thread_group import Hub, Member, together
 from gptj_ft.config.resolve import build
 from gptj_ft.config.run_folder import Run
 from gptj_ft.data.batches import Rows
-from gptj_ft.distributed.scale_out import Job, Network, forecast_share
+from gptj_ft.distributed.network import Network
+from gptj_ft.distributed.scale_out import Job, forecast_share
 from gptj_ft.distributed.training import DistributedTraining
 from gptj_ft.distributed.worker import worker_run
 from gptj_ft.system.group import ALONE, Group

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from support.thread_group import Coming, Member, together
 
-from gptj_ft.distributed.network import measure_network
-from gptj_ft.distributed.scale_out import Network
+from gptj_ft.distributed.network import Network, measure_network
 from gptj_ft.distributed.training import DistributedTraining
 from gptj_ft.errors import UsageError
 from gptj_ft.system.group import ALONE

@@ -15,18 +15,10 @@ from support.rates import round_rates
 from gptj_ft.cli.terminal.machines import show_machines
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.resolve import resolve
+from gptj_ft.distributed.network import PAYLOAD, Network
 from gptj_ft.distributed.pipeline import assign_layers
-from gptj_ft.distributed.scale_out import (
-    PAYLOAD,
-    Job,
-    Network,
-    advise,
-    divisions,
-    forecast_share,
-    part_of,
-    scale_out,
-    waiting_seconds,
-)
+from gptj_ft.distributed.scale_out import Job, advise, divisions, forecast_share, scale_out, waiting_seconds
+from gptj_ft.distributed.traffic import local_workload
 from gptj_ft.distributed.training import resolve_split
 from gptj_ft.errors import UsageError
 from gptj_ft.models.gptj import GPTJConfig, build_layers
@@ -221,7 +213,7 @@ def test_gradients_hide_behind_the_rows_that_are_advised(six_b: Workload) -> Non
     for factor, waits in ((times // 2, True), (times, False)):
         tokens = factor * load.step.most
         more = load.with_step(most=tokens, mean=tokens, targets=tokens)
-        assert forecast_share(replace(job, load=more), 1, 4).waits_for_network is waits
+        assert forecast_share(replace(job, workload=more), 1, 4).waits_for_network is waits
 
 
 def test_the_fastest_that_fits_on_every_machine_is_chosen(six_b: Workload) -> None:
@@ -295,7 +287,7 @@ def test_few_micro_batches_leave_machines_waiting_and_the_advice_says_how_many_t
 def test_parts_of_a_model_compute_together_what_the_whole_computes(six_b: Workload) -> None:
     for size in (2, 4, 7):
         owners = assign_layers(six_b.layouts, size)
-        parts = [part_of(six_b, [i for i, owner in enumerate(owners) if owner == rank]) for rank in range(size)]
+        parts = [local_workload(six_b, [i for i, owner in enumerate(owners) if owner == rank]) for rank in range(size)]
         assert sum(part.num_parameters for part in parts) == six_b.num_parameters
         for kept in (0, 1):
             whole = six_b.flops(size * kept)

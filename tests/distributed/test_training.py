@@ -25,8 +25,8 @@ from gptj_ft.distributed import migrate, mirror
 from gptj_ft.distributed.control import PeerFailed
 from gptj_ft.distributed.pipeline import assign_layers
 from gptj_ft.distributed.row_shards import ShardSums, local_shards, shard_rows, tree_nodes, tree_sum
-from gptj_ft.distributed.scale_out import moved_bytes
 from gptj_ft.distributed.straggler import StragglerWatch
+from gptj_ft.distributed.traffic import migrated_bytes
 from gptj_ft.distributed.training import DistributedTraining, resolve_split
 from gptj_ft.distributed.worker import worker_run
 from gptj_ft.errors import DataError, GptjFtError, Interrupted, NotFinite, UsageError
@@ -344,7 +344,7 @@ def test_the_bytes_that_move_to_machines_that_join_are_those_forecast(models, tm
     owners = [assign_layers(setup.plan.workload.layouts, size) for size in sizes]
     assert moved[0] == {0: 0}
     for at, (before, after) in enumerate(itertools.pairwise(owners), start=1):
-        said = moved_bytes(setup.plan, setup.recipe, setup.plan.workload, before, after)
+        said = migrated_bytes(setup.plan, setup.recipe, setup.plan.workload, before, after)
         assert moved[at] == said, sizes[at]
         assert sum(said.values()) > 0
     train_apart(4, models["gptj"], tmp_path, max_steps=6, **options)

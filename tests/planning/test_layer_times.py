@@ -15,7 +15,7 @@ from support.rates import FakeMachine
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.batches import Rows
 from gptj_ft.distributed.pipeline import assign_layers
-from gptj_ft.distributed.scale_out import part_of, replica_of
+from gptj_ft.distributed.traffic import local_workload, replica_workload
 from gptj_ft.errors import ResourceError
 from gptj_ft.models import bert, gpt2, gptj
 from gptj_ft.models.layout import Layout
@@ -170,10 +170,10 @@ def test_parts_and_replicas_sum_to_whole() -> None:
         times=ModelTimes((NOTHING, *blocks, LayerTimes(SecondsByTokens(0.25, 0.0), SecondsByTokens(0.5, 0.1))))
     )
     owners = assign_layers(load.layouts, 2)
-    parts = [part_of(load, [layer for layer, owner in enumerate(owners) if owner == rank]) for rank in range(2)]
+    parts = [local_workload(load, [layer for layer, owner in enumerate(owners) if owner == rank]) for rank in range(2)]
     assert sum(part.layer_seconds for part in parts) == pytest.approx(load.layer_seconds)
-    assert 2 * replica_of(load, 2).layer_seconds == pytest.approx(load.layer_seconds)
-    assert replica_of(load, 8).step.num_micro_batches == 1, "there is no half of one"
+    assert 2 * replica_workload(load, 2).layer_seconds == pytest.approx(load.layer_seconds)
+    assert replica_workload(load, 8).step.num_micro_batches == 1, "there is no half of one"
 
 
 def test_frozen_layers_have_cheaper_or_no_backward(machine: FakeMachine) -> None:

@@ -57,7 +57,7 @@ def plan(
             from gptj_ft.cli.terminal.machines import show_machines
             from gptj_ft.cli.terminal.progress import TerminalReporter
             from gptj_ft.cli.terminal.tables import show_outlook, show_plan
-            from gptj_ft.distributed.forecast import SharedForecast
+            from gptj_ft.distributed.scale_out import SharedForecast
 
         resolved = resolve(options, config, assignments)
         with TerminalReporter(out.notes) as reporter:

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 
 from gptj_ft.cli.terminal.screen import panel, table, time_after
-from gptj_ft.distributed.scale_out import NodePass, ScaleOut, Share, bits_text
+from gptj_ft.distributed.network import bits_text
+from gptj_ft.distributed.scale_out import NodePass, ScaleOut, Share
 from gptj_ft.planning.memory import Need
 from gptj_ft.system.units import clock, gigabytes
 
