@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from pathlib import Path
 from typing import Any
@@ -73,11 +72,14 @@ def sent_by_rank(
     return sent
 
 
-SPLITS = [*itertools.product(METHODS, (((2, 1), (3, 1)), ((1, 2), (1, 3)))), ("full", ((1, 4),)), ("full", ((2, 2),))]
+# Stages and replicas.
+SPLITS = [
+    ("full", ((3, 1), (1, 3), (2, 2))), ("lora", ((1, 2),)), ("part", ((2, 1),)), ("tied", ((3, 1), (1, 2))),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("method", "splits"), SPLITS)
-def test_each_process_sends_in_a_step_what_was_forecast(models, tmp_path, monkeypatch, method, splits) -> None:
+def test_ranks_send_forecast_bytes(models, tmp_path, monkeypatch, method, splits) -> None:
     model, options = models["gpt2" if method == "tied" else "gptj"], METHODS[method]
     setup = setup_of(model, tmp_path / "alone", **options)
     job = Job(setup.recipe, setup.plan.workload, setup.plan.have, setup.plan.rates, Network(1e9))
@@ -85,7 +87,7 @@ def test_each_process_sends_in_a_step_what_was_forecast(models, tmp_path, monkey
         size = stages * replicas
         share = {"share": "layers", "replicas": replicas} if stages > 1 else {"share": "rows"}
         shared = {**options, **share, "lanes": replicas}
-        sent = sent_by_rank(size, model, tmp_path / f"{size}", monkeypatch, shared)
+        sent = sent_by_rank(size, model, tmp_path / f"{stages}x{replicas}", monkeypatch, shared)
         nodes = forecast_share(job, stages, replicas).nodes
         said = {rank: node.sent for node in nodes for rank in range(size) if rank % stages in node.ranks}
         assert sum(sent.values()) / STEPS == pytest.approx(sum(said.values()), rel=0.01), size

@@ -45,7 +45,7 @@ SLURM = {
 }  # fmt: skip
 
 
-def test_what_torchrun_and_slurm_say_is_understood() -> None:
+def test_launcher_environment_is_parsed() -> None:
     assert Membership.of(TORCHRUN) == Membership(1, 3, 1, ("10.0.0.1", 29401))
     assert Membership.of({**TORCHRUN, "GPTJ_FT_PORT": "5000"}) == Membership(1, 3, 1, ("10.0.0.1", 5000))
     assert Membership.of(SLURM) == Membership(2, 4, 2, ("10.0.0.1", 29501))
@@ -55,9 +55,7 @@ def test_what_torchrun_and_slurm_say_is_understood() -> None:
     ("devices", "way"),
     [(["a 1", "a 2"], "from device to device"), (["a 1", "a 1"], "through host"), (["a 1", ""], "through host")],
 )
-def test_tensors_go_from_device_to_device_only_where_every_process_has_one_of_its_own(
-    monkeypatch, devices, way
-) -> None:
+def test_nccl_needs_one_device_per_rank(monkeypatch, devices, way) -> None:
     said, links = [{"device": device} for device in devices], Partition(ALONE, (0, 1, 0, 1, 1)).links
     assert links == [(0, 1, 0), (0, 1, 1), (1, 0, 0), (1, 0, 1)]
     monkeypatch.setenv("GPTJ_FT_NCCL", "1")
@@ -98,7 +96,7 @@ def test_tensors_go_from_device_to_device_only_where_every_process_has_one_of_it
         (SLURM, 0),
     ],
 )
-def test_a_process_knows_its_number_on_its_machine(said: dict[str, str], number: int) -> None:
+def test_local_rank_is_parsed(said: dict[str, str], number: int) -> None:
     member = Membership.of(said)
     assert member is not None
     assert member.local_rank == number
@@ -108,7 +106,7 @@ def test_a_process_knows_its_number_on_its_machine(said: dict[str, str], number:
     ("nodes", "host"),
     [("host-a", "host-a"), ("host-a,host-b", "host-a"), ("node[01-03,7],gpu1", "node01"), ("a.b[5,9]", "a.b5")],
 )
-def test_the_first_host_of_a_slurm_step_has_a_port_of_the_job(nodes: str, host: str) -> None:
+def test_slurm_step_has_own_port(nodes: str, host: str) -> None:
     def address(job: int, step: int) -> tuple[str, int]:
         own = {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step), "SLURM_STEP_NODELIST": nodes, "MASTER_ADDR": ""}
         member = Membership.of({**SLURM, **own})
@@ -122,12 +120,12 @@ def test_the_first_host_of_a_slurm_step_has_a_port_of_the_job(nodes: str, host: 
     assert all(20000 < port < 29000 and port + 1 not in ports for port in ports)
 
 
-def test_hosts_that_only_slurm_can_tell_are_asked_for() -> None:
+def test_complex_slurm_host_list_needs_scontrol() -> None:
     with pytest.raises(UsageError, match=r"cannot tell the first host of r\[1-2\]n\[1-2\]: .*; set MASTER_ADDR"):
         Membership.of({**SLURM, "MASTER_ADDR": "", "SLURM_STEP_NODELIST": "r[1-2]n[1-2]"})
 
 
-def test_slurm_tasks_of_a_machine_are_those_of_its_number() -> None:
+def test_slurm_local_size_follows_node() -> None:
     tasks = {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "3(x2),1"}
     found = [Membership.of({**tasks, "SLURM_NODEID": str(node)}) for node in range(3)]
     assert [member.local_size for member in found if member] == [3, 3, 1]
@@ -136,7 +134,7 @@ def test_slurm_tasks_of_a_machine_are_those_of_its_number() -> None:
 
 
 @pytest.mark.parametrize("name", ["bash", "interactive"])
-def test_a_slurm_shell_is_one_process_and_tasks_started_from_it_are_several(monkeypatch, name) -> None:
+def test_slurm_shell_is_single_process(monkeypatch, name) -> None:
     step = {**SLURM, "SLURM_JOB_NAME": name}
     for has_terminal in (True, False):
         monkeypatch.setattr(launch, "_has_terminal", lambda has=has_terminal: has)
@@ -144,7 +142,7 @@ def test_a_slurm_shell_is_one_process_and_tasks_started_from_it_are_several(monk
     assert Membership.of({**step, "SLURM_STEP_ID": "4294967290"}) is None  # of the shell that salloc opens
 
 
-def test_accelerate_that_starts_one_process_of_several_is_told_how() -> None:
+def test_accelerate_without_multi_gpu_is_rejected() -> None:
     silent = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     with pytest.raises(UsageError, match="accelerate launch starts several processes only with --multi_gpu"):
         Membership.of(silent)
@@ -160,7 +158,7 @@ def test_accelerate_that_starts_one_process_of_several_is_told_how() -> None:
         {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"},
     ],
 )
-def test_a_command_outside_of_a_launcher_is_one_process(environment: dict[str, str]) -> None:
+def test_no_launcher_means_single_process(environment: dict[str, str]) -> None:
     assert Membership.of(environment) is None
 
 
@@ -172,12 +170,12 @@ def test_a_command_outside_of_a_launcher_is_one_process(environment: dict[str, s
         ({"MASTER_PORT": "http"}, "MASTER_PORT is 'http'"),
     ],
 )
-def test_what_a_launcher_says_wrongly_is_named(change: dict[str, str], message: str) -> None:
+def test_bad_launcher_variable_is_named(change: dict[str, str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Membership.of({**TORCHRUN, **change})
 
 
-def test_a_public_network_is_refused_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_public_network_needs_permission(monkeypatch: pytest.MonkeyPatch) -> None:
     class Probe(socket.socket):
         def connect(self, address: Any) -> None:
             pass
@@ -195,7 +193,7 @@ def test_a_public_network_is_refused_unless_it_is_asked_for(monkeypatch: pytest.
     assert interface_to(("host", 29500))[1] == "127.0.0.1"
 
 
-def test_a_launcher_and_another_number_of_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launcher_conflicts_with_nproc(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match="--nproc 2, and a launcher has started 3 processes"), joined(2):
@@ -223,7 +221,7 @@ def at_once(controls: list[Control], work: Any) -> list[Any]:
         return [future.result() for future in [pool.submit(work, each) for each in controls]]
 
 
-def test_facts_are_gathered_by_rank_topic_by_topic(controls: list[Control]) -> None:
+def test_gather_matches_topics_and_ranks(controls: list[Control]) -> None:
     def work(each: Control) -> list[list[dict[str, Any]]]:
         topics = ["loss", "stop", "loss"]
         return [each.gather(topic, {"rank": each.rank, "turn": turn, "x": 0.1}) for turn, topic in enumerate(topics)]
@@ -232,7 +230,7 @@ def test_facts_are_gathered_by_rank_topic_by_topic(controls: list[Control]) -> N
         assert found == [[{"rank": rank, "turn": turn, "x": 0.1} for rank in range(3)] for turn in range(3)]
 
 
-def test_some_processes_gather_facts_without_the_others(controls: list[Control]) -> None:
+def test_subgroup_gathers_without_rank_zero(controls: list[Control]) -> None:
     """Of another group, and as often as they like: the first passes on what it has no part in."""
 
     def work(each: Control) -> list[list[dict[str, Any]]]:
@@ -246,7 +244,7 @@ def test_some_processes_gather_facts_without_the_others(controls: list[Control])
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_an_error_of_one_process_is_told_to_all_with_its_exit_code(controls: list[Control], failing: int) -> None:
+def test_error_reaches_all_with_exit_code(controls: list[Control], failing: int) -> None:
     controls[failing].close(DataError("row 7 is damaged"))
     for rank in {0, 1, 2} - {failing}:
         with pytest.raises(
@@ -257,7 +255,7 @@ def test_an_error_of_one_process_is_told_to_all_with_its_exit_code(controls: lis
         assert not caught.value.is_gone
 
 
-def test_a_wish_to_stop_before_training_is_told_to_all(controls: list[Control]) -> None:
+def test_early_stop_reaches_all_ranks(controls: list[Control]) -> None:
     controls[2].close(KeyboardInterrupt())
     with pytest.raises(PeerFailed, match=r"process 3 \(c\): stopped") as caught:
         controls[1].gather("plan", {})
@@ -265,7 +263,7 @@ def test_a_wish_to_stop_before_training_is_told_to_all(controls: list[Control]) 
 
 
 @pytest.mark.parametrize("gone", [0, 2])
-def test_a_process_that_is_gone_is_noticed_by_all_within_three_seconds(controls: list[Control], gone: int) -> None:
+def test_dead_rank_is_detected_at_once(controls: list[Control], gone: int) -> None:
     began = time.monotonic()
     controls[gone]._closed = True  # it says nothing more
     for each in controls[gone]._sockets.values():
@@ -276,22 +274,20 @@ def test_a_process_that_is_gone_is_noticed_by_all_within_three_seconds(controls:
     assert time.monotonic() - began < 3.0
 
 
-def test_a_process_that_says_nothing_is_taken_for_gone(
-    controls: list[Control], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silent_rank_counts_as_dead(controls: list[Control], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "SILENT_SECONDS", 3.0)  # the others are heard of every two
     controls[1]._closed = True  # no heartbeat any more, and the connection stands
     with pytest.raises(PeerFailed, match=r"process 2 \(b\) does not answer any more"):
         controls[0].gather("loss", {})
 
 
-def test_a_process_that_says_nonsense_ends_the_run(controls: list[Control]) -> None:
+def test_nonsense_message_ends_run(controls: list[Control]) -> None:
     controls[1]._sockets[0].sendall(b"not a line of ours\n")
     with pytest.raises(PeerFailed, match=r"process 2 \(b\) sent a malformed message"):
         controls[0].gather("loss", {})
 
 
-def test_processes_that_leave_in_order_are_not_taken_for_gone(controls: list[Control]) -> None:
+def test_orderly_leaving_is_no_failure(controls: list[Control]) -> None:
     at_once(controls, lambda each: each.gather("end", {}))
     at_once(controls, lambda each: each.close())
     assert all(each._failure is None for each in controls)
@@ -325,7 +321,7 @@ def test_malformed_message_ends_run_with_error(controls: list[Control], message:
     assert caught.value.exit_code == 1
 
 
-def test_who_does_not_know_the_token_is_not_let_in() -> None:
+def test_wrong_token_cannot_join() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(3) as pool:
         address = listener.getsockname()
         first = pool.submit(host_control, listener, 2, "token", "a", 10.0, ends_process=False)
@@ -338,13 +334,13 @@ def test_who_does_not_know_the_token_is_not_let_in() -> None:
         second.result().close(KeyboardInterrupt())
 
 
-def test_who_has_not_come_is_named() -> None:
+def test_missing_ranks_are_named() -> None:
     message = r"2 of 3 processes have not come within 0.1 s: number 2, 3"
     with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(PeerFailed, match=message):
         host_control(listener, 3, "token", "a", 0.1)
 
 
-def test_a_process_that_fails_to_start_ends_the_wait_for_it(tmp_path: Path) -> None:
+def test_dead_child_ends_start(tmp_path: Path) -> None:
     """`--nproc` sees its children; it does not wait five minutes for one that is dead."""
     code = (
         "import sys\nfrom gptj_ft.distributed import launch\n"
@@ -358,13 +354,13 @@ def test_a_process_that_fails_to_start_ends_the_wait_for_it(tmp_path: Path) -> N
     assert "process 2 is gone, with exit code 9" in done.stderr
 
 
-def test_nothing_of_it_is_loaded_by_a_command_of_one_process() -> None:
+def test_single_process_does_not_import_launch() -> None:
     code = "import sys, gptj_ft.cli.app; print(json.dumps([m for m in sys.modules if 'launch' in m or 'control' in m]))"
     done = subprocess.run([sys.executable, "-c", f"import json; {code}"], capture_output=True, text=True, check=True)
     assert "gptj_ft.distributed.launch" not in json.loads(done.stdout)
 
 
-def test_a_machine_with_other_threads_is_refused_unless_the_run_says_how_many() -> None:
+def test_thread_mismatch_needs_explicit_threads() -> None:
     said = [{"facts": {"torch": "2", "threads": threads}} for threads in (8, 6)]
     message = "process 2 has threads 6, process 1 has 8: .* on all machines; use --set threads=6"
     with pytest.raises(UsageError, match=message):
@@ -372,10 +368,15 @@ def test_a_machine_with_other_threads_is_refused_unless_the_run_says_how_many() 
     check_same_environment(said, threads=4)
 
 
-def test_processes_that_have_fewer_threads_than_one_would_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_threads_give_warning() -> None:
     told: list[str] = []
-    reporter, group = Reporter(), Member(Hub(2), 0)
-    monkeypatch.setattr(reporter, "on_message", told.append)
+    group = Member(Hub(2), 0)
+
+    class Listener(Reporter):
+        def on_message(self, message: str) -> None:
+            told.append(message)
+
+    reporter = Listener()
     now = torch.get_num_threads()
     for group.threads_alone in (None, now, now + 1):
         use_threads(build({}), DistributedTraining(group), reporter)
@@ -390,15 +391,13 @@ def test_processes_that_have_fewer_threads_than_one_would_say_so(monkeypatch: py
         torch.set_num_threads(now)
 
 
-def test_threads_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cores_are_divided_by_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     assert [launch.threads_of(Membership(0, 4, here)) for here in (1, 2, 3, 16)] == [8, 4, 2, 1]
 
 
 @pytest.mark.parametrize("meets_in", ["a file", "a socket"])
-def test_who_waits_for_the_first_process_heeds_a_signal(
-    meets_in: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_rank_heeds_signal(meets_in: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "threads_of", lambda member: torch.get_num_threads())
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -419,7 +418,7 @@ def test_who_waits_for_the_first_process_heeds_a_signal(
     assert time.monotonic() - began < 10
 
 
-def test_a_first_process_that_dies_before_all_have_come_is_gone_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_zero_death_at_start_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     class Closed:
         def check(self, keys: list[str]) -> bool:
             raise torch.distributed.DistNetworkError("Failed to recv, got 0 bytes")

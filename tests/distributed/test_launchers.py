@@ -59,7 +59,7 @@ def assert_shared(folder: Path, output: str) -> None:
     assert_same_weights(weights_of(folder / output / "model"), weights_of(folder / "alone" / "model"))
 
 
-def test_two_processes_by_accelerate_give_the_bits_of_one(folder: Path) -> None:
+def test_accelerate_keeps_single_process_bits(folder: Path) -> None:
     launcher = shutil.which("accelerate", path=str(Path(sys.executable).parent))
     if launcher is None:
         pytest.skip("accelerate has no command beside this Python")
@@ -68,7 +68,7 @@ def test_two_processes_by_accelerate_give_the_bits_of_one(folder: Path) -> None:
     assert_shared(folder, "accelerate")
 
 
-def test_two_tasks_of_a_slurm_step_give_the_bits_of_one_process(folder: Path) -> None:
+def test_slurm_step_keeps_single_process_bits(folder: Path) -> None:
     ranks = [{**SLURM, "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"]
     end(*(start([sys.executable, "-m", "gptj_ft"], folder, "slurm", each) for each in ranks))
     assert_shared(folder, "slurm")

@@ -17,7 +17,7 @@ from gptj_ft.system.group import ALONE
 RATE, LATENCY = 2e8, 0.004  # bytes/s and seconds, of the one slow link
 
 
-def test_the_slowest_link_is_measured_and_all_processes_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slowest_link_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     wait = Coming.wait
 
     def slowly(self: Any) -> None:
@@ -35,7 +35,7 @@ def test_the_slowest_link_is_measured_and_all_processes_find_the_same(monkeypatc
     assert max(member.bytes_sent for member in members) < 66 * 2**20
 
 
-def test_one_process_has_no_network_to_measure(shell) -> None:
+def test_single_process_has_no_network(shell) -> None:
     with pytest.raises(UsageError, match="--network auto measures the network between processes, and there is one"):
         measure_network(ALONE)
     refused = shell("plan --recipe summarization --model tiny --network auto")
@@ -43,13 +43,13 @@ def test_one_process_has_no_network_to_measure(shell) -> None:
     assert "or name a rate, such as --network 10Gbit" in " ".join(refused.err.split())
 
 
-def test_processes_that_would_measure_nothing_are_refused(shell) -> None:
+def test_plan_nproc_needs_auto_network(shell) -> None:
     refused = shell("plan --recipe summarization --model tiny --nproc 2")
     assert (refused.code, "needs --network auto" in refused.err) == (2, True)
 
 
 @pytest.mark.parametrize(("bits", "text"), [(1e9, "0.85 s, longer than computing it;"), (1e11, "0.0085 s;")])
-def test_the_forecast_of_a_shared_run_has_what_a_step_sends_at_the_measured_rate(bits: float, text: str) -> None:
+def test_traffic_uses_measured_rate(bits: float, text: str) -> None:
     setup: Any = SimpleNamespace(plan=SimpleNamespace(costs=SimpleNamespace(seconds_per_step=0.5)))
     said = DistributedTraining(network=Network(bits), step_bytes=(1e8, 5e7)).traffic(setup)
     assert said is not None

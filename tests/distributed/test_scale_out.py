@@ -53,18 +53,18 @@ def job_of(load: Workload, network: Network = FAST, recipe: Recipe = RECIPE, hav
 @pytest.mark.parametrize(
     ("text", "bits"), [("10Gbit", 1e10), ("100Mbit", 1e8), ("2.5 gbit/s", 2.5e9), (".5Gbit", 5e8), ("64kbit", 6.4e4)]
 )
-def test_a_rate_is_read_as_networks_are_sold_by(text: str, bits: float) -> None:
+def test_network_rate_is_parsed(text: str, bits: float) -> None:
     assert Network.parse(text).bits == bits
     assert Network.parse(text).rate == PAYLOAD * bits / 8
 
 
 @pytest.mark.parametrize("text", ["10GB", "fast", "", "10", "0Gbit", "-1Gbit", "1e9Gbit", "10Gbits"])
-def test_what_is_no_rate_is_refused_with_an_example(text: str, shell) -> None:
+def test_bad_network_rate_is_rejected(text: str, shell) -> None:
     with pytest.raises(UsageError, match="such as 10Gbit or 100Mbit"):
         Network.parse(text)
 
 
-def test_one_machine_that_shares_with_nobody_has_the_ordinary_plan(six_b: Workload) -> None:
+def test_single_machine_keeps_ordinary_plan(six_b: Workload) -> None:
     share, plan = forecast_share(job_of(six_b), 1, 1), choose(RECIPE, six_b, FREE, RATES)
     (node,) = share.nodes
     assert node.plan == plan
@@ -82,7 +82,7 @@ def test_one_machine_that_shares_with_nobody_has_the_ordinary_plan(six_b: Worklo
     assert found.speedup(found.chosen) == 1
 
 
-def test_layers_are_where_the_runtime_has_them_and_a_head_is_where_the_weights_are_that_it_borrows(
+def test_forecast_owners_match_runtime(
     six_b: Workload,
 ) -> None:
     for stages in (1, 2, 4, 7, 8):
@@ -98,7 +98,7 @@ def test_layers_are_where_the_runtime_has_them_and_a_head_is_where_the_weights_a
     assert share.owners[0] == share.owners[-1]
 
 
-def test_mirrors_take_the_room_of_another_machine_in_each_checkpoint(six_b: Workload) -> None:
+def test_mirrors_double_checkpoint_space(six_b: Workload) -> None:
     state, have = 12 * six_b.num_parameters / 2, replace(FREE, device=200 * GB, host=200 * GB)
     for place, more in (("disk", 3), ("device", 2)):
         plain = RECIPE.model_copy(update={"weights": place, "optimizer_state": place})
@@ -110,7 +110,7 @@ def test_mirrors_take_the_room_of_another_machine_in_each_checkpoint(six_b: Work
             assert mirrored - first == pytest.approx(times * state, rel=0.1)
 
 
-def test_sharing_layers_divides_disk_memory_and_traffic_and_sharing_rows_does_not(six_b: Workload) -> None:
+def test_only_shared_layers_divide_state(six_b: Workload) -> None:
     on_disk = {"weights": "disk", "optimizer_state": "disk", "boundaries": "device"}
     have = replace(FREE, device=60 * GB, host=60 * GB)
     job = job_of(six_b, recipe=RECIPE.model_copy(update=on_disk), have=have)
@@ -141,7 +141,7 @@ def test_sharing_layers_divides_disk_memory_and_traffic_and_sharing_rows_does_no
     assert rows.nodes[0].host_bytes == whole.host_bytes + 4 * largest
 
 
-def test_machines_send_hidden_states_once_a_hop_and_gradients_once_each_way_a_replica(six_b: Workload) -> None:
+def test_step_bytes_count_hops_and_replicas(six_b: Workload) -> None:
     tokens, parameters = 32 * 1024, 6_050_882_784
     for stages in (2, 4, 7):
         share = forecast_share(job_of(six_b), stages, 1)
@@ -162,7 +162,7 @@ def test_machines_send_hidden_states_once_a_hop_and_gradients_once_each_way_a_re
     assert sums == pytest.approx(8 * parameters * 3 / 4, rel=0.05), "each of two machines sums up its own layers"
 
 
-def test_nothing_comes_down_to_layers_below_the_lowest_that_is_trained(six_b: Workload) -> None:
+def test_backward_stops_at_lowest_trained_layer(six_b: Workload) -> None:
     layers = build_layers(GPTJConfig())
     empty = Layout.of(layers[0], ())
     trained = tuple(Layout.of(layer) if index > 20 else empty for index, layer in enumerate(layers))
@@ -178,7 +178,7 @@ def test_nothing_comes_down_to_layers_below_the_lowest_that_is_trained(six_b: Wo
     assert all(node.backward.sent == 0 for node in share.nodes)
 
 
-def test_a_slow_network_is_the_bound_and_a_faster_one_that_is_advised_is_not(six_b: Workload) -> None:
+def test_advised_network_removes_bound(six_b: Workload) -> None:
     fast, slow = (scale_out(job_of(six_b, network), 4) for network in (FAST, SLOW))
     assert not fast.chosen.waits_for_network
     assert fast.advice == ()
@@ -191,7 +191,7 @@ def test_a_slow_network_is_the_bound_and_a_faster_one_that_is_advised_is_not(six
     ).waits_for_network
 
 
-def test_gradients_that_are_used_at_once_are_waited_for(six_b: Workload) -> None:
+def test_immediate_updates_wait_for_gradients(six_b: Workload) -> None:
     have = replace(FREE, device=10**12, host=10**12)
     waiting = []
     for clip in (1.0, None):
@@ -202,7 +202,7 @@ def test_gradients_that_are_used_at_once_are_waited_for(six_b: Workload) -> None
     assert waiting == [pytest.approx(embedding), pytest.approx(six_b.num_parameters)]
 
 
-def test_gradients_hide_behind_the_rows_that_are_advised(six_b: Workload) -> None:
+def test_advised_rows_hide_gradients(six_b: Workload) -> None:
     load = replace(six_b, layouts=six_b.layouts[:1] + six_b.layouts[-2:])
     job = job_of(load, Network(5e8))
     found = scale_out(job, 4)
@@ -216,7 +216,7 @@ def test_gradients_hide_behind_the_rows_that_are_advised(six_b: Workload) -> Non
         assert forecast_share(replace(job, workload=more), 1, 4).waits_for_network is waits
 
 
-def test_the_fastest_that_fits_on_every_machine_is_chosen(six_b: Workload) -> None:
+def test_fastest_fitting_share_is_chosen(six_b: Workload) -> None:
     for network in (FAST, Network(1e9), SLOW):
         for disk in (10**12, 100 * GB, 60 * GB):
             found = scale_out(job_of(six_b, network, have=replace(FREE, disk=disk)), 8)
@@ -227,7 +227,7 @@ def test_the_fastest_that_fits_on_every_machine_is_chosen(six_b: Workload) -> No
             assert all(node.disk_bytes <= disk for node in found.chosen.nodes)
 
 
-def test_a_model_that_fits_on_no_one_machine_fits_on_four(six_b: Workload) -> None:
+def test_four_machines_fit_larger_model(six_b: Workload) -> None:
     have = replace(FREE, disk=75 * GB)
     found = scale_out(job_of(six_b, have=have), 4)
     assert not found.alone.fits
@@ -241,7 +241,7 @@ def test_a_model_that_fits_on_no_one_machine_fits_on_four(six_b: Workload) -> No
     assert "can share only rows" in str(prime.problem)
 
 
-def test_the_way_that_is_chosen_says_the_options_by_which_it_is_run(six_b: Workload) -> None:
+def test_chosen_share_names_its_options(six_b: Workload) -> None:
     found = scale_out(job_of(six_b), 4)
     assert [each.settings for each in (*found.shares, found.alone)] == [
         "--set share=rows",
@@ -260,14 +260,14 @@ def test_the_way_that_is_chosen_says_the_options_by_which_it_is_run(six_b: Workl
     assert [each.name for each in scale_out(answering, 4).shares] == ["rows"], "which training would refuse"
 
 
-def test_machines_without_rows_are_refused(six_b: Workload) -> None:
+def test_too_few_rows_are_rejected(six_b: Workload) -> None:
     assert list(divisions(12, 10)) == [(1, 12), (2, 6), (3, 4), (4, 3)]
     with pytest.raises(UsageError, match="--batch-size 128 or more"):
         scale_out(job_of(six_b), 1024)
     assert scale_out(job_of(six_b, recipe=RECIPE.model_copy(update={"batch_size": 128})), 1024).shares[0].stages == 8
 
 
-def test_few_micro_batches_leave_machines_waiting_and_the_advice_says_how_many_they_need(six_b: Workload) -> None:
+def test_few_micro_batches_get_advice(six_b: Workload) -> None:
     assert waiting_seconds(1, 28, 1, 100.0, 1.0) == 0
     # One micro-batch is on one of four machines at a time; sixteen come late only to begin with.
     assert waiting_seconds(4, 7, 1, 70.0, 0.0) == pytest.approx(3 * 70 + 3 * 10)
@@ -284,7 +284,7 @@ def test_few_micro_batches_leave_machines_waiting_and_the_advice_says_how_many_t
     assert better.seconds_per_step < 0.7 * share.seconds_per_step
 
 
-def test_parts_of_a_model_compute_together_what_the_whole_computes(six_b: Workload) -> None:
+def test_local_workloads_sum_to_whole(six_b: Workload) -> None:
     for size in (2, 4, 7):
         owners = assign_layers(six_b.layouts, size)
         parts = [local_workload(six_b, [i for i, owner in enumerate(owners) if owner == rank]) for rank in range(size)]
@@ -295,7 +295,7 @@ def test_parts_of_a_model_compute_together_what_the_whole_computes(six_b: Worklo
         assert sum(part.boundary_bytes() for part in parts) == six_b.boundary_bytes()
 
 
-def test_cards_that_hold_half_a_state_each_need_no_disk_together() -> None:
+def test_two_small_cards_need_no_disk() -> None:
     device = find_device("RTX 4090 24GB")
     published = find_published("Cerebras-GPT-2.7B")
     assert published is not None
@@ -315,7 +315,7 @@ def test_cards_that_hold_half_a_state_each_need_no_disk_together() -> None:
     assert found.speedup(found.chosen) > 2
 
 
-def test_the_command_shows_every_way_and_marks_the_chosen_one(shell, six_b: Workload) -> None:
+def test_plan_nodes_marks_chosen_share(shell, six_b: Workload) -> None:
     line = "plan --recipe summarization --model cerebras/Cerebras-GPT-111M --max-steps 3"
     alone, values = shell(f"{line} --json").json, shell(f"{line} --nodes 4 --network 1Gbit --json").json
     machines = values["machines"]
@@ -341,7 +341,7 @@ def test_the_command_shows_every_way_and_marks_the_chosen_one(shell, six_b: Work
     assert shell(f"{line} --nodes 0").code == 2
 
 
-def test_a_table_for_people_is_no_wider_than_a_terminal(six_b: Workload) -> None:
+def test_machine_table_fits_terminal(six_b: Workload) -> None:
     def shown(network: Network, have: Free = FREE) -> str:
         console = Console(file=io.StringIO(), width=80)
         show_machines(console, scale_out(job_of(six_b, network, have=have), 8))

@@ -104,13 +104,13 @@ def facts_of(found: Evaluation) -> Any:
     return found.scores, by_row, found.answers, found.places, found.notes
 
 
-def test_units_go_to_the_process_that_has_least() -> None:
+def test_units_are_balanced_by_size() -> None:
     assert balance([5, 5, 5, 5], 2) == [0, 1, 0, 1]
     assert balance([1, 9, 2, 6], 2) == [1, 0, 1, 1]
     assert balance([], 3) == []
 
 
-def test_results_come_back_in_order_however_long_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_results_keep_unit_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scatter, "LINE_BYTES", 240)
     units = [{"at": n, "values": np.arange(5 * n, dtype=np.float32) / 3} for n in range(7)]
 
@@ -131,7 +131,7 @@ def test_results_come_back_in_order_however_long_they_are(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("preset", ["summarization", "classification"])
-def test_an_evaluation_dealt_out_is_that_of_one_process(tmp_path, rows, monkeypatch, preset) -> None:
+def test_scattered_evaluation_keeps_bits(tmp_path, rows, monkeypatch, preset) -> None:
     """Losses and written answers; losses and the likeliest label."""
     monkeypatch.setattr("gptj_ft.planning.inference_plan.BATCH_TOKENS", 300)  # some batches
     monkeypatch.setattr("gptj_ft.planning.inference_plan.PASS_TOKENS", 400)
@@ -144,7 +144,7 @@ def test_an_evaluation_dealt_out_is_that_of_one_process(tmp_path, rows, monkeypa
         assert facts_of(led(size, lambda group: evaluated(folder, rows, group))) == alone
 
 
-def test_an_evaluation_that_was_interrupted_goes_on_in_several_processes(tmp_path, rows, own_home, monkeypatch) -> None:
+def test_interrupted_evaluation_resumes_on_more_ranks(tmp_path, rows, own_home, monkeypatch) -> None:
     monkeypatch.setattr("gptj_ft.planning.inference_plan.BATCH_TOKENS", 300)
     folder = writer(tmp_path / "tuned", "summarization")
     alone = facts_of(led(1, lambda group: evaluated(folder, rows, group)))
@@ -166,7 +166,7 @@ def test_an_evaluation_that_was_interrupted_goes_on_in_several_processes(tmp_pat
 
 @pytest.mark.usefixtures("one_sampler")
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
-def test_answers_to_rows_are_the_bytes_of_one_process(tmp_path, rows, monkeypatch, temperature) -> None:
+def test_scattered_answers_keep_bytes(tmp_path, rows, monkeypatch, temperature) -> None:
     monkeypatch.setattr("gptj_ft.planning.inference_plan.BATCH_TOKENS", 200)
     folder = writer(tmp_path / "tuned", "summarization", generation={"temperature": temperature})
     num_return = 2 if temperature else 1
@@ -184,7 +184,7 @@ def test_answers_to_rows_are_the_bytes_of_one_process(tmp_path, rows, monkeypatc
     assert led(3, lambda group: answered(group, begun)) == alone, "what was begun is gone on with"
 
 
-def test_an_error_while_answers_are_written_ends_all_processes(tmp_path, rows, monkeypatch) -> None:
+def test_write_error_ends_all_ranks(tmp_path, rows, monkeypatch) -> None:
     folder, append = writer(tmp_path / "tuned", "summarization"), OutputFile.append
 
     def full(self: OutputFile, lines: Any) -> None:
@@ -201,7 +201,7 @@ def test_an_error_while_answers_are_written_ends_all_processes(tmp_path, rows, m
         led(2, answered)
 
 
-def test_another_model_or_another_command_is_refused(tmp_path, rows, monkeypatch) -> None:
+def test_other_model_or_threads_are_rejected(tmp_path, rows, monkeypatch) -> None:
     folder = writer(tmp_path / "tuned", "summarization")
     prints = iter([{"config.json": 1}, {"config.json": 2}])
     with monkeypatch.context() as patch:
@@ -214,14 +214,14 @@ def test_another_model_or_another_command_is_refused(tmp_path, rows, monkeypatch
         led(2, lambda group: evaluated(folder, rows, group))
 
 
-def test_one_process_asks_nobody_and_converts_nothing(tmp_path, rows, monkeypatch) -> None:
+def test_single_process_scatters_nothing(tmp_path, rows, monkeypatch) -> None:
     folder = writer(tmp_path / "tuned", "summarization")
     for module, name in ((exchange, "scatter_batches"), (exchange, "scatter"), (scatter, "gather_texts")):
         monkeypatch.setattr(module, name, None)
     assert evaluated(folder, rows, ALONE).rows == 18
 
 
-def test_labels_and_their_scores_are_those_of_one_process(tmp_path, rows, monkeypatch) -> None:
+def test_scattered_labels_keep_bytes(tmp_path, rows, monkeypatch) -> None:
     monkeypatch.setattr("gptj_ft.planning.inference_plan.PASS_TOKENS", 200)
     folder = labeller(tmp_path, rows)
 
@@ -247,7 +247,7 @@ def labeller(folder: Path, rows: Path) -> Path:
     return Path(done.model)
 
 
-def test_predictions_by_two_processes_of_a_machine_are_the_bytes_of_one(tmp_path, rows, shell) -> None:
+def test_nproc_predictions_keep_bytes(tmp_path, rows, shell) -> None:
     words = f"predict --model {labeller(tmp_path, rows)} --input {rows} --precision fp32 --set micro_batch_tokens=64"
     assert shell(f"{words} --output 1.jsonl").code == 0
     command = [sys.executable, "-m", "gptj_ft", *f"{words} --output 2.jsonl --set threads=1 --nproc 2 --json".split()]
@@ -266,7 +266,7 @@ def server() -> Iterator[ForkServer]:
 
 
 @pytest.mark.slow
-def test_of_processes_that_a_launcher_starts_one_speaks_and_all_end_alike(tmp_path, rows, server) -> None:
+def test_only_rank_zero_prints(tmp_path, rows, server) -> None:
     """A sampled answer file, an error, and a signal to all of them, as torchrun hands it on."""
     writer(tmp_path / "tuned", "summarization")
     options = "--model tuned --temperature 1.5 --num-return 2 --set device=cpu --precision fp32 --quiet"
