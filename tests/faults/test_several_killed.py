@@ -99,7 +99,7 @@ def kill_at_random(server: ForkServer, straight: Run, folder: Path, kills: int, 
 
 
 def test_random_rank_kills_keep_all_bits(server, straight, tmp_path) -> None:
-    kill_at_random(server, straight, tmp_path, 8, seed=0)
+    kill_at_random(server, straight, tmp_path, 4, seed=0)
 
 
 @pytest.mark.slow
