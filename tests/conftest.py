@@ -59,7 +59,9 @@ GPT2_SHAPES = {
 }  # fmt: skip
 
 
-LONG_FOLDERS = ("simulated", "training", "faults", "streaming", "system", "golden", "planning", "checkpoints")
+LONG_FOLDERS = (
+    "distributed", "planning", "simulated", "diagnostics", "training", "faults", "streaming", "checkpoints", "golden",
+)  # fmt: skip
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -25,11 +25,9 @@ def small() -> list[dict[str, Any]]:
 
     found = []
     for options, placement, kept in (
-        (NARROW, Placement("host", "host"), 0),
         (NARROW, Placement("host", "host", "host"), 2),
         ({**NARROW, "clip_norm": None}, Placement("host", "device"), 1),
         (LORA, Placement("device", "device", frozen="host"), 1),
-        (LORA, Placement("device", "device", frozen="device"), 0),
     ):
         budget = BufferBudget(1, 2, 3, 4096, kept)
         batch = GhostBatch(192, 48, 96)
