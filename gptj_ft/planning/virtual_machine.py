@@ -226,13 +226,13 @@ class Hazards:
 
     def earlier(self, tensor: Tensor, writes: bool) -> list[Work]:
         """Return the work that must end before this memory is read, or written."""
-        found = []
+        earlier = []
         for cell in self._cells(tensor):
             if cell in self._writers:
-                found.append(self._writers[cell])
+                earlier.append(self._writers[cell])
             if writes:
-                found += self._readers.get(cell, ())
-        return [work for work in dict.fromkeys(found) if not work.ended]
+                earlier += self._readers.get(cell, ())
+        return [work for work in dict.fromkeys(earlier) if not work.ended]
 
     def note(self, tensor: Tensor, work: Work, writes: bool) -> None:
         """Note that work reads this memory, or writes it."""

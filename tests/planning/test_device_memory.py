@@ -29,7 +29,7 @@ GB = 10**9
 ON_HOST = Placement("host", "host")
 
 
-def workload(recipe: Recipe = Recipe(), tokens: int = 8192, dtype: torch.dtype = torch.bfloat16) -> Workload:
+def make_workload(recipe: Recipe = Recipe(), tokens: int = 8192, dtype: torch.dtype = torch.bfloat16) -> Workload:
     """Return GPT-J 6B, documents of 1,024 tokens, micro-batches of 2,048."""
     published = find_published("EleutherAI/gpt-j-6b")
     assert published is not None
@@ -57,7 +57,7 @@ def test_gptj_graph_keeps_thirteen_tensors_per_token() -> None:
 
 
 def test_frozen_matrices_keep_no_inputs() -> None:
-    full, lora = (WorkingMemory(workload(Recipe(method=method))) for method in ("full", "lora"))
+    full, lora = (WorkingMemory(make_workload(Recipe(method=method))) for method in ("full", "lora"))
     assert lora.kept_bytes(1) < full.kept_bytes(1)
     assert lora.blocks[0].backward_bytes < full.blocks[0].backward_bytes - 4096 * 16384
 
@@ -81,10 +81,10 @@ def test_cpu_graphs_match_the_meta_device(model_type: str, method: str, dtype: t
 
 
 def test_plan_fills_memory_up_to_the_reserve() -> None:
-    load = workload()
-    of_block = WorkingMemory(load).kept_bytes(1)
+    workload = make_workload()
+    of_block = WorkingMemory(workload).kept_bytes(1)
     for cap in (8, 16, 24):
-        plan = forecast_memory(ON_HOST, load, Recipe(moments="bf16", gradients="bf16"), free(cap))
+        plan = forecast_memory(ON_HOST, workload, Recipe(moments="bf16", gradients="bf16"), free(cap))
         tensors = usable(plan.device_bytes)
         assert plan.device_bytes <= cap * GB
         assert tensors <= (1 - FRAGMENTED_SHARE) * (cap * GB - LIBRARY_BYTES)
@@ -94,16 +94,16 @@ def test_plan_fills_memory_up_to_the_reserve() -> None:
 
 
 def test_reserve_counts_as_needed_memory() -> None:
-    load, recipe = workload(), Recipe(moments="bf16", gradients="bf16")
-    least = forecast_memory(ON_HOST, load, recipe, free(1)).device_bytes
-    assert forecast_memory(ON_HOST, load, recipe, free(least / GB)).lack == 0
-    assert forecast_memory(ON_HOST, load, recipe, free((least - LIBRARY_BYTES / 10) / GB)).lack > 0
+    workload, recipe = make_workload(), Recipe(moments="bf16", gradients="bf16")
+    least = forecast_memory(ON_HOST, workload, recipe, free(1)).device_bytes
+    assert forecast_memory(ON_HOST, workload, recipe, free(least / GB)).lack == 0
+    assert forecast_memory(ON_HOST, workload, recipe, free((least - LIBRARY_BYTES / 10) / GB)).lack > 0
 
 
 def test_offloaded_boundaries_leave_three_buffers() -> None:
-    load, recipe = workload(tokens=65536), Recipe(activations="recompute")
+    workload, recipe = make_workload(tokens=65536), Recipe(activations="recompute")
     here, away = (
-        forecast_memory(replace(ON_HOST, boundaries=place), load, recipe, free(80)) for place in ("device", "host")
+        forecast_memory(replace(ON_HOST, boundaries=place), workload, recipe, free(80)) for place in ("device", "host")
     )
     hidden = 65536 * 4096 * 2
     saved = usable(here.device_bytes) - usable(away.device_bytes)
@@ -123,9 +123,9 @@ def test_training_limits_torch_before_allocating(tmp_path: Path, monkeypatch: py
 
 
 def test_disk_staging_locks_host_memory() -> None:
-    load, recipe, on_disk = workload(), Recipe(), Placement("disk", "disk")
-    host = forecast_memory(on_disk, load, recipe, free(24)).host_bytes
+    workload, recipe, on_disk = make_workload(), Recipe(), Placement("disk", "disk")
+    host = forecast_memory(on_disk, workload, recipe, free(24)).host_bytes
     assert (
-        host - forecast_memory(on_disk, load, recipe, replace(free(24), is_shared=True)).host_bytes
+        host - forecast_memory(on_disk, workload, recipe, replace(free(24), is_shared=True)).host_bytes
         == DISK_STAGING_BYTES
     )

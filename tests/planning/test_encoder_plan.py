@@ -22,11 +22,11 @@ LENGTHS, HEADS, HEAD_WIDTH = (100, 30, 64, 1), 4, 12
 RESIDENT = Placement("device", "device")
 
 
-def workload(**different: int) -> Workload:
+def make_workload(**different: int) -> Workload:
     layers = FAMILY.build_layers(read_config({"hidden_size": 64, "num_attention_heads": HEADS, "num_hidden_layers": 3}))
     layouts = [Layout.of(layer) for layer in layers]
     pairs = sum(padded_length(length) ** 2 for length in LENGTHS)
-    load = Workload(
+    workload = Workload(
         layouts,
         64,
         torch.float32,
@@ -35,7 +35,7 @@ def workload(**different: int) -> Workload:
         RowLengths(max(LENGTHS)),
         layers=layers,
     )
-    return replace(load, **different)
+    return replace(workload, **different)
 
 
 def test_planned_attention_weights_match_the_graph() -> None:
@@ -49,8 +49,8 @@ def test_planned_attention_weights_match_the_graph() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         output = attend_in_buckets(*inputs, Documents(ends, (1, 2, 3, 4), torch.device("cpu")), None, Dropout(0.1, 1))
-    load = workload(dropped_heads=HEADS)
-    assert sum(kept.values()) == load.weights_bytes(load.step.pairs)
+    workload = make_workload(dropped_heads=HEADS)
+    assert sum(kept.values()) == workload.weights_bytes(workload.step.pairs)
     assert output.requires_grad
 
 
@@ -58,8 +58,8 @@ def test_kept_blocks_add_their_attention_weights() -> None:
     have = Free(device=10**12, host=10**12, disk=10**12, is_shared=True)
     recipe = Recipe.model_validate({"activations": "keep"})
     needs = [
-        forecast_memory(RESIDENT, workload(dropped_heads=heads), recipe, have).device_bytes for heads in (0, HEADS)
+        forecast_memory(RESIDENT, make_workload(dropped_heads=heads), recipe, have).device_bytes for heads in (0, HEADS)
     ]
-    load = workload(dropped_heads=HEADS)
-    kept = load.num_backward_blocks * load.weights_bytes(load.step.pairs)
-    assert needs[1] - needs[0] >= kept + load.weights_bytes(load.micro_batch_pairs)
+    workload = make_workload(dropped_heads=HEADS)
+    kept = workload.num_backward_blocks * workload.weights_bytes(workload.step.pairs)
+    assert needs[1] - needs[0] >= kept + workload.weights_bytes(workload.micro_batch_pairs)

@@ -223,11 +223,16 @@ def test_explicit_precision_needs_no_measurement(machine: FakeMachine, fixed_rat
     assert reason_for("bf16", without_layers(torch.bfloat16), fixed_rates.compute) == "as asked for"
 
 
+def set_rates(monkeypatch: pytest.MonkeyPatch, rates: Rates) -> None:
+    """Have commands measure these rates."""
+    monkeypatch.setattr(probe, "measure_compute", lambda device: rates.compute)
+    monkeypatch.setattr(probe, "measure_disk", lambda folder: rates.disk)
+    monkeypatch.setattr(layer_times, "time_kinds", layers_by(rates.compute))
+
+
 @pytest.fixture
 def fast_bf16(fixed_rates: Rates, monkeypatch: pytest.MonkeyPatch) -> None:
-    compute = replace(fixed_rates.compute, bf16=5 * fixed_rates.compute.fp32)
-    monkeypatch.setattr(probe, "measure_compute", lambda device: compute)
-    monkeypatch.setattr(layer_times, "time_kinds", layers_by(compute))
+    set_rates(monkeypatch, with_gain(fixed_rates, 5).rates)
 
 
 def test_commands_compute_in_the_faster_type(shell, rows_file: Path, fast_bf16: None, monkeypatch) -> None:
@@ -258,8 +263,7 @@ def test_resumed_run_keeps_its_data_type(
     text = Path("run/recipe.yaml").read_text(encoding="utf-8")
     assert "precision: bf16  # chosen by measuring" in text
     assert yaml.safe_load(text)["precision"] == "bf16"
-    monkeypatch.setattr(probe, "measure_compute", lambda device: fixed_rates.compute)
-    monkeypatch.setattr(layer_times, "time_kinds", layers_by(fixed_rates.compute))
+    set_rates(monkeypatch, fixed_rates)
     (home() / "machine.json").unlink()
     done = shell("finetune --resume run --dry-run --json")
     assert (done.json["precision"], done.json["reason"]) == ("bf16", "as asked for")
@@ -268,7 +272,7 @@ def test_resumed_run_keeps_its_data_type(
 def test_plan_measure_replaces_the_cached_rates(shell, rows_file: Path, fixed_rates: Rates, monkeypatch) -> None:
     line = "plan --recipe summarization --data rows.jsonl --model tiny --weights disk --optimizer-state disk --json"
     assert shell(line).json["rates"]["disk"]["read"] == fixed_rates.disk.read
-    monkeypatch.setattr(probe, "measure_disk", lambda folder: DiskRates(1e3, 1e3, 1e3))
+    set_rates(monkeypatch, replace(fixed_rates, disk=DiskRates(1e3, 1e3, 1e3)))
     before = shell(line).json
     after = shell(f"{line} --measure").json
     assert before["rates"]["disk"]["read"] == fixed_rates.disk.read

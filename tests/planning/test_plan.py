@@ -91,8 +91,10 @@ def test_plan_obeys_the_users_placement(weights, state, six_b: Workload) -> None
 def test_depth_adds_only_boundaries_to_streamed_memory() -> None:
     def device_bytes(n_layer: int) -> int:
         layouts = [Layout.of(layer) for layer in build_layers(GPTJConfig(n_layer=n_layer))]
-        load = Workload(layouts, 4096, torch.float32, StepTokens(2048, 2048, 2048, 512), 1)
-        return forecast(Placement("disk", "disk"), load, Recipe(activations="recompute"), RATES, PLENTY).device_bytes
+        workload = Workload(layouts, 4096, torch.float32, StepTokens(2048, 2048, 2048, 512), 1)
+        return forecast(
+            Placement("disk", "disk"), workload, Recipe(activations="recompute"), RATES, PLENTY
+        ).device_bytes
 
     assert device_bytes(32) - device_bytes(4) == 28 * 2048 * 4096 * 4
 
@@ -130,9 +132,9 @@ def test_validation_size_does_not_change_planned_memory(six_b: Workload) -> None
     assert tight.costs.validations.seconds > roomy.costs.validations.seconds
 
 
-def ends(load: Workload) -> tuple[int, int]:
+def ends(workload: Workload) -> tuple[int, int]:
     """Return the elements of the lowest two layers, and of the highest two."""
-    sizes = [layout.numel for layout in load.layouts]
+    sizes = [layout.numel for layout in workload.layouts]
     return sum(sizes[:2]), sum(sizes[-2:])
 
 
@@ -173,16 +175,16 @@ def test_deferred_updates_move_writes_to_backward(six_b: Workload) -> None:
 def test_number_of_deferred_updates_balances_passes(six_b: Workload) -> None:
     # With moments in bf16 and products of an AMX machine, forward alone would be bound by the disk, and backward if
     # it wrote all updates: the step is shorter with some of them, and that is what the plan takes.
-    load = replace(six_b, dtype=torch.bfloat16)
+    workload = replace(six_b, dtype=torch.bfloat16)
     recipe = Recipe(activations="recompute", moments="bf16", gradients="bf16")
     rates = replace(
         RATES, compute=replace(RATES.compute, bf16=2e12, bf16_narrow=2e12), disk=DiskRates(1.3e9, 1.3e9, 1.3e9)
     )
-    chosen = planned(load, recipe=recipe, rates=rates)
-    most, number = len(load.layouts) - 3, chosen.costs.num_deferred
+    chosen = planned(workload, recipe=recipe, rates=rates)
+    most, number = len(workload.layouts) - 3, chosen.costs.num_deferred
     stored = training_dtypes(torch.bfloat16, torch.bfloat16, torch.bfloat16)
     none, fewer, more, every = (
-        cost(ON_DISK, load, recipe, stored, rates, chosen.budget, others).seconds_per_step
+        cost(ON_DISK, workload, recipe, stored, rates, chosen.budget, others).seconds_per_step
         for others in (0, number - 1, number + 1, most)
     )
     assert 0 < number < most
@@ -277,10 +279,10 @@ def test_disk_run_forecasts_writes_and_ssd_wear(six_b: Workload) -> None:
 
 
 def test_validations_and_checkpoints_are_counted(six_b: Workload) -> None:
-    load = replace(six_b, num_steps=101, validation=Validation(40_000, 10_000))
+    workload = replace(six_b, num_steps=101, validation=Validation(40_000, 10_000))
     resident = Placement("device", "device")
     plain = planned(six_b, resident).costs
-    costs = planned(load, resident, Recipe(validate_every=25, save_every=20)).costs
+    costs = planned(workload, resident, Recipe(validate_every=25, save_every=20)).costs
     assert costs.validations.number == 6  # before, after 25, 50, 75 and 100 steps, at the end
     flops = 2 * six_b.block_parameters * 40_000 + 2 * six_b.head_parameters * 10_000
     assert costs.validations.seconds == pytest.approx(flops / 1e12, rel=1e-2)
@@ -289,11 +291,11 @@ def test_validations_and_checkpoints_are_counted(six_b: Workload) -> None:
     assert costs.checkpoints.seconds == pytest.approx(12 * six_b.num_parameters / 1e9, rel=1e-4)
     asides = plain.start.seconds + plain.end.seconds + 6 * costs.validations.seconds + 5 * costs.checkpoints.seconds
     assert costs.seconds == pytest.approx(101 * plain.seconds_per_step + asides)
-    streamed, stored = planned(load).costs, training_dtypes(torch.float32)
-    update = cost(ON_DISK, load, Recipe(), stored, RATES, planned(load).budget).forward.transfer_seconds(RATES)
+    streamed, stored = planned(workload).costs, training_dtypes(torch.float32)
+    update = cost(ON_DISK, workload, Recipe(), stored, RATES, planned(workload).budget).forward.transfer_seconds(RATES)
     assert streamed.validations.seconds == pytest.approx(update + flops / 1e12, rel=1e-3)
     slow = DiskRates(5e7, 5e7, 5e7)
-    streamed = planned(load, rates=replace(RATES, disk=slow)).costs
+    streamed = planned(workload, rates=replace(RATES, disk=slow)).costs
     # The update, and the weights twice: so many tokens take two passes.
     moved = (28 + 2 * 4) * six_b.stored_elements - 8 * ends(six_b)[0]
     assert streamed.validations.seconds == pytest.approx(moved / 5e7, rel=5e-2)
@@ -442,8 +444,8 @@ def test_printed_plan_shows_memory_time_and_wear(six_b: Workload) -> None:
         show_plan(console, plan)
         return " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
 
-    load = replace(six_b, num_steps=250, validation=Validation(10**6, 10**5))
-    plan = planned(load, have=replace(PLENTY, device=22 * GB, host=11 * GB, disk=500 * GB))
+    workload = replace(six_b, num_steps=250, validation=Validation(10**6, 10**5))
+    plan = planned(workload, have=replace(PLENTY, device=22 * GB, host=11 * GB, disk=500 * GB))
     text, read = shown(plan), plan.costs.bytes_read_per_step
     for phrase in (
         f"needs about {gigabytes(plan.device_bytes)} of 22.0 GB", f"{gigabytes(plan.host_bytes)} of 11.0 GB",
@@ -455,9 +457,9 @@ def test_printed_plan_shows_memory_time_and_wear(six_b: Workload) -> None:
     assert "checkpoints" not in text
     assert "busy" not in text
     assert "measured on a busy machine" in shown(
-        planned(load, rates=replace(RATES, compute=replace(RATES.compute, load=2.0)))
+        planned(workload, rates=replace(RATES, compute=replace(RATES.compute, load=2.0)))
     )
-    assumed = shown(planned(load, rates=replace(RATES, disk=ASSUMED_DISK)))
+    assumed = shown(planned(workload, rates=replace(RATES, disk=ASSUMED_DISK)))
     assert "0.5 GB/s assumed: too little free space to measure it" in assumed
 
 
@@ -473,13 +475,13 @@ def test_json_has_all_of_the_plan(six_b: Workload) -> None:
 
 
 def planned(
-    load: Workload,
+    workload: Workload,
     placement: Placement = ON_DISK,
     recipe: Recipe = Recipe(),
     rates: Rates = RATES,
     have: Free = PLENTY,
 ) -> Plan:
-    return forecast(placement, load, recipe, rates, have)
+    return forecast(placement, workload, recipe, rates, have)
 
 
 @pytest.mark.parametrize("size", CEREBRAS_GPT)
@@ -533,12 +535,12 @@ def test_cpu_memory_counts_logits_of_actual_targets(six_b: Workload) -> None:
 def test_tied_head_needs_source_weights_and_gradient(six_b: Workload) -> None:
     published = find_published("Cerebras-GPT-6.7B")
     assert published is not None
-    load = replace(six_b, layouts=[Layout.of(layer) for layer in published.architecture.layers()])
-    embedding, block, head = (load.layouts[layer] for layer in (0, 1, -1))
+    workload = replace(six_b, layouts=[Layout.of(layer) for layer in published.architecture.layers()])
+    embedding, block, head = (workload.layouts[layer] for layer in (0, 1, -1))
     recipe, lean = Recipe(activations="recompute", read_ahead=1), replace(PLENTY, device=4 * GB)
-    tied = planned(load, recipe=recipe, have=lean)
+    tied = planned(workload, recipe=recipe, have=lean)
     assert (tied.budget.num_gradients, tied.budget.num_chunks) == (1, 6), "the leanest"
-    untied = replace(load, layouts=[replace(layout, tied={}) for layout in load.layouts])
+    untied = replace(workload, layouts=[replace(layout, tied={}) for layout in workload.layouts])
     other = planned(untied, recipe=recipe, have=lean)
     # Two slots for head and embedding together, and beside the embedding's gradient one for the others.
     logits = LOGITS * 4 * (50257 * (HEAD_CHUNK_BYTES // (4 * 50257)) - 4096 * 2048)

@@ -35,7 +35,7 @@ RATES = Rates(
 ON_HOST, ON_DEVICE = Placement("host", "host"), Placement("device", "device")
 
 
-def workload(tokens: int, blocks: int = 4) -> Workload:
+def make_workload(tokens: int, blocks: int = 4) -> Workload:
     """Return blocks of GPT-J, documents of 1,024 tokens, micro-batches of 2,048."""
     layers = build_layers(GPTJConfig(n_layer=blocks))
     layouts = [Layout.of(layer) for layer in layers]
@@ -50,31 +50,37 @@ def schedule(placement: Placement = ON_HOST, clips: bool = True, **budget: int) 
 
 
 def test_resident_model_never_waits() -> None:
-    found = replay(workload(8192), schedule(ON_DEVICE), RATES)
-    assert (found.step.link_in, found.step.link_out, found.step.disk) == (0, 0, 0)
-    assert found.stall < 0.01
-    assert found.seconds == pytest.approx(found.step.compute, rel=0.01)
-    flops = workload(8192).flops().hardware
-    assert flops / 4e13 < found.step.compute < 1.6 * flops / 4e13, "products, attention, and operations bound by memory"
+    timeline = replay(make_workload(8192), schedule(ON_DEVICE), RATES)
+    assert (timeline.step.link_in, timeline.step.link_out, timeline.step.disk) == (0, 0, 0)
+    assert timeline.stall < 0.01
+    assert timeline.seconds == pytest.approx(timeline.step.compute, rel=0.01)
+    flops = make_workload(8192).flops().hardware
+    assert flops / 4e13 < timeline.step.compute < 1.6 * flops / 4e13, (
+        "products, attention, and operations bound by memory"
+    )
 
 
 @pytest.mark.parametrize("clips", [True, False])
 def test_replay_moves_the_counted_bytes(clips: bool) -> None:
-    load, asked = workload(2048), schedule(clips=clips)
-    found = replay(load, asked, RATES)
-    passes = training_passes(ON_HOST, load, dict(asked.stored), asked.budget, 0)[:2]
-    assert found.step.link_in * 1e10 == pytest.approx(sum(each.read["host"] for each in passes), rel=0.01)
-    assert found.step.link_out * 1e10 == pytest.approx(sum(each.written.get("host", 0) for each in passes), rel=0.01)
+    workload, inputs = make_workload(2048), schedule(clips=clips)
+    timeline = replay(workload, inputs, RATES)
+    passes = training_passes(ON_HOST, workload, dict(inputs.stored), inputs.budget, 0)[:2]
+    assert timeline.step.link_in * 1e10 == pytest.approx(sum(each.read["host"] for each in passes), rel=0.01)
+    assert timeline.step.link_out * 1e10 == pytest.approx(sum(each.written.get("host", 0) for each in passes), rel=0.01)
 
 
 @pytest.mark.parametrize("place", ["host", "disk"])
 def test_slow_transfers_bound_the_step(place: Place) -> None:
     slow = replace(RATES, compute=replace(RATES.compute, to_device=2e9, from_device=2e9))
-    found = replay(workload(2048), schedule(Placement(place, place)), slow)
-    assert found.step.bound == max(found.step.link_in, found.step.link_out, found.step.disk) > found.step.compute
-    assert found.share_of_bound > 0.55, "each pass waits for its own transfers"
-    assert max(found.waits, key=lambda name: found.waits[name]) == {"host": "link", "disk": "disk"}[place]
-    assert found.stall == pytest.approx(1 - found.step.compute / found.seconds, abs=0.02)
+    timeline = replay(make_workload(2048), schedule(Placement(place, place)), slow)
+    assert (
+        timeline.step.bound
+        == max(timeline.step.link_in, timeline.step.link_out, timeline.step.disk)
+        > timeline.step.compute
+    )
+    assert timeline.share_of_bound > 0.55, "each pass waits for its own transfers"
+    assert max(timeline.waits, key=lambda name: timeline.waits[name]) == {"host": "link", "disk": "disk"}[place]
+    assert timeline.stall == pytest.approx(1 - timeline.step.compute / timeline.seconds, abs=0.02)
 
 
 def test_suggested_tokens_hide_the_transfers() -> None:
@@ -82,8 +88,8 @@ def test_suggested_tokens_hide_the_transfers() -> None:
     free = Free(10**11, 10**12, 10**14, is_shared=False)
 
     def planned(tokens: int) -> tuple[Timeline, int]:
-        load = workload(tokens)
-        plan = choose(recipe, load, free, RATES)
+        workload = make_workload(tokens)
+        plan = choose(recipe, workload, free, RATES)
         assert plan.timeline is not None
         assert plan.costs.seconds_per_step == plan.timeline.seconds
         return plan.timeline, plan.tokens_to_hide_stall
@@ -101,8 +107,8 @@ def gptj_6b(device: str, tokens: int = 16384, **options: object) -> tuple[Recipe
     """Return GPT-J 6B on a published device, with rows of 1,024 tokens and enough host memory."""
     card = find_device(device)
     free = Free(card.memory_bytes, 256 * 10**9, 2 * 10**12, is_shared=False)
-    load = workload(tokens, blocks=28).with_step(micro_batch=4096)
-    return Recipe.model_validate(options), load, free, Rates(card.rates(), RATES.disk)
+    workload = make_workload(tokens, blocks=28).with_step(micro_batch=4096)
+    return Recipe.model_validate(options), workload, free, Rates(card.rates(), RATES.disk)
 
 
 @cache
@@ -137,50 +143,56 @@ def test_suggested_tokens_hide_transfers_of_gptj_6b() -> None:
 
 @pytest.mark.parametrize("device", ["RTX 4090 24GB", pytest.param("H200 141GB", marks=pytest.mark.slow)])
 def test_accelerator_gets_placement_with_fastest_replay(device: str) -> None:
-    recipe, load, free, rates = gptj_6b(device)
+    recipe, workload, free, rates = gptj_6b(device)
     plan = plan_of_gptj_6b(device)
     assert not kinds_on_disk(plan.placement)
     seconds = {}
     for each in candidates(recipe, free):
-        if not kinds_on_disk(each) and not forecast_memory(each, load, recipe, free).lack:
-            seconds[each] = with_replay(forecast(each, load, recipe, rates, free), load, recipe).costs.seconds_per_step
+        if not kinds_on_disk(each) and not forecast_memory(each, workload, recipe, free).lack:
+            seconds[each] = with_replay(
+                forecast(each, workload, recipe, rates, free), workload, recipe
+            ).costs.seconds_per_step
     assert len(seconds) > NUM_REPLAYED
     assert plan.costs.seconds_per_step == seconds[plan.placement] <= (1 + SAME) * min(seconds.values())
     assert seconds[plan.placement] < 0.96 * next(iter(seconds.values())), (
         "streamed weights leave device memory for kept graphs"
     )
-    asked = choose(recipe.model_copy(update={"weights": "device"}), load, free, rates)
-    assert asked.placement.weights == "device"
+    inputs = choose(recipe.model_copy(update={"weights": "device"}), workload, free, rates)
+    assert inputs.placement.weights == "device"
 
 
 def test_memory_is_preferred_to_any_disk() -> None:
-    recipe, load, free, rates = gptj_6b("RTX 4090 24GB")
+    recipe, workload, free, rates = gptj_6b("RTX 4090 24GB")
     rates = replace(rates, disk=DiskRates(read=1e12, write=1e12, mixed=1e12))
-    found = {host: choose(recipe, load, replace(free, host=host * 10**9), rates).placement for host in (105, 60)}
-    assert (found[105].weights, found[105].optimizer_state) == ("device", "host"), "the device has no room for both"
-    assert not kinds_on_disk(found[105])
-    assert kinds_on_disk(found[60]) == {"optimizer_state"}
+    placements = {
+        host: choose(recipe, workload, replace(free, host=host * 10**9), rates).placement for host in (105, 60)
+    }
+    assert (placements[105].weights, placements[105].optimizer_state) == ("device", "host"), (
+        "the device has no room for both"
+    )
+    assert not kinds_on_disk(placements[105])
+    assert kinds_on_disk(placements[60]) == {"optimizer_state"}
 
 
 def test_uneven_micro_batches_leave_the_device() -> None:
-    away = replay(workload(12799), schedule(replace(ON_HOST, boundaries="host")), RATES)
+    away = replay(make_workload(12799), schedule(replace(ON_HOST, boundaries="host")), RATES)
     assert away.step.link_out == pytest.approx(
-        replay(workload(12800), schedule(replace(ON_HOST, boundaries="host")), RATES).step.link_out, rel=0.01
+        replay(make_workload(12800), schedule(replace(ON_HOST, boundaries="host")), RATES).step.link_out, rel=0.01
     )
 
 
 def test_kept_graphs_and_no_clipping_save_time() -> None:
-    load = workload(4096)
+    workload = make_workload(4096)
     plain, kept, unclipped = (
-        replay(load, each, RATES) for each in (schedule(), schedule(num_kept_layers=4), schedule(clips=False))
+        replay(workload, each, RATES) for each in (schedule(), schedule(num_kept_layers=4), schedule(clips=False))
     )
     assert kept.step.compute < 0.9 * plain.step.compute
     assert unclipped.step.link_out < plain.step.link_out
 
 
 def test_boundaries_in_host_memory_cross_the_link() -> None:
-    load = workload(8192)
-    here, away = (replay(load, schedule(replace(ON_HOST, boundaries=place)), RATES) for place in ("device", "host"))
+    workload = make_workload(8192)
+    here, away = (replay(workload, schedule(replace(ON_HOST, boundaries=place)), RATES) for place in ("device", "host"))
     moved = 4 * 8192 * 4096 * 2 / 1e10
     assert away.step.link_out - here.step.link_out == pytest.approx(moved, rel=0.02)
 
@@ -191,9 +203,9 @@ FREE_DISK = DiskRates(1e30, 1e30, 1e30)
 
 def timed_workload(tokens: int = 4096) -> Workload:
     """Return the same blocks with times: forward 0.01 s and 0.1 ms per token, backward twice as long."""
-    load = workload(tokens)
+    workload = make_workload(tokens)
     block = LayerTimes(SecondsByTokens(0.01, 1e-4), SecondsByTokens(0.02, 2e-4))
-    return replace(load, times=ModelTimes((block, *(block,) * 4, block)))
+    return replace(workload, times=ModelTimes((block, *(block,) * 4, block)))
 
 
 def on_cpu(**rates: object) -> Rates:
@@ -202,29 +214,29 @@ def on_cpu(**rates: object) -> Rates:
 
 @pytest.mark.parametrize(("kept", "micro_batches"), [(0, 0.0), (2, 0.0), (0, 2.6)])
 def test_cpu_replay_takes_the_timed_seconds(kept: int, micro_batches: float) -> None:
-    load = timed_workload().with_step(micro_batches=micro_batches)
-    found = replay(load, schedule(Placement("disk", "disk"), num_kept_layers=kept), on_cpu())
-    assert found.forward.compute == pytest.approx(load.forward_seconds, rel=0.02)
-    assert found.backward.compute == pytest.approx(load.backward_seconds(kept), rel=0.02)
-    assert found.stall < 1e-3
+    workload = timed_workload().with_step(micro_batches=micro_batches)
+    timeline = replay(workload, schedule(Placement("disk", "disk"), num_kept_layers=kept), on_cpu())
+    assert timeline.forward.compute == pytest.approx(workload.forward_seconds, rel=0.02)
+    assert timeline.backward.compute == pytest.approx(workload.backward_seconds(kept), rel=0.02)
+    assert timeline.stall < 1e-3
 
 
 def test_cpu_transfers_slow_the_computation() -> None:
-    load, each = timed_workload(tokens=16384), 1e-10
+    workload, each = timed_workload(tokens=16384), 1e-10
     costly = on_cpu(disk=replace(RATES.disk, read_cpu=each, write_cpu=2 * each))
-    asked = schedule(Placement("disk", "disk"))
-    passes = training_passes(asked.placement, load, dict(asked.stored), asked.budget, 0)[:2]
-    moving = each * sum(found.read["disk"] + 2 * found.written["disk"] for found in passes)
-    found, free = (replay(load, asked, rates) for rates in (costly, on_cpu(disk=RATES.disk)))
-    assert 0.7 * moving < found.step.compute - free.step.compute < moving, "idle time is not slowed down"
+    inputs = schedule(Placement("disk", "disk"))
+    passes = training_passes(inputs.placement, workload, dict(inputs.stored), inputs.budget, 0)[:2]
+    moving = each * sum(one.read["disk"] + 2 * one.written["disk"] for one in passes)
+    timeline, free = (replay(workload, inputs, rates) for rates in (costly, on_cpu(disk=RATES.disk)))
+    assert 0.7 * moving < timeline.step.compute - free.step.compute < moving, "idle time is not slowed down"
 
 
 def test_cpu_transfers_slow_updates() -> None:
-    load, asked = timed_workload(), schedule(Placement("disk", "disk"))
+    workload, inputs = timed_workload(), schedule(Placement("disk", "disk"))
     compute = replace(FREE_MEMORY, memory=1e10)
     disks = (replace(RATES.disk, update_delay=delay) for delay in (0.0, 1e-10))
-    alone, beside = (replay(load, asked, on_cpu(compute=compute, disk=disk)) for disk in disks)
-    passes = training_passes(asked.placement, load, dict(asked.stored), asked.budget, 0)[:2]
+    alone, beside = (replay(workload, inputs, on_cpu(compute=compute, disk=disk)) for disk in disks)
+    passes = training_passes(inputs.placement, workload, dict(inputs.stored), inputs.budget, 0)[:2]
     moved = [sum((*each.read.values(), *each.written.values())) for each in passes]
     assert 0.5e-10 * moved[0] < beside.forward.compute - alone.forward.compute < 1e-10 * moved[0]
     assert beside.backward.compute - alone.backward.compute < 0.5e-10 * moved[1], "mostly products"
@@ -233,18 +245,18 @@ def test_cpu_transfers_slow_updates() -> None:
 def test_cpu_disk_step_overlaps_imperfectly() -> None:
     # The embedding's update comes before any computation, and its gradient after all of it.
     recipe = Recipe(moments="bf16", gradients="bf16", weights="disk", optimizer_state="disk", activations="recompute")
-    free, load = Free(10**11, 10**11, 10**13, is_shared=True), timed_workload()
-    plan = choose(recipe, load, free, on_cpu(disk=RATES.disk))
+    free, workload = Free(10**11, 10**11, 10**13, is_shared=True), timed_workload()
+    plan = choose(recipe, workload, free, on_cpu(disk=RATES.disk))
     assert plan.timeline is not None
     assert plan.costs.seconds_per_step == plan.timeline.seconds
-    overlapped = forecast(plan.placement, load, recipe, plan.rates, free).costs.seconds_per_step
+    overlapped = forecast(plan.placement, workload, recipe, plan.rates, free).costs.seconds_per_step
     assert 1.05 * overlapped < plan.timeline.seconds < 2 * overlapped
     in_memory = recipe.model_copy(update={"weights": "device", "optimizer_state": "device"})
-    assert choose(in_memory, load, free, plan.rates).timeline is None
+    assert choose(in_memory, workload, free, plan.rates).timeline is None
 
 
 def test_replay_is_deterministic() -> None:
-    assert replay(workload(2048), schedule(), RATES) == replay(workload(2048), schedule(), RATES)
+    assert replay(make_workload(2048), schedule(), RATES) == replay(make_workload(2048), schedule(), RATES)
 
 
 def test_published_devices_have_common_names() -> None:

@@ -74,14 +74,14 @@ def planned(case: dict[str, Any], options: dict[str, Any], cap: int, device: Dev
     recipe, family, tokens = build(options), families()["gptj"], case["tokens"]
     architecture = Architecture(family, family.read_config(shape), shape)
     selection = select(architecture, recipe)
-    load = Workload(
+    workload = Workload(
         selection.trained, 4096, torch.bfloat16, StepTokens(MICRO_BATCH_TOKENS, tokens, tokens, tokens), None,
         RowLengths(ROW_TOKENS), layers=selection.build(),
         frozen=selection.frozen if recipe.method == "lora" else (),
     )  # fmt: skip
     free = Free(cap, 10**12, 10**15, is_shared=False)
     rates = rates_of(device)
-    return choose(recipe, load, free, rates), shape, options
+    return choose(recipe, workload, free, rates), shape, options
 
 
 def rates_of(device: DeviceRates) -> Any:
