@@ -29,6 +29,7 @@ from gptj_ft.planning.constants import (
     LOGITS,
     MAPPED_BYTES,
     MOST_HOLES,
+    PACKED_SHARE,
     PROCESS_BYTES,
     SAVED_PER_TOKEN,
     TOKEN_BYTES,
@@ -355,7 +356,9 @@ def _on_cpu(demand: _Demand, by_place: Mapping[Place, int], have: Free) -> tuple
     away = 0 if stays else NUM_BUFFERS * hidden * rows
     head = LOGITS * torch.float32.itemsize * workload.vocabulary * workload.most_logits
     fixed = by_place["device"] + activations + step + away + head
-    free = have.device - fixed - (by_place["host"] + PROCESS_BYTES if have.is_shared else 0)
+    packed = PACKED_SHARE if have.is_shared and workload.dtype == torch.bfloat16 else 0.0
+    host = by_place["host"] + PROCESS_BYTES if have.is_shared else 0
+    free = int((have.device - host) / (1 + packed)) - fixed
     budget, buffers = demand.buffers_within(free)
     room = int(FREE_SHARE * (free - buffers))
     working = WorkingMemory(workload)
@@ -369,6 +372,7 @@ def _on_cpu(demand: _Demand, by_place: Mapping[Place, int], have: Free) -> tuple
     reused = step + graphs + (workload.boundary_bytes() if stays else 0)
     pass_tokens = demand.pass_tokens(reused + max(0, room - graphs))
     device += max(0, demand.token_bytes * min(pass_tokens, workload.validation.tokens) - reused)
+    device += int(packed * device)
     # The head's logits come when forward has kept everything, then the gradients of a block.
     forward_bytes = have.device - head - activations if kept and have.is_shared else None
     return device, replace(budget, num_kept_layers=kept, pass_tokens=pass_tokens, forward_bytes=forward_bytes)

@@ -20,7 +20,7 @@ from gptj_ft.models.batch import rounded_up
 from gptj_ft.models.gptj import GPTJConfig, build_layers
 from gptj_ft.models.layout import Layout
 from gptj_ft.models.published import CEREBRAS_GPT, find_published
-from gptj_ft.planning.constants import LOGITS
+from gptj_ft.planning.constants import LOGITS, PACKED_SHARE
 from gptj_ft.planning.costs import Pass, cost
 from gptj_ft.planning.memory import Free
 from gptj_ft.planning.plan import FASTEST_FIRST, Plan, candidates, choose, forecast
@@ -530,6 +530,19 @@ def test_cpu_memory_counts_logits_of_actual_targets(six_b: Workload) -> None:
     validated = replace(six_b.with_step(most_targets=100), validation=Validation(0, 500)).most_logits
     assert validated == rounded_up(500), "a validation scores its own targets"
     assert six_b.with_step(most_targets=500, micro_batch=100).most_logits == 100, "at most one per token"
+
+
+def test_cpu_holds_memory_back_in_bf16(six_b: Workload) -> None:
+    recipe = Recipe(activations="recompute")
+    for workload, share in ((six_b, 0.0), (replace(six_b, dtype=torch.bfloat16), PACKED_SHARE)):
+        own, shared = (
+            planned(workload, recipe=recipe, have=replace(PLENTY, is_shared=is_shared)).device_bytes
+            for is_shared in (False, True)
+        )
+        assert shared == own + int(share * own)
+        least = planned(workload, recipe=recipe, have=Free(1, 1, 10**14, is_shared=True))
+        exact = least.device_bytes + least.host_bytes
+        assert not planned(workload, recipe=recipe, have=Free(exact, exact, 10**14, is_shared=True)).lack
 
 
 def test_tied_head_needs_source_weights_and_gradient(six_b: Workload) -> None:
