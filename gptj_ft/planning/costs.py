@@ -1,4 +1,4 @@
-"""Compute the seconds and the written bytes of a run: its steps, and everything beside them.
+"""Compute the seconds and the written bytes of a run: its steps, validations, checkpoints and results.
 
 A pass takes as long as the slower of its computation and its transfers. `timeline` says how well they overlap.
 """
@@ -96,7 +96,7 @@ def training_passes(
 
 @dataclass(frozen=True)
 class Overhead:
-    """Work of a run beside its steps."""
+    """Work of a run outside its steps."""
 
     number: int  # of repetitions in the whole run
     seconds: float  # each time

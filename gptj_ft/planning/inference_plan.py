@@ -80,7 +80,7 @@ class InferenceWorkload:
         return (read_ahead + 1) * max(layout.numel for layout in self.layouts) * self.dtype.itemsize
 
     def working_bytes(self, together: TokenBudget) -> int:
-        """Return the peak of device memory beside the weights, of a scoring pass or of generation, in bytes."""
+        """Return the peak of device memory without the weights, of a scoring pass or of generation, in bytes."""
         most = max((*self.documents, *self.prompts, 1))
         computed = min(max(together.computed, most), max(sum(self.documents), sum(self.prompts)))
         head = 3 * min(HEAD_CHUNK_BYTES, 4 * self.vocabulary * computed) if self.documents else 0
@@ -146,7 +146,7 @@ def batches_by_length(
 
 
 def token_budget_within(workload: InferenceWorkload, computed: int, free_bytes: int) -> TokenBudget:
-    """Return the largest token budget for the device memory beside the weights; at least one row."""
+    """Return the largest token budget for the device memory that the weights leave; at least one row."""
     budgets = list(_token_budgets(computed, None))
     fitting = (each for each in budgets if workload.working_bytes(each) <= free_bytes)
     return next(fitting, budgets[-1])

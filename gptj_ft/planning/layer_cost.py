@@ -41,7 +41,7 @@ class KernelCost:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Cost of a layer on one micro-batch; memory beside weights, inputs and, with a graph, the flat gradient."""
+    """Cost of a layer on one micro-batch; memory without weights, inputs and the flat gradient."""
 
     forward: tuple[tuple[KernelCost, ...], ...]  # the layer polls between these pieces
     backward: tuple[KernelCost, ...]

@@ -141,7 +141,7 @@ def usable(device_bytes: int) -> int:
 
 
 def reserve(tensor_bytes: int) -> int:
-    """Return the memory that an accelerator needs beside tensors of this size, in bytes."""
+    """Return the memory that an accelerator needs in addition to tensors of this size, in bytes."""
     return math.ceil(tensor_bytes / (1 - FRAGMENTED_SHARE)) + LIBRARY_BYTES - tensor_bytes
 
 
@@ -152,7 +152,7 @@ def allocator_limit(device_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class WorkingMemory:
-    """Memory that a step works in on an accelerator, beside weights, state and buffers; bytes."""
+    """Memory that a step works in on an accelerator, without weights, state and buffers; bytes."""
 
     workload: Workload
     has_z_loss: bool = False
@@ -324,7 +324,7 @@ def forecast_memory(placement: Placement, workload: Workload, recipe: Recipe, ha
     layer = largest * sum(dtype.itemsize for dtype in dtypes.values())
     kept = kept_checkpoints(recipe, workload.num_steps)
     saved = (2 * layer if placement.is_durable else 2 * state) + exported_elements(recipe, workload) * 4 + kept * state
-    if recipe.mirror:  # each checkpoint has a mirror of another machine; a run on disk has one beside its state
+    if recipe.mirror:  # each checkpoint has a mirror of another machine; a run on disk has one of its state
         saved += (2 + kept + placement.is_durable) * state
     return MemoryForecast(placement, device, by_place["host"] + PROCESS_BYTES, by_place["disk"] + saved, have, budget)
 
@@ -351,7 +351,7 @@ def _on_cpu(demand: _Demand, by_place: Mapping[Place, int], have: Free) -> tuple
     rows, stays = workload.step.most_rows, placement.boundaries == "device"
     graph = SAVED_PER_TOKEN * hidden * min(rounded_up(workload.step.micro_batch), rows)
     activations = graph + workload.weights_bytes(workload.micro_batch_pairs) + workload.bucket_bytes
-    # Hidden states beside the boundaries: the head's input, its gradient, and a block's output; or buffers for them.
+    # Hidden states in addition to the boundaries: the head's input, its gradient and a block's output.
     step = 3 * hidden * rows
     away = 0 if stays else NUM_BUFFERS * hidden * rows
     head = LOGITS * torch.float32.itemsize * workload.vocabulary * workload.most_logits
@@ -395,7 +395,7 @@ def _kept_bytes_on_cpu(working: WorkingMemory, kept: int) -> int:
 
 
 def kept_checkpoints(recipe: Recipe, num_steps: int | None) -> int:
-    """Count the checkpoints that a run keeps at most, beside the latest one."""
+    """Count the checkpoints that a run keeps at most, without the latest one."""
     regular = (num_steps or 0) // recipe.save_every if recipe.save_every else 0
     newest = regular if recipe.num_newest_kept is None else min(regular, recipe.num_newest_kept)
     return newest + recipe.keeps_best

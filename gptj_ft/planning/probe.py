@@ -102,7 +102,7 @@ class DiskRates:
         return read * self.read_cpu + written * self.write_cpu
 
 
-ASSUMED_DISK = DiskRates(read=0.5e9, write=0.5e9, mixed=0.5e9)  # of a plain SSD, if there is no room to measure
+ASSUMED_DISK = DiskRates(read=0.5e9, write=0.5e9, mixed=0.5e9)  # of a plain SSD, if the disk is too full to measure
 
 
 @dataclass(frozen=True)

@@ -160,8 +160,8 @@ class Engine(Workers):
 class Processor:
     """Compute streams that share one processor.
 
-    Work of a stream runs in order. Updates are short and bound by memory bandwidth: an update starts at once beside a
-    matrix product, and the product takes as much longer.
+    Work of a stream runs in order. Updates are short and bound by memory bandwidth: an update starts during a
+    matrix product, which takes as much longer.
 
     Args:
         blocker: names the part of the machine that works while nothing is computed.

@@ -102,13 +102,13 @@ def test_reserve_counts_as_needed_memory() -> None:
 
 def test_offloaded_boundaries_leave_three_buffers() -> None:
     workload, recipe = make_workload(tokens=65536), Recipe(activations="recompute")
-    here, away = (
+    resident, away = (
         forecast_memory(replace(ON_HOST, boundaries=place), workload, recipe, free(80)) for place in ("device", "host")
     )
     hidden = 65536 * 4096 * 2
-    saved = usable(here.device_bytes) - usable(away.device_bytes)
+    saved = usable(resident.device_bytes) - usable(away.device_bytes)
     assert saved == pytest.approx((28 - 3) * hidden, rel=0.05)
-    assert away.host_bytes - here.host_bytes == 28 * hidden
+    assert away.host_bytes - resident.host_bytes == 28 * hidden
 
 
 def test_training_limits_torch_before_allocating(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

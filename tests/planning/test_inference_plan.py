@@ -100,7 +100,7 @@ def test_evaluation_stays_within_planned_memory(tmp_path: Path) -> None:
     try:
         CLEAR_REFS.write_text("5")
     except OSError:
-        pytest.skip("the peak of a process's memory cannot be set back here")
+        pytest.skip("the peak of a process's memory cannot be reset on this system")
     sizes = {"n_embd": 256, "n_layer": 2, "n_head": 4, "rotary_dim": 16, "n_positions": 512}
     folder = make_tiny(tmp_path / "model", ["A note of some words. "] * 20, seed=0, vocab_target=300, **sizes)
     rows = [{"document": "A note of some words. " * 8 + str(n), "summary": f"Note {n}."} for n in range(120)]

@@ -79,7 +79,7 @@ def test_slow_disk_is_measured_briefly(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(probe, "write_bytes", counted)
     monkeypatch.setattr(probe, "update_delay", lambda *_: 0.0)
     measure_disk(tmp_path, file_bytes=64 * MB, chunk_bytes=MB, longest=0.0)
-    assert written == [MB] * 4, "one chunk each: new file, overwritten, second file, overwritten beside reads"
+    assert written == [MB] * 4, "one chunk each: new file, overwritten, second file, overwritten during reads"
 
 
 def test_halved_update_rate_delays_by_half() -> None:

@@ -125,7 +125,7 @@ def test_validation_size_does_not_change_planned_memory(six_b: Workload) -> None
         some, many = plan(10**6, device), plan(10**12, device)
         assert some.device_bytes == many.device_bytes
         assert some.budget.pass_tokens >= six_b.step.micro_batch
-        held = 2 * 4096 * 4 * some.budget.pass_tokens  # what a layer takes and what it gives
+        held = 2 * 4096 * 4 * some.budget.pass_tokens  # a layer's input and output
         assert held <= some.device_bytes - plan(0, device).device_bytes + six_b.boundary_bytes() + 3 * 2048 * 4096 * 4
     tight, roomy = plan(10**6, least), plan(10**6, 60 * GB)
     assert tight.budget.pass_tokens < roomy.budget.pass_tokens
@@ -204,7 +204,7 @@ def test_narrow_products_and_other_operations_take_time(six_b: Workload) -> None
     assert slowed.compute_seconds - fast.compute_seconds == pytest.approx(moved / 1e10 - moved / 1e12)
     slow = replace(RATES, compute=replace(RATES.compute, gelu=1e9, attention=1e11))
     slowed = planned(six_b, Placement("device", "device"), recipe, rates=slow).costs
-    # A token attends to half of the longest row's 512 here; recomputed, backward counts three times.
+    # A token attends to half of the longest row's 512; recomputed, backward counts three times.
     seconds = 28 * 2048 * (4 * 4096 / 1e9 + 4 * 4096 * six_b.rows.longest / 2 / 1e11)
     assert slowed.compute_seconds - fast.compute_seconds == pytest.approx(4 * seconds)
 
@@ -381,17 +381,17 @@ def test_resumed_run_gets_only_harmless_suggestions(six_b: Workload) -> None:
 def test_boundaries_leave_device_before_refusal(six_b: Workload) -> None:
     many = six_b.with_step(most=100_000, mean=50_000.0)
     recompute = Recipe(weights="disk", optimizer_state="disk", activations="recompute")
-    here = planned(many, recipe=recompute)
-    assert here.device_bytes - planned(six_b, recipe=recompute).device_bytes == 31 * 4096 * 4 * (100_000 - 2048)
+    resident = planned(many, recipe=recompute)
+    assert resident.device_bytes - planned(six_b, recipe=recompute).device_bytes == 31 * 4096 * 4 * (100_000 - 2048)
     one = 4096 * 4 * 100_000
-    free = replace(PLENTY, device=here.device_bytes - 20 * one)
+    free = replace(PLENTY, device=resident.device_bytes - 20 * one)
     on_host = choose(recompute, many, free, RATES)
     assert on_host.placement == Placement("disk", "disk", "host")
-    assert on_host.host_bytes - here.host_bytes == 28 * one
+    assert on_host.host_bytes - resident.host_bytes == 28 * one
     assert on_host.costs.forward.written["host"] == on_host.costs.backward.read["host"] == 28 * one // 2
     shared = choose(recompute, many, replace(free, is_shared=True), RATES)
     assert shared.placement == Placement("disk", "disk", "disk")
-    assert shared.disk_bytes - here.disk_bytes == 28 * one
+    assert shared.disk_bytes - resident.disk_bytes == 28 * one
     assert choose(Recipe(boundaries="disk"), many, PLENTY, RATES).placement == Placement("device", "device", "disk")
 
 
@@ -555,10 +555,10 @@ def test_tied_head_needs_source_weights_and_gradient(six_b: Workload) -> None:
     assert (tied.budget.num_gradients, tied.budget.num_chunks) == (1, 6), "the leanest"
     untied = replace(workload, layouts=[replace(layout, tied={}) for layout in workload.layouts])
     other = planned(untied, recipe=recipe, have=lean)
-    # Two slots for head and embedding together, and beside the embedding's gradient one for the others.
+    # Two slots for head and embedding together, and one gradient more than the embedding's.
     logits = LOGITS * 4 * (50257 * (HEAD_CHUNK_BYTES // (4 * 50257)) - 4096 * 2048)
     assert tied.device_bytes - other.device_bytes == 4 * (2 * head.numel + block.numel) + logits
-    # The embedding is read once more; in return the gradient of one more layer is still there.
+    # The embedding is read once more; in return the gradient of one more layer stays cached.
     read = tied.costs.forward.read["disk"] - other.costs.forward.read["disk"]
     assert read == 4 * (embedding.numel - block.numel)
 
@@ -586,8 +586,8 @@ def test_plan_notes_dropout_from_the_config(shell, tmp_path: Path) -> None:
     model.config.attn_pdrop = 0.1
     model.save_pretrained(tmp_path / "model")
     done = shell("plan --recipe summarization --model model --max-length 64 --json")
-    said = "trained with dropout, as config.json says (attn_pdrop 0.1); --set dropout=0 turns it off"
-    assert done.json["notes"] == [said]
+    note = "trained with dropout, as config.json says (attn_pdrop 0.1); --set dropout=0 turns it off"
+    assert done.json["notes"] == [note]
     done = shell("plan --recipe summarization --model model --max-length 64 --set dropout=0 --json")
     assert done.json["notes"] == []
 

@@ -192,9 +192,11 @@ def test_kept_graphs_and_no_clipping_save_time() -> None:
 
 def test_boundaries_in_host_memory_cross_the_link() -> None:
     workload = make_workload(8192)
-    here, away = (replay(workload, schedule(replace(ON_HOST, boundaries=place)), RATES) for place in ("device", "host"))
+    resident, away = (
+        replay(workload, schedule(replace(ON_HOST, boundaries=place)), RATES) for place in ("device", "host")
+    )
     moved = 4 * 8192 * 4096 * 2 / 1e10
-    assert away.step.link_out - here.step.link_out == pytest.approx(moved, rel=0.02)
+    assert away.step.link_out - resident.step.link_out == pytest.approx(moved, rel=0.02)
 
 
 FREE_MEMORY = replace(RATES.compute, memory=1e30, near_memory=1e30)
@@ -235,11 +237,11 @@ def test_cpu_transfers_slow_updates() -> None:
     workload, inputs = timed_workload(), schedule(Placement("disk", "disk"))
     compute = replace(FREE_MEMORY, memory=1e10)
     disks = (replace(RATES.disk, update_delay=delay) for delay in (0.0, 1e-10))
-    alone, beside = (replay(workload, inputs, on_cpu(compute=compute, disk=disk)) for disk in disks)
+    alone, concurrent = (replay(workload, inputs, on_cpu(compute=compute, disk=disk)) for disk in disks)
     passes = training_passes(inputs.placement, workload, dict(inputs.stored), inputs.budget, 0)[:2]
     moved = [sum((*each.read.values(), *each.written.values())) for each in passes]
-    assert 0.5e-10 * moved[0] < beside.forward.compute - alone.forward.compute < 1e-10 * moved[0]
-    assert beside.backward.compute - alone.backward.compute < 0.5e-10 * moved[1], "mostly products"
+    assert 0.5e-10 * moved[0] < concurrent.forward.compute - alone.forward.compute < 1e-10 * moved[0]
+    assert concurrent.backward.compute - alone.backward.compute < 0.5e-10 * moved[1], "mostly products"
 
 
 def test_cpu_disk_step_overlaps_imperfectly() -> None:
@@ -296,13 +298,13 @@ def test_plan_forecasts_a_published_device(shell, tmp_path: Path) -> None:
     memory = {need["resource"]: need for need in values["needs"]}
     assert memory["device memory"]["need"] <= memory["device memory"]["have"] < 8 * 2**30
     assert memory["host memory"]["have"] == 64 * 10**9
-    said = shell(f"{sized} --device t4").said
+    text = shell(f"{sized} --device t4").said
     for phrase in ("T4 16GB", "fp16", "tokens/s", "shares of published rates", "passes", "forward computing"):
-        assert phrase in said, phrase
+        assert phrase in text, phrase
     for name, near in (("RTX 4061 8GB", "'RTX 4060 8GB'"), ("a100", "'A100 40GB'")):
         refused = shell(f"{line} --device '{name}'")
         assert refused.code == 2
         assert near in refused.err
     assert shell(f"{line} --device t4 --precision bf16").code == 2
     trained = shell("finetune --recipe summarization --data rows.jsonl --model tiny --device 'RTX 4060 8GB'")
-    assert trained.code == 2, "what is not here trains nothing"
+    assert trained.code == 2, "a device that is not in this machine cannot train"
