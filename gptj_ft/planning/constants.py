@@ -42,6 +42,11 @@ PACKED_SHARE = 0.01  # of the memory in bf16: oneDNN's packed matrices; AMX peak
 WEIGHT_BYTES = 4 + 1  # of an attention weight under dropout: fp32 and its mask
 WEIGHT_COPIES = 4  # attention weights alive at once: scores, weights, dropped weights, gradients
 
+# Memory of inference; tests/planning/test_inference_plan.py and benchmarks/evaluation.py compare it with the peak.
+LIVE_TENSORS = 16  # of [tokens computed together, width] in a block; MLP tensors count 4
+LIVE_LOGITS = 5  # fp32 tensors of [rows, vocabulary] while the next tokens are chosen
+LISTED_TOKEN_BYTES = 2 * 36  # of a token in Python lists: of its document, and of its prompt
+
 # Memory of an accelerator: tests/simulated/test_forecasts.py and gpu.py.
 CONTEXT_BYTES = 400 * 10**6  # the device's context and the kernels that it loads
 LIBRARY_BYTES = CONTEXT_BYTES + 200 * 10**6  # and workspaces of libraries in torch's allocator

@@ -13,7 +13,7 @@ from gptj_ft.errors import ResourceError
 from gptj_ft.models.kv_cache import slots_taken
 from gptj_ft.models.layout import Layout
 from gptj_ft.models.registry import Architecture
-from gptj_ft.planning.constants import PROCESS_BYTES
+from gptj_ft.planning.constants import LISTED_TOKEN_BYTES, LIVE_LOGITS, LIVE_TENSORS, PROCESS_BYTES
 from gptj_ft.planning.memory import Free, Requirements
 from gptj_ft.planning.plan import PLACES_FASTEST_FIRST
 from gptj_ft.planning.suggestions import Candidate, Knob, halves, lift_caps, read_less_ahead, stream_more, suggest
@@ -24,9 +24,6 @@ from gptj_ft.system.block_reader import STAGING_BYTES
 
 BATCH_TOKENS = 16384  # most tokens of prompts and answers that share the passes over the weights
 ENOUGH_TOKENS = BATCH_TOKENS // 8  # more tokens gain less than resident weights
-LISTED_TOKEN_BYTES = 2 * 36  # of a token in Python lists: of its document, and of its prompt
-LIVE_TENSORS = 16  # of [tokens computed together, width] in a block; MLP tensors count 4
-LIVE_LOGITS = 5  # fp32, of [rows, vocabulary], while the next tokens are chosen
 LEAST_TOKENS = 256  # that a suggestion leaves to a row, and to be computed together
 LEAST_NEW_TOKENS = 32
 WRITTEN_TOKEN_BYTES = 8  # on disk
