@@ -16,7 +16,6 @@ from gptj_ft.models.layout import Kind
 from gptj_ft.planning.probe import Rates
 from gptj_ft.planning.step_replay import Bytes, ScheduleInputs, count_step, state_kinds
 from gptj_ft.planning.workload import Workload, exported_elements
-from gptj_ft.streaming.buffers import BufferBudget
 from gptj_ft.streaming.stores.placement import Place, Placement
 
 # Written to an SSD before its warranty ends: the rating of the Samsung 990 PRO 1 TB (600 TBW in its data sheet) and of
@@ -57,23 +56,12 @@ class Pass:
         return max(self.compute_seconds(workload, rates), self.transfer_seconds(rates))
 
 
-def training_passes(
-    placement: Placement,
-    workload: Workload,
-    stored: Mapping[Kind, torch.dtype],
-    budget: BufferBudget,
-    num_deferred: int,
-) -> tuple[Pass, Pass, Pass]:
-    """Return forward, backward, and a flush of the updates that a mean step leaves pending.
-
-    Args:
-        stored: kinds with a store, and their types; without ``grad`` backward applies the updates.
-        num_deferred: leading blocks with deferred updates, see `PendingUpdates`.
-    """
-    kept = budget.num_kept_layers
+def training_passes(workload: Workload, schedule: ScheduleInputs) -> tuple[Pass, Pass, Pass]:
+    """Return forward, backward, and a flush of the updates that a mean step leaves pending."""
+    placement, kept = schedule.placement, schedule.budget.num_kept_layers
     # Plans that differ in tokens or kept activations share a count.
-    shared = replace(budget, num_kept_layers=0, pass_tokens=0, forward_bytes=None)
-    schedule = ScheduleInputs(replace(placement, boundaries="device"), tuple(stored.items()), shared, num_deferred)
+    shared = replace(schedule.budget, num_kept_layers=0, pass_tokens=0, forward_bytes=None)
+    schedule = replace(schedule, placement=replace(placement, boundaries="device"), budget=shared)
     frozen = tuple(workload.frozen)
     up, down, flush = count_step(tuple(workload.layouts), frozen, workload.width, workload.dtype, schedule)
     share = workload.step.mean / workload.step.most
@@ -168,17 +156,10 @@ class Costs:
         return {**asdict(self), **{name: getattr(self, name) for name in sums}}
 
 
-def cost(
-    placement: Placement,
-    workload: Workload,
-    recipe: Recipe,
-    stored: Mapping[Kind, torch.dtype],
-    rates: Rates,
-    budget: BufferBudget = BufferBudget(),
-    num_deferred: int = 0,
-) -> Costs:
-    """Compute the bytes that a run moves and its seconds; arguments as of `training_passes`."""
-    forward, backward, flush = training_passes(placement, workload, stored, budget, num_deferred)
+def cost(workload: Workload, recipe: Recipe, schedule: ScheduleInputs, rates: Rates) -> Costs:
+    """Compute the bytes that a run moves and its seconds."""
+    placement, stored = schedule.placement, dict(schedule.stored)
+    forward, backward, flush = training_passes(workload, schedule)
     passes = forward, backward
     state = {kind: stored[kind] for kind in state_kinds(stored)}
     state_by_place = _bytes_by_place(placement, state, workload.stored_elements)
@@ -193,10 +174,10 @@ def cost(
     writing = Pass(written={"disk": model_bytes})
     per_step = sum(each.seconds(workload, rates) for each in passes)
     num_saves = 0 if placement.is_durable else num_checkpoints(recipe, workload, per_step)
-    per_validation = seconds_per_validation(placement, workload, flush, rates, budget.pass_tokens)
+    per_validation = seconds_per_validation(placement, workload, flush, rates, schedule.budget.pass_tokens)
     return Costs(
         num_steps=workload.num_steps,
-        num_deferred=num_deferred,
+        num_deferred=schedule.num_deferred,
         forward=forward,
         backward=backward,
         compute_seconds=sum(each.compute_seconds(workload, rates) for each in passes),

@@ -189,15 +189,18 @@ def forecast(placement: Placement, workload: Workload, recipe: Recipe, rates: Ra
 
 def _forecast(memory: MemoryForecast, workload: Workload, recipe: Recipe, rates: Rates) -> Plan:
     """Complete a memory forecast by the costs."""
-    placement, budget, step = memory.placement, memory.budget, workload.step
-    stored = stored_kinds(placement, workload, recipe)
-    costs = cost(placement, workload, recipe, stored, rates, budget)
+    placement, step = memory.placement, workload.step
+    stored = tuple(stored_kinds(placement, workload, recipe).items())
+
+    def cost_of(num_deferred: int) -> Costs:
+        return cost(workload, recipe, ScheduleInputs(placement, stored, memory.budget, num_deferred), rates)
+
+    costs = cost_of(0)
     can_defer = placement.weights != "device" and placement.optimizer_state != "device"  # see `PendingUpdates`
     if can_defer and costs.forward.transfer_seconds(rates) > costs.forward.compute_seconds(workload, rates):
-        every = cost(placement, workload, recipe, stored, rates, budget, max(len(workload.layouts) - 3, 0))
-        between = _balanced(costs, every, workload, rates)
-        tried = [costs, every, *(cost(placement, workload, recipe, stored, rates, budget, each) for each in between)]
-        costs = min(tried, key=lambda costs: costs.seconds_per_step)
+        every = cost_of(max(len(workload.layouts) - 3, 0))
+        options = [costs, every, *map(cost_of, _balanced(costs, every, workload, rates))]
+        costs = min(options, key=lambda costs: costs.seconds_per_step)
     is_unclipped = workload.dtype == torch.float16 and recipe.clip_norm is None
     waiting = "; gradients are stored though none is clipped: any may overflow" if is_unclipped else ""
     return Plan(
@@ -211,7 +214,7 @@ def _forecast(memory: MemoryForecast, workload: Workload, recipe: Recipe, rates:
         host_bytes=memory.host_bytes,
         disk_bytes=memory.disk_bytes,
         have=memory.have,
-        budget=budget,
+        budget=memory.budget,
         costs=costs,
         rates=rates,
         workload=workload,
@@ -256,17 +259,13 @@ def with_replay(plan: Plan, workload: Workload, recipe: Recipe) -> Plan:
     timed_on_cpu = plan.rates.on_cpu and bool(workload.layers and workload.times.layers)
     if not (_compares_replays(plan.have, workload) or (timed_on_cpu and kinds_on_disk(plan.placement))):
         return plan
-    stored, rates = stored_kinds(plan.placement, workload, recipe), plan.rates
-
-    def timeline(num_deferred: int) -> Timeline:
-        schedule = ScheduleInputs(plan.placement, tuple(stored.items()), plan.budget, num_deferred)
-        return replay(workload, schedule, rates)
-
-    num_deferred = plan.costs.num_deferred
-    best = timeline(num_deferred)
-    if num_deferred and (other := timeline(0)).seconds < best.seconds:
-        num_deferred, best = 0, other
-    costs = cost(plan.placement, workload, recipe, stored, rates, plan.budget, num_deferred)
+    stored, rates = tuple(stored_kinds(plan.placement, workload, recipe).items()), plan.rates
+    schedule = ScheduleInputs(plan.placement, stored, plan.budget, plan.costs.num_deferred)
+    best = replay(workload, schedule, rates)
+    at_once = replace(schedule, num_deferred=0)
+    if schedule.num_deferred and (other := replay(workload, at_once, rates)).seconds < best.seconds:
+        schedule, best = at_once, other
+    costs = cost(workload, recipe, schedule, rates)
     more = max(_tokens_to_hide(each, workload, rates) for each in (costs.forward, costs.backward))
     costs = replace(
         costs, seconds_per_step=best.seconds, compute_seconds=best.step.compute, transfer_seconds=best.step.moving

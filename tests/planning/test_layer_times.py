@@ -25,6 +25,7 @@ from gptj_ft.planning import layer_times, machine_profile
 from gptj_ft.planning.costs import Costs, cost
 from gptj_ft.planning.layer_times import LayerKind, Seconds, Timing
 from gptj_ft.planning.machine_profile import rates, with_times
+from gptj_ft.planning.step_replay import ScheduleInputs
 from gptj_ft.planning.workload import LayerTimes, ModelTimes, RowLengths, SecondsByTokens, StepTokens, Workload
 from gptj_ft.streaming.buffers import BufferBudget
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
@@ -57,7 +58,8 @@ def of(selection: Selection) -> Workload:
 
 def costs_of(workload: Workload, kept: int = 0) -> Costs:
     budget = BufferBudget(num_kept_layers=kept)
-    return cost(RESIDENT, workload, Recipe(), training_dtypes(workload.dtype), assumed_rates(), budget)
+    schedule = ScheduleInputs(RESIDENT, tuple(training_dtypes(workload.dtype).items()), budget)
+    return cost(workload, Recipe(), schedule, assumed_rates())
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ from gptj_ft.planning.memory import Free
 from gptj_ft.planning.plan import FASTEST_FIRST, Plan, candidates, choose, forecast
 from gptj_ft.planning.probe import ASSUMED_DISK, DiskRates, Rates
 from gptj_ft.planning.scaling_law import ScalingForecast, pile_loss
+from gptj_ft.planning.step_replay import ScheduleInputs
 from gptj_ft.planning.workload import RowLengths, StepTokens, Validation, Workload
 from gptj_ft.streaming.step import HEAD_CHUNK_BYTES
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
@@ -183,8 +184,9 @@ def test_number_of_deferred_updates_balances_passes(six_b: Workload) -> None:
     chosen = planned(workload, recipe=recipe, rates=rates)
     most, number = len(workload.layouts) - 3, chosen.costs.num_deferred
     stored = training_dtypes(torch.bfloat16, torch.bfloat16, torch.bfloat16)
+    schedule = ScheduleInputs(ON_DISK, tuple(stored.items()), chosen.budget)
     none, fewer, more, every = (
-        cost(ON_DISK, workload, recipe, stored, rates, chosen.budget, others).seconds_per_step
+        cost(workload, recipe, replace(schedule, num_deferred=others), rates).seconds_per_step
         for others in (0, number - 1, number + 1, most)
     )
     assert 0 < number < most
@@ -292,7 +294,8 @@ def test_validations_and_checkpoints_are_counted(six_b: Workload) -> None:
     asides = plain.start.seconds + plain.end.seconds + 6 * costs.validations.seconds + 5 * costs.checkpoints.seconds
     assert costs.seconds == pytest.approx(101 * plain.seconds_per_step + asides)
     streamed, stored = planned(workload).costs, training_dtypes(torch.float32)
-    update = cost(ON_DISK, workload, Recipe(), stored, RATES, planned(workload).budget).forward.transfer_seconds(RATES)
+    schedule = ScheduleInputs(ON_DISK, tuple(stored.items()), planned(workload).budget)
+    update = cost(workload, Recipe(), schedule, RATES).forward.transfer_seconds(RATES)
     assert streamed.validations.seconds == pytest.approx(update + flops / 1e12, rel=1e-3)
     slow = DiskRates(5e7, 5e7, 5e7)
     streamed = planned(workload, rates=replace(RATES, disk=slow)).costs

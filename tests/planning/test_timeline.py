@@ -64,7 +64,7 @@ def test_resident_model_never_waits() -> None:
 def test_replay_moves_the_counted_bytes(clips: bool) -> None:
     workload, inputs = make_workload(2048), schedule(clips=clips)
     timeline = replay(workload, inputs, RATES)
-    passes = training_passes(ON_HOST, workload, dict(inputs.stored), inputs.budget, 0)[:2]
+    passes = training_passes(workload, inputs)[:2]
     assert timeline.step.link_in * 1e10 == pytest.approx(sum(each.read["host"] for each in passes), rel=0.01)
     assert timeline.step.link_out * 1e10 == pytest.approx(sum(each.written.get("host", 0) for each in passes), rel=0.01)
 
@@ -227,7 +227,7 @@ def test_cpu_transfers_slow_the_computation() -> None:
     workload, each = timed_workload(tokens=16384), 1e-10
     costly = on_cpu(disk=replace(RATES.disk, read_cpu=each, write_cpu=2 * each))
     inputs = schedule(Placement("disk", "disk"))
-    passes = training_passes(inputs.placement, workload, dict(inputs.stored), inputs.budget, 0)[:2]
+    passes = training_passes(workload, inputs)[:2]
     moving = each * sum(one.read["disk"] + 2 * one.written["disk"] for one in passes)
     timeline, free = (replay(workload, inputs, rates) for rates in (costly, on_cpu(disk=RATES.disk)))
     assert 0.7 * moving < timeline.step.compute - free.step.compute < moving, "idle time is not slowed down"
@@ -238,7 +238,7 @@ def test_cpu_transfers_slow_updates() -> None:
     compute = replace(FREE_MEMORY, memory=1e10)
     disks = (replace(RATES.disk, update_delay=delay) for delay in (0.0, 1e-10))
     alone, concurrent = (replay(workload, inputs, on_cpu(compute=compute, disk=disk)) for disk in disks)
-    passes = training_passes(inputs.placement, workload, dict(inputs.stored), inputs.budget, 0)[:2]
+    passes = training_passes(workload, inputs)[:2]
     moved = [sum((*each.read.values(), *each.written.values())) for each in passes]
     assert 0.5e-10 * moved[0] < concurrent.forward.compute - alone.forward.compute < 1e-10 * moved[0]
     assert concurrent.backward.compute - alone.backward.compute < 0.5e-10 * moved[1], "mostly products"

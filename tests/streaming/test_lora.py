@@ -45,6 +45,7 @@ from gptj_ft.models.lora import linear_layers, name_of
 from gptj_ft.models.trainable import select
 from gptj_ft.planning.costs import training_passes
 from gptj_ft.planning.layer_cost import LayerInput, measure_block
+from gptj_ft.planning.step_replay import ScheduleInputs
 from gptj_ft.planning.workload import StepTokens, Workload
 from gptj_ft.streaming.activations import boundary_layout
 from gptj_ft.streaming.adamw import AdamW
@@ -195,7 +196,7 @@ def test_frozen_bytes_read_match_forecast(folders, tmp_path: Path, read_ahead: i
     rows = 48 * len(torch.cat([batch.tokens_T for batch in batches]).unique())
     load = Workload(stack.layouts, 48, torch.float32, StepTokens(40, 74, 74.0, 50.0), 3, frozen=stack.frozen)
     where, stored = Placement("device", "device", frozen="disk"), training_dtypes(torch.float32)
-    *passes, _ = training_passes(where, load, stored, BufferBudget(read_ahead), num_deferred=0)
+    *passes, _ = training_passes(load, ScheduleInputs(where, tuple(stored.items()), BufferBudget(read_ahead)))
     assert reads[2] - rows == sum(each.read.get("disk", 0) for each in passes) // 4
     stack.close()
 

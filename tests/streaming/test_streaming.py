@@ -42,6 +42,7 @@ from gptj_ft.errors import GptjFtError
 from gptj_ft.models.batch import NO_TARGET, PackedBatch, pack
 from gptj_ft.models.layout import TIED_SOURCE_LAYER, Layout
 from gptj_ft.planning.costs import training_passes
+from gptj_ft.planning.step_replay import ScheduleInputs
 from gptj_ft.planning.workload import StepTokens, Workload
 from gptj_ft.streaming.activations import NUM_BUFFERS, DeviceActivations, boundary_layout
 from gptj_ft.streaming.adamw import BLOCK_NUMEL, AdamW
@@ -600,7 +601,9 @@ def test_step_bytes_match_forecast(tmp_path: Path, family: str, dtype: torch.dty
     moved = stack.meter.bytes_read - before[0], stack.meter.bytes_written - before[1]
     stack.close()
     load = Workload(stack.layouts, 32, dtypes["weight"], StepTokens(40, 74, 74.0, 50.0), 3)
-    *passes, _ = training_passes(Placement("disk", "disk"), load, dtypes, budget, len(load.layouts) if late else 0)
+    num_deferred = len(load.layouts) if late else 0
+    schedule = ScheduleInputs(Placement("disk", "disk"), tuple(dtypes.items()), budget, num_deferred)
+    *passes, _ = training_passes(load, schedule)
     assert moved == (sum(each.read["disk"] for each in passes), sum(each.written["disk"] for each in passes))
 
 
