@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -116,8 +116,8 @@ class UntimedDevice:
 class _ReplayedLayer:
     """A loaded layer whose computation is replayed."""
 
-    def __init__(self, layer: LoadedLayer, device: UntimedDevice, hidden: Tensor) -> None:
-        self._layer, self._device, self._hidden = layer, device, hidden
+    def __init__(self, layer: LoadedLayer, replay: StepReplay) -> None:
+        self._layer, self._replay = layer, replay
         self._anchor = torch.empty(0, device=META, requires_grad=True)  # makes autograd visit layers without inputs
 
     def __getattr__(self, name: str) -> Any:
@@ -127,14 +127,14 @@ class _ReplayedLayer:
         return {}
 
     def run(self, parameters: Mapping[str, Tensor], x: Tensor, batch: PackedBatch, poll: Poll) -> Tensor:
-        self._device.run_forward(self._layer, poll)
-        call = partial(self._device.run_backward, self._layer)
-        output: Tensor = _Backward.apply(call, x, self._anchor, self._hidden)  # type: ignore[no-untyped-call]
+        self._replay.device.run_forward(self._layer, poll)
+        arguments = self._replay.run_backward, x, self._anchor, self._replay.hidden
+        output: Tensor = _Backward.apply(*arguments)  # type: ignore[no-untyped-call]
         return output
 
 
 class _Backward(torch.autograd.Function):
-    """Call a function when autograd comes by in backward."""
+    """Call a function when autograd reaches it in backward."""
 
     @staticmethod
     def forward(ctx: Any, call: Callable[[], None], x: Tensor, anchor: Tensor, hidden: Tensor) -> Tensor:
@@ -157,9 +157,8 @@ class _ReplayedLayers(Prefetcher):
 
     def __next__(self) -> LoadedLayer:
         layer = super().__next__()
-        if not layer.task.descends:
-            self._replay.note_visit(layer.index)
-        return cast("LoadedLayer", _ReplayedLayer(layer, self._replay.device, self._replay.hidden))
+        self._replay.visit(layer)
+        return cast("LoadedLayer", _ReplayedLayer(layer, self._replay))
 
 
 class _Reducer(GradientReducer):
@@ -188,12 +187,20 @@ class StepReplay:
         self.hidden = torch.empty(self.device.micro_batch_tokens, workload.width, dtype=workload.dtype, device=META)
         self.counters: dict[Place, CountingStore] = {}
         self._visits: dict[tuple[Place, int], int] = {}  # requests before a layer's visit in forward
+        self._visited: LoadedLayer | None = None
         batch = LayerInput((self.device.micro_batch_tokens,), workload.width, workload.dtype).batch()
         self._batches = [batch] * self.device.micro_batches
 
-    def note_visit(self, layer: int) -> None:
-        """Note the visit of a layer in forward: its later requests belong to backward."""
-        self._visits |= {(place, layer): len(store.requests) for place, store in self.counters.items()}
+    def visit(self, layer: LoadedLayer) -> None:
+        """Note the visit of a layer; after the one in forward, its requests belong to backward."""
+        self._visited = layer
+        if not layer.task.descends:
+            self._visits |= {(place, layer.index): len(store.requests) for place, store in self.counters.items()}
+
+    def run_backward(self) -> None:
+        """Compute backward of the visited layer. Its weights may have another slot than when its graph was kept."""
+        assert self._visited is not None
+        self.device.run_backward(self._visited)
 
     def run_step(self) -> None:
         """Run one step; the counterpart of `step.train_step`."""
