@@ -172,7 +172,9 @@ def test_parts_and_replicas_sum_to_whole() -> None:
         times=ModelTimes((NOTHING, *blocks, LayerTimes(SecondsByTokens(0.25, 0.0), SecondsByTokens(0.5, 0.1))))
     )
     owners = assign_layers(workload.layouts, 2)
-    parts = [local_workload(workload, [layer for layer, owner in enumerate(owners) if owner == rank]) for rank in range(2)]
+    parts = [
+        local_workload(workload, [layer for layer, owner in enumerate(owners) if owner == rank]) for rank in range(2)
+    ]
     assert sum(part.layer_seconds for part in parts) == pytest.approx(workload.layer_seconds)
     assert 2 * replica_workload(workload, 2).layer_seconds == pytest.approx(workload.layer_seconds)
     assert replica_workload(workload, 8).step.num_micro_batches == 1, "there is no half of one"
