@@ -155,12 +155,24 @@ class EvaluationPlan:
         return replace(self, rows=replace(self.rows, notes=(*self.rows.notes, note)))
 
     def run(self, progress: Progress | None = None) -> Evaluation:
-        """Evaluate the model on its rows."""
+        """Evaluate the model on its rows.
+
+        Raises:
+            NotFinite: a loss is not finite.
+            DataError: a row got no result.
+        """
         recipe, rows = self.setup.recipe, self.rows
         # Store the batch size first: answers depend on it, so a resumed run must use it again.
         self.cache.add("together", {0: self.plan.together.written})
-        with self.setup.open(self.plan.weights) as opened:
-            row_losses, answers = EvaluationRun(self, *opened, progress).run()
+        with self.setup.open(self.plan.weights) as (architecture, offloaded):
+            if self.answers_prompts:
+                self._answer_prompts(architecture, offloaded, progress)
+            self._compute_losses(offloaded, progress)
+        loss_of, answer_of, numbers = self.cache.of("loss"), self.cache.of("answer"), range(len(rows.documents))
+        for results in (loss_of, answer_of) if self.answers_prompts else (loss_of,):
+            check_complete(results.keys(), len(numbers), rows.places.__getitem__)
+        row_losses = [RowLoss(**loss_of[row]) for row in numbers]
+        answers = [answer_of.get(row, "") for row in numbers]
         figures = {**language_model(row_losses), **scores_of(recipe, answers, rows.references)}
         notes, no_text = rows.notes, sum(row.bytes is None for row in row_losses)
         if no_text:
@@ -170,9 +182,57 @@ class EvaluationPlan:
         evaluation = Evaluation(model, figures, rows.places, answers, rows.references, notes, num_targets)
         return with_warnings(evaluation, recipe)
 
+    @property
+    def answers_prompts(self) -> bool:
+        """Whether a metric needs answers."""
+        return bool(self.setup.recipe.metrics) and self.tokenizer is not None
+
     def close(self) -> None:
         """Delete the cached results."""
         self.cache.close()
+
+    def _answer_prompts(self, architecture: Architecture, offloaded: OffloadedModel, progress: Progress | None) -> None:
+        """Answer the prompts without a cached answer, and compute losses in the same passes if possible."""
+        assert self.tokenizer is not None
+        answerer = Answerer(self.setup.recipe, self.tokenizer, architecture, offloaded, self.plan.together)
+        groups, answer_of = list(answerer.group(self.rows.prompts)), self.cache.of("answer")
+        for numbers in pending_rounds(groups, answer_of.keys(), answerer.round_size):
+            some = [groups[number] for number in numbers]
+            prompt_groups = [self._prompt_group(rows, answerer.writes) for rows in some]
+            for rows, (texts, row_losses) in zip(some, answerer.answer(prompt_groups), strict=True):
+                if row_losses:
+                    self._note_losses(rows, row_losses)
+                self.cache.add("answer", dict(zip(rows, texts, strict=True)))
+            self._show(progress, len(answer_of))
+
+    def _compute_losses(self, offloaded: OffloadedModel, progress: Progress | None) -> None:
+        loss_of, budget = self.cache.of("loss"), self.plan.together
+        for span in passes([document.num_inputs for document in self.rows.documents], budget.read):
+            if not loss_of.keys() >= set(span):
+                documents = [self.rows.documents[row] for row in span]
+                self._note_losses(span, losses(offloaded, self.tokenizer, documents, budget.computed))
+            self._show(progress, span.stop)
+
+    def _prompt_group(self, rows: Sequence[int], is_written: bool) -> PromptGroup:
+        prompts = [self.rows.prompts[row] for row in rows]
+        documents = [self.rows.documents[row] for row in rows]
+        # The losses can reuse the prefill of the prompts only if the documents start with them.
+        shared = all(
+            len(prompt) < document.num_inputs and list(document.ids[: len(prompt)]) == prompt
+            for prompt, document in zip(prompts, documents, strict=True)
+        )
+        with_losses = is_written and shared and not self.setup.recipe.generation.prompt_lookup_num_tokens
+        return PromptGroup(prompts, rows[0], documents if with_losses else ())
+
+    def _note_losses(self, rows: Sequence[int], row_losses: Sequence[RowLoss]) -> None:
+        for row, loss in zip(rows, row_losses, strict=True):
+            if not math.isfinite(loss.total):
+                raise NotFinite(f"the loss of {self.rows.places[row]} is not a finite number: {DAMAGED}")
+        self.cache.add("loss", {row: asdict(loss) for row, loss in zip(rows, row_losses, strict=True)})
+
+    def _show(self, progress: Progress | None, done: int) -> None:
+        if progress:
+            progress(done, len(self.rows.documents))
 
 
 def plan_on_rows(
@@ -223,68 +283,3 @@ def evaluation_settings(folder: Path, recipe: Recipe) -> dict[str, Any]:
         "recipe": recipe.model_dump(mode="json", include=keys),
         "torch": torch.__version__,
     }
-
-
-@dataclass(frozen=True)
-class EvaluationRun:
-    """Run an evaluation on an open model, skipping rows with cached results."""
-
-    planned: EvaluationPlan
-    architecture: Architecture
-    offloaded: OffloadedModel
-    progress: Progress | None = None
-
-    def run(self) -> tuple[list[RowLoss], list[str]]:
-        """Compute the loss of each row, and its answer if a metric needs one (empty otherwise).
-
-        Raises:
-            NotFinite: a loss is not finite.
-            DataError: a row got no result.
-        """
-        planned, rows = self.planned, self.planned.rows
-        loss_of, answer_of = planned.cache.of("loss"), planned.cache.of("answer")
-        recipe, budget = planned.setup.recipe, planned.plan.together
-        if recipe.metrics and planned.tokenizer:
-            answerer = Answerer(recipe, planned.tokenizer, self.architecture, self.offloaded, budget)
-            groups = list(answerer.group(rows.prompts))
-            for numbers in pending_rounds(groups, answer_of.keys(), answerer.round_size):
-                self._answer(answerer, [groups[number] for number in numbers])
-                self._show(len(answer_of))
-        for span in passes([document.num_inputs for document in rows.documents], budget.read):
-            if not loss_of.keys() >= set(span):
-                documents = [rows.documents[row] for row in span]
-                self._note_losses(span, losses(self.offloaded, planned.tokenizer, documents, budget.computed))
-            self._show(span.stop)
-        numbers = range(len(rows.documents))
-        for results in (loss_of, answer_of) if recipe.metrics and planned.tokenizer else (loss_of,):
-            check_complete(results.keys(), len(numbers), lambda row: rows.places[row])
-        return [RowLoss(**loss_of[row]) for row in numbers], [answer_of.get(row, "") for row in numbers]
-
-    def _answer(self, answerer: Answerer, groups: Sequence[Sequence[int]]) -> None:
-        """Answer groups of rows; compute losses in the same passes if the documents start with the prompts."""
-        prompt_groups = [self._prompt_group(rows, answerer.writes) for rows in groups]
-        for rows, (texts, row_losses) in zip(groups, answerer.answer(prompt_groups), strict=True):
-            if row_losses:
-                self._note_losses(rows, row_losses)
-            self.planned.cache.add("answer", dict(zip(rows, texts, strict=True)))
-
-    def _prompt_group(self, rows: Sequence[int], is_written: bool) -> PromptGroup:
-        prompts = [self.planned.rows.prompts[row] for row in rows]
-        documents = [self.planned.rows.documents[row] for row in rows]
-        # The losses can reuse the prefill of the prompts only if the documents start with them.
-        shared = all(
-            len(prompt) < document.num_inputs and list(document.ids[: len(prompt)]) == prompt
-            for prompt, document in zip(prompts, documents, strict=True)
-        )
-        with_losses = is_written and shared and not self.planned.setup.recipe.generation.prompt_lookup_num_tokens
-        return PromptGroup(prompts, rows[0], documents if with_losses else ())
-
-    def _note_losses(self, rows: Sequence[int], row_losses: Sequence[RowLoss]) -> None:
-        for row, loss in zip(rows, row_losses, strict=True):
-            if not math.isfinite(loss.total):
-                raise NotFinite(f"the loss of {self.planned.rows.places[row]} is not a finite number: {DAMAGED}")
-        self.planned.cache.add("loss", {row: asdict(loss) for row, loss in zip(rows, row_losses, strict=True)})
-
-    def _show(self, done: int) -> None:
-        if self.progress:
-            self.progress(done, len(self.planned.rows.documents))

@@ -148,7 +148,7 @@ def test_interrupted_evaluation_resumes_on_more_ranks(tmp_path, rows, own_home, 
     monkeypatch.setattr("gptj_ft.planning.inference_plan.BATCH_TOKENS", 300)
     folder = writer(tmp_path / "tuned", "summarization")
     alone = facts_of(led(1, lambda group: evaluated(folder, rows, group)))
-    note, calls = text_evaluation.EvaluationRun._note_losses, []
+    note, calls = text_evaluation.EvaluationPlan._note_losses, []
 
     def interrupted(*arguments: Any) -> None:
         calls.append(1)
@@ -157,7 +157,7 @@ def test_interrupted_evaluation_resumes_on_more_ranks(tmp_path, rows, own_home, 
         note(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(text_evaluation.EvaluationRun, "_note_losses", interrupted)
+        patch.setattr(text_evaluation.EvaluationPlan, "_note_losses", interrupted)
         with pytest.raises(NotFinite):
             led(2, lambda group: evaluated(folder, rows, group))
     assert len(list((own_home / "evaluations").iterdir())) == 1
