@@ -103,7 +103,7 @@ def _column(field: str, column: str) -> str:
     first, several, _ = column.partition("+")
     if not several:
         return f"{field} = column '{shortened(column)}'"
-    trained = f"the first with a text is the target, '{shortened(first)}' before others; all count as right answers"
+    trained = f"'{shortened(first)}' is the target where it has a text; all are right answers"
     return f"{field} = columns '{shortened(column)}' ({trained})"
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from gptj_ft.cli.data_facts import data_facts, data_rows, epoch_rows, repair_rows, tokens_by_part
+from gptj_ft.cli.data_facts import Pairs, data_facts, data_rows, epoch_rows, repair_rows, tokens_by_part
 from gptj_ft.cli.terminal.screen import next_steps, panel, whole, width_of
 from gptj_ft.data.lengths import Lengths, histogram
 from gptj_ft.data.loss_mask import num_targets, spans_of
@@ -27,7 +27,11 @@ LINES_SHOWN = 6  # of an abridged row, without its heading
 
 def show_data(console: Console, report: Report) -> None:
     """Show the files, the columns and the fate of every row."""
-    panel(console, "Data", data_rows(report.to_dict()))
+    panel(console, "Data", _with_whole_paths(data_rows(report.to_dict())))
+
+
+def _with_whole_paths(rows: Pairs) -> Pairs:
+    return [(label, whole(text) if label in ("file", "files") else text) for label, text in rows]
 
 
 def show_lengths(console: Console, prepared: Prepared, recipe: Recipe) -> None:
@@ -92,7 +96,7 @@ def in_few_lines(text: Text, console: Console) -> Text:
 def show_preparation(console: Console, done: Preparation, report: Path | None, num_examples: int | None) -> None:
     """Show the fate of the rows, examples and the next command; a log gets examples on request only."""
     if done.fixes:
-        panel(console, "Fixed file, described below", repair_rows(done.fixes.to_dict()))
+        panel(console, "Fixed file, described below", _with_whole_paths(repair_rows(done.fixes.to_dict())))
     show_data(console, done.prepared.report)
     show_lengths(console, done.prepared, done.recipe)
     num_examples = int(console.is_terminal) if num_examples is None else num_examples
