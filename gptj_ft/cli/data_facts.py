@@ -136,7 +136,8 @@ def epoch_rows(facts: Mapping[str, Any], recipe: Recipe) -> Pairs:
         ("padding", f"none (for comparison: {pads} tokens)"),
     ]
     for name, part in splits.items():
-        counts = f"{part['documents']:,} rows, {part['tokens']:,} tokens, {part['target_tokens']:,} of them targets"
+        unit = "row" if part["documents"] == 1 else "rows"
+        counts = f"{part['documents']:,} {unit}, {part['tokens']:,} tokens, {part['target_tokens']:,} of them targets"
         rows.append((name, counts + (", held out" if name == "validation" else "")))
     steps = facts["steps"]
     warmup = f", {recipe.num_warmup_steps(steps):,} of them warm-up" if isinstance(recipe.schedule, str) else ""

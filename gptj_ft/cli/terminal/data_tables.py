@@ -36,10 +36,12 @@ def _with_whole_paths(rows: Pairs) -> Pairs:
 
 def show_lengths(console: Console, prepared: Prepared, recipe: Recipe) -> None:
     """Show token lengths, the cost that padding would have had, and the steps of an epoch."""
-    for name, tokens in tokens_by_part(Lengths.of(prepared, recipe.packing), recipe).items():
+    lengths = Lengths.of(prepared, recipe.packing)
+    for name, tokens in tokens_by_part(lengths, recipe).items():
         console.print(Text(f"\nTokens of the {name}, rows", style="bold"))
         console.print(Text("\n".join(histogram(tokens))))
-    panel(console, "An epoch", epoch_rows(data_facts(prepared, recipe), recipe))
+    packed = [("packing", f"{len(lengths.steps):,} windows of several documents")] if recipe.packing != "off" else []
+    panel(console, "An epoch", [*packed, *epoch_rows(data_facts(prepared, recipe), recipe)])
 
 
 def show_rows(console: Console, run: PreparedRun, count: int | None) -> None:
