@@ -85,7 +85,7 @@ def test_disabled_cache_keeps_nothing(rows: Path, made: list[Path]) -> None:
     assert not cache.cache_entries()
 
 
-def test_what_is_damaged_is_made_again(rows: Path, made: list[Path]) -> None:
+def test_damaged_cache_entry_is_rebuilt(rows: Path, made: list[Path]) -> None:
     prepare(recipe(), make_tokenizer(), rows, made)
     (kept,) = cache.cache_entries()
     (kept.folder / ROWS_MANIFEST).write_text("{")
@@ -168,7 +168,7 @@ def test_stale_drafts_are_removed_live_ones_stay(rows: Path, made: list[Path]) -
     assert left == {name, drafts[f"{here}.1"].name, drafts["elsewhere.1"].name}
 
 
-def test_the_command_lists_and_clears(shell, rows: Path) -> None:
+def test_cache_command_lists_and_clears(shell, rows: Path) -> None:
     command = f"prepare-data --data {rows} --recipe summarization --model tiny --show 0"
     assert shell(f"{command} --output a").code == 0
     listed = shell("cache list --json").json["kept"]

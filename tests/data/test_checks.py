@@ -62,7 +62,7 @@ def test_planted_fault_is_reported_with_place(fault: dict[str, str], says: str, 
     assert report.rows_kept == 3, "a warning leaves no row out"
 
 
-def test_nothing_is_said_of_plain_rows(tmp_path: Path) -> None:
+def test_clean_rows_give_no_warning(tmp_path: Path) -> None:
     texts = [
         "naïve café, Ångström",
         "3 < 4 & 5 > 2",

@@ -124,7 +124,7 @@ def test_pair_truncation_matches_tokenizers_library(bert: Any) -> None:
 
 
 @pytest.mark.parametrize(("room", "stride"), [(5, 2), (5, 0), (4, 3), (9, 1)])
-def test_windows_are_those_of_the_tokenizers_library(room: int, stride: int, bert: Any) -> None:
+def test_windows_match_the_tokenizers_library(room: int, stride: int, bert: Any) -> None:
     backend = BertTokenizer(vocab=bert.get_vocab()).backend_tokenizer
     backend.enable_truncation(room + 2, stride=stride)
     for count in range(1, 30):
@@ -254,9 +254,7 @@ def test_unlabelled_rows_are_skipped_with_reason(bert: Any) -> None:
         ([n / 7 for n in range(60)], {}, "for measurements use --set task=regression"),
     ],
 )
-def test_labels_that_cannot_be_learnt_are_refused(
-    labels: list[Any], options: dict[str, Any], said: str, bert: Any
-) -> None:
+def test_unlearnable_labels_are_rejected(labels: list[Any], options: dict[str, Any], said: str, bert: Any) -> None:
     with pytest.raises(DataError) as caught:
         prepared(bert, labelled(*labels), **options)
     assert said in str(caught.value)
@@ -454,7 +452,7 @@ def test_oversized_vocabulary_is_rejected(tmp_path: Path) -> None:
     assert replace(report) == report
 
 
-def test_the_terminal_shows_labels_and_their_counts(bert: Any) -> None:
+def test_terminal_shows_label_counts(bert: Any) -> None:
     from io import StringIO
 
     from rich.console import Console

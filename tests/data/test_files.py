@@ -79,7 +79,7 @@ def test_compressed_file_with_plain_name_is_noted(tmp_path: Path) -> None:
         ("a.jsonl", b'[{"a": "1"}, {"a": "2"}]', "json"),
     ],
 )
-def test_a_wrong_suffix_is_recognised_and_said(name: str, content: bytes, read_as: str, tmp_path: Path) -> None:
+def test_misleading_suffix_is_noted(name: str, content: bytes, read_as: str, tmp_path: Path) -> None:
     path, findings = tmp_path / name, Findings()
     path.write_bytes(content)
     assert [row["a"] for row in values(path, findings)] == ["1", "2"]

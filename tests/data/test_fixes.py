@@ -78,7 +78,7 @@ def fix(
         ("<s> it 's $ 5 ... </s> <s> fine ! </s>\n<s> well . </s>", "it's $5... fine!\nwell."),
     ],
 )
-def test_a_text_is_mended(before: str, after: str) -> None:
+def test_text_is_repaired(before: str, after: str) -> None:
     assert fixed(before) == after
 
 
@@ -92,7 +92,7 @@ def test_a_text_is_mended(before: str, after: str) -> None:
         "It was there &#0; in -lrb- once.",
     ],
 )
-def test_what_only_looks_alike_is_left_alone(text: str) -> None:
+def test_similar_text_is_not_repaired(text: str) -> None:
     assert fix_texts([text])[0].text == text
     assert fix_texts([text])[0].fixes == ()
 
@@ -105,7 +105,7 @@ def test_texts_of_a_row_are_joined_together() -> None:
 
 @settings(deadline=None, max_examples=200)
 @given(st.lists(texts, min_size=1, max_size=3))
-def test_mending_what_is_mended_changes_nothing(row: list[str]) -> None:
+def test_repair_is_idempotent(row: list[str]) -> None:
     once = [each.text for each in fix_texts(row)]
     again = fix_texts(once)
     assert [each.text for each in again] == once
@@ -316,7 +316,7 @@ def in_every_format(folder: Path, rows: list[dict[str, Any]]) -> dict[str, Path]
     return {name: folder / name for name in names}
 
 
-def test_rows_of_every_format_come_out_alike(tmp_path: Path) -> None:
+def test_rows_are_equal_in_every_format(tmp_path: Path) -> None:
     rows = [{"id": str(n), "note": f"A cafÃ© in room {n}.", "summary": f"Room {n}."} for n in range(3)]
     for name, source in in_every_format(tmp_path, rows).items():
         target = tmp_path / f"{name}.new.jsonl"
@@ -388,7 +388,7 @@ def test_nothing_is_overwritten(tmp_path: Path, shell: Any) -> None:
         ("--fix --fixed no/such/folder/new.jsonl", "new.jsonl: No such file or directory"),
     ],
 )
-def test_wrong_use_is_said_and_writes_nothing(options: str, says: str, tmp_path: Path, shell: Any) -> None:
+def test_wrong_use_is_rejected_without_writing(options: str, says: str, tmp_path: Path, shell: Any) -> None:
     (tmp_path / "folder").mkdir()
     for path in (tmp_path / "rows.jsonl", tmp_path / "folder" / "a.jsonl"):
         write_rows(path, [{"note": "a", "summary": "b"}])

@@ -55,7 +55,7 @@ def configs(*entries: dict[str, Any]) -> dict[str, Any]:
         ("dataset_infos.json config.json .hidden/train.json train.zip", {}),
     ],
 )
-def test_splits_and_configurations_are_told_by_names(names: str, expected: dict[str, dict[str, int]]) -> None:
+def test_names_tell_splits_and_configurations(names: str, expected: dict[str, dict[str, int]]) -> None:
     found = {config: {s: len(files) for s, files in splits.items()} for config, splits in parts(names).items()}
     assert found == expected
 
@@ -83,7 +83,7 @@ def test_card_names_files_of_a_configuration(entry: dict[str, Any], expected: di
     assert parts(names, configs({"config_name": "c", **entry})) == {"c": expected}
 
 
-def test_patterns_of_cards_match_what_datasets_matches(tmp_path: Path) -> None:
+def test_card_patterns_match_like_datasets(tmp_path: Path) -> None:
     from datasets.data_files import resolve_pattern
 
     names = "a.csv b-1.csv x/a.csv x/b-00000-of-00001.csv x/y/a.csv x/y/z/c.csv train-1/t.csv"
@@ -96,7 +96,7 @@ def test_patterns_of_cards_match_what_datasets_matches(tmp_path: Path) -> None:
         assert set(ours) == theirs, pattern
 
 
-def test_splits_by_name_are_those_of_datasets(tmp_path: Path) -> None:
+def test_named_splits_match_datasets(tmp_path: Path) -> None:
     from datasets.data_files import DataFilesDict, get_data_patterns
 
     for number, names in enumerate(
@@ -265,7 +265,7 @@ def test_interrupted_download_resumes(hub: Hub, said: list[str]) -> None:
     assert any("range" in request.headers for request in hub.requests)
 
 
-def test_files_that_were_removed_are_fetched_again(hub: Hub, said: list[str]) -> None:
+def test_removed_files_are_downloaded_again(hub: Hub, said: list[str]) -> None:
     pinned = fetch(f"hub:{NAME}", False, said.append)
     next(local_folder(pinned).rglob("*-00001-*.parquet")).unlink()
     hub.requests.clear()
@@ -432,7 +432,7 @@ def test_sockets_open_only_for_hub_references(
     assert hub.fetched()[-1].startswith("validation")
 
 
-def test_the_notes_hold_no_token(hub: Hub, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_notes_contain_no_token(hub: Hub, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     fetch(f"hub:{NAME}", False, said.append)
     assert all("hf_secret" not in path.read_text() for path in datasets().glob("*.json"))

@@ -188,7 +188,7 @@ def test_a_missing_column_names_the_file(tokenizer, tmp_path):
         tokenize_rows(TokenizeJob.of(recipe(), tokenizer, path, VOCAB))
 
 
-def test_no_row_left_says_why(tokenizer, tmp_path):
+def test_skipping_all_rows_says_why(tokenizer, tmp_path):
     path = json_lines(tmp_path / "a.jsonl", [{"note": " ", "summary": "b"}, {"note": "x", "summary": ""}])
     with pytest.raises(
         DataError, match=r"none of the 2 rows.*'document' is empty \(1, first at .*:1\); the completion"

@@ -114,7 +114,7 @@ def test_single_object_is_one_row(write, row):
     assert [values for _, values in rows(write("a.json", several))] == [row, {"a": [{"b": 1}]}]
 
 
-def test_places_name_a_file_once():
+def test_formatted_places_name_a_file_once():
     assert format_places(["/a/val.csv:49"], 1) == "val.csv:49"
     assert format_places(["/a/val.csv:49", "/a/val.csv:140", "/a/val.csv:155"], 9) == "val.csv: lines 49, 140, 155 ..."
     assert format_places(["/a/x.csv:1", "/b/y.csv:7", "/a/x.csv:3"], 3) == "x.csv: lines 1, 3; y.csv:7"
@@ -243,7 +243,7 @@ def test_hostile_json_raises_data_error(write, name, content):
         rows(write(name, content))
 
 
-def test_squad_without_its_parts_is_refused(write):
+def test_incomplete_squad_is_rejected(write):
     with pytest.raises(DataError, match=r"not SQuAD's format: data\[0\], after question 0: KeyError\('qas'\)"):
         rows(write("a.json", '{"data": [{"paragraphs": [{"context": "c"}]}]}'))
 

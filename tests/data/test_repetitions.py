@@ -27,5 +27,5 @@ def test_duplicates_match_a_full_comparison(bucket: int, held: int) -> None:
     duplicates.close()
 
 
-def test_no_rows_repeat_nothing() -> None:
+def test_empty_input_has_no_duplicates() -> None:
     assert Duplicates().count(5) == {True: (0, []), False: (0, [])}

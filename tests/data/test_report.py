@@ -197,7 +197,7 @@ def test_page_and_terminal_have_every_count(max_length: int) -> None:
         assert {f"{count:,}" for count in counts - {0}} <= set(re.findall(r"[\d,]*\d", text))
 
 
-def test_the_report_says_what_was_mended(shell: Any, tmp_path: Path) -> None:
+def test_report_counts_repairs(shell: Any, tmp_path: Path) -> None:
     done = shell(f"{TYPED} --fix --report out.html")
     assert done.code == 0, done.err
     page = Page((tmp_path / "out.html").read_text(encoding="utf-8"))

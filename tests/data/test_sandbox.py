@@ -100,7 +100,7 @@ def test_template_error_is_one_line(source: str) -> None:
         ("{% for key, value in messages[0].items() %}{{ key }}{% endfor %}{{ 2 * 3 - 1 }}", "rolecontent5"),
     ],
 )  # fmt: skip
-def test_what_prompts_and_chat_templates_use_works(source: str, text: str) -> None:
+def test_usual_chat_template_syntax_works(source: str, text: str) -> None:
     assert render(source, VALUES) == text
 
 
@@ -115,12 +115,12 @@ def test_huge_replacement_is_stopped_in_advance(replacing: str) -> None:
     assert peak < 2**24
 
 
-def test_the_bound_grows_with_the_values() -> None:
+def test_work_budget_grows_with_values() -> None:
     document = "word " * 2_000_000
     assert render("{% if document %}{{ document | trim }}{{ document | upper }}{% endif %}", {"document": document})
 
 
-def test_what_a_template_calls_is_no_field() -> None:
+def test_called_functions_are_not_fields() -> None:
     assert fields_of("{% set n = namespace(a=range(2)) %}{{ document }}") == ("document",)
 
 

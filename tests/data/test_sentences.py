@@ -170,7 +170,7 @@ def test_sentence_limits_match_presumm(bert: Any) -> None:
     assert len(row["texts"][0].split()) == 200
 
 
-def test_stories_are_articles_with_their_highlights(bert: Any) -> None:
+def test_story_has_article_and_highlights(bert: Any) -> None:
     text = "\n\n".join([*SENTENCES, "@highlight", SUMMARY[0], "@highlight", SUMMARY[1]]) + "\n"
     Path("stories").mkdir()
     Path("stories/one.story").write_text(text, encoding="utf-8")
@@ -240,7 +240,7 @@ def test_tokenizer_without_markers_is_rejected() -> None:
         ("", []),
     ],
 )
-def test_texts_are_split_where_sentences_end(text: str, sentences: list[str]) -> None:
+def test_texts_split_at_sentence_ends(text: str, sentences: list[str]) -> None:
     assert split_sentences(text) == sentences
 
 
@@ -307,7 +307,7 @@ def test_bigrams_cross_only_summary_sentences() -> None:
     assert oracle_sentences(["c b", "b c"], ["a b", "c d"], most=1) == [1]
 
 
-def test_sentences_beyond_the_hundredth_are_no_candidates() -> None:
+def test_only_first_hundred_sentences_are_candidates() -> None:
     sentences = ["x"] * MAX_SENTENCES + ["a b"]
     assert oracle_sentences(sentences, "a b") == []
     assert oracle_sentences(sentences[1:], "a b") == [MAX_SENTENCES - 1]
@@ -325,7 +325,7 @@ def test_oracle_matches_presumm_on_cnn_dailymail() -> None:
     assert found == [oracle_sentences(*pair) for pair in zip(documents, map(" ".join, summaries), strict=True)]
 
 
-def test_oracle_of_a_long_article_takes_milliseconds() -> None:
+def test_oracle_is_fast_for_long_articles() -> None:
     sentences = [" ".join(f"w{(row * 7 + place * 3) % 500}" for place in range(25)) for row in range(70)]
     summary = " ".join(f"w{place}" for place in range(60))
     seconds = []

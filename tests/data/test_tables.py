@@ -389,7 +389,7 @@ def test_workbook_rows_equal_text_table_rows(language: str, tmp_path: Path) -> N
     assert list(findings.notes) == [f"{wrong} contains xlsx and is read as such, although its name says csv"]
 
 
-def test_cells_are_the_texts_that_they_show(tmp_path: Path) -> None:
+def test_cells_are_read_as_displayed(tmp_path: Path) -> None:
     cells: dict[Any, str] = {
         7: "7", -3.0: "-3", 2.5: "2.5", 0.1 + 0.2: "0.3", 1e20: "1e+20", True: "true", None: "", "": "",
         datetime.date(2024, 5, 1): "2024-05-01", datetime.datetime(2024, 5, 1, 14, 30): "2024-05-01 14:30:00",

@@ -39,7 +39,7 @@ def test_template_fields_are_undeclared_names():
 
 
 @pytest.mark.parametrize("template", ["{{", "{{ }}", "{{ a", "{% for %}", "{% nothing %}", "{{ a | unknown }}"])
-def test_what_is_no_template_is_refused(template):
+def test_invalid_template_is_rejected(template):
     with pytest.raises(UsageError, match="template"):
         fields_of(template)
 
@@ -53,7 +53,7 @@ def test_single_braces_are_rejected_with_advice():
     "template",
     ["{{ a.__class__.__mro__ }}", "{{ a.missing }}", "{{ a + 1 }}", "{{ missing }}", "{{ a | list | tojson(9, 9) }}"],
 )
-def test_a_template_reaches_nothing_but_its_values(template):
+def test_template_cannot_reach_python_internals(template):
     with pytest.raises(UsageError, match="template"):
         render(template, {"a": "text"})
 
@@ -338,7 +338,7 @@ def test_field_used_twice_is_cut_alike(tokenizer):
     assert len(encoded.documents[0]) <= 60
 
 
-def test_training_and_inference_cut_alike(tokenizer):
+def test_training_and_inference_truncate_alike(tokenizer):
     values = {"document": WORDS * 20, "summary": "cough"}
     encoded = encode(recipe(max_length=70), tokenizer, values)
     room = 70 - (len(encoded.documents[0]) - encoded.prompt_length)

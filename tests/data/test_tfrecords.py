@@ -76,7 +76,7 @@ def test_unknown_features_and_fields_are_skipped(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["pile_zstd_2.tfrecords", "a.tfrecords"])
 @pytest.mark.parametrize("pack", [zlib.compress, gzip.compress], ids=["zlib", "gzip"])
-def test_packed_files_are_read_whatever_their_name(pack, name: str, tmp_path: Path) -> None:
+def test_compressed_files_are_read_under_any_name(pack, name: str, tmp_path: Path) -> None:
     path = written(tmp_path / name, pack(b"".join(map(text_record, WINDOWS))))
     assert ids(path) == WINDOWS
     whole = path.read_bytes()
@@ -86,7 +86,7 @@ def test_packed_files_are_read_whatever_their_name(pack, name: str, tmp_path: Pa
             ids(path)
 
 
-def test_records_are_known_by_their_content(tmp_path: Path) -> None:
+def test_tfrecords_are_recognized_by_content(tmp_path: Path) -> None:
     findings = Findings()
     # Lengths whose first bytes are those of gzip (with deflate) and of UTF-16
     for length in (0x088B1F, 0xFEFF):
@@ -286,7 +286,7 @@ def test_only_one_record_is_in_memory(tmp_path: Path, monkeypatch: pytest.Monkey
     assert max(read) < len(one)
 
 
-def test_a_header_is_told_from_other_bytes() -> None:
+def test_tfrecord_header_is_recognized() -> None:
     assert record_length(text_record([1, 2, 3])) == len(example({"text": packed([1, 2, 3])}))
     assert record_length(b"{" * 12) is None
     assert record_length(b"short") is None

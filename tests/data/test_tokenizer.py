@@ -35,7 +35,7 @@ def test_special_token_in_text_stays_text(tmp_path):
     assert offsets["input_ids"] == ids
 
 
-def test_digest_tells_tokenizers_apart_but_ignores_truncation():
+def test_digest_distinguishes_tokenizers_ignoring_truncation():
     tokenizer = make_tokenizer()
     digest = tokenizer_digest(tokenizer)
     tokenizer.backend_tokenizer.enable_truncation(7)
@@ -58,7 +58,7 @@ def test_tokenizer_loads_like_transformers(tmp_path):
     assert (ours.eos_token_id, len(ours)) == (theirs.eos_token_id, len(theirs))
 
 
-def test_bare_gpt2_vocabulary_and_merges_are_enough(tmp_path):
+def test_bare_gpt2_vocabulary_and_merges_suffice(tmp_path):
     saved = json.loads(make_tokenizer().backend_tokenizer.to_str())["model"]
     (tmp_path / "vocab.json").write_text(json.dumps(saved["vocab"]))
     (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(pair) for pair in saved["merges"]))

@@ -86,7 +86,7 @@ def test_word_cache_matches_any_text(text: str, real: tuple[Any, Any]) -> None:
     ("name", "count"),
     [("sentiment/sst2/dev.tsv", 6_734), ("nli/mnli/dev_matched.tsv", 300), ("squad/train-v1.1-subset.json", 2_000)],
 )
-def test_real_texts_have_the_ids_of_transformers(name: str, count: int, real: tuple[Any, Any]) -> None:
+def test_real_texts_match_transformers_ids(name: str, count: int, real: tuple[Any, Any]) -> None:
     path = real_data(name)
     if path.suffix == ".json":
         loaded = json.loads(path.read_text(encoding="utf-8"))["data"]
@@ -99,7 +99,7 @@ def test_real_texts_have_the_ids_of_transformers(name: str, count: int, real: tu
     assert ids == real[1](texts, add_special_tokens=False, split_special_tokens=True)["input_ids"]
 
 
-def test_bert_frames_texts_as_transformers_does(tmp_path: Path) -> None:
+def test_bert_special_tokens_match_transformers(tmp_path: Path) -> None:
     tokenizer = make_wordpiece(tmp_path)
     frame = frame_of(tokenizer)
     cls, sep = (SPECIAL.index(token) for token in ("[CLS]", "[SEP]"))

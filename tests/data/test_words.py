@@ -117,7 +117,7 @@ def test_tokenless_word_becomes_unknown(bert: Any) -> None:
     assert (last["marks"], len(last["input_ids"])) == ([1], 20)
 
 
-def test_rows_that_cannot_be_used_say_why(bert: Any) -> None:
+def test_unusable_rows_say_why(bert: Any) -> None:
     rows = [
         {"tokens": ["the", "a"], "tags": ["O", "B"]}, {"tokens": ["the"], "tags": ["O", "B"]},
         {"tokens": [], "tags": []}, {"tokens": 5, "tags": ["O"]}, {"tokens": [["a"]], "tags": ["O"]},
@@ -178,7 +178,7 @@ def test_a_line_with_other_columns_is_named(bert: Any) -> None:
         prepared(bert, Path("data.conll"))
 
 
-def test_words_alone_are_read_to_predict(bert: Any) -> None:
+def test_words_without_tags_can_be_predicted(bert: Any) -> None:
     Path("data.conll").write_text("EU\nrejects\n\nBonn\n", encoding="utf-8")
     done = prepared(bert, Path("data.conll"), needs_target=False)
     assert [row["texts"] for row in done.rows] == [["EU", "rejects"], ["Bonn"]]

@@ -6,16 +6,21 @@ import errno
 import os
 
 import pytest
+from support.os_calls import Call, wrap_calls
 
 
 def fill_disk(monkeypatch: pytest.MonkeyPatch, call: int | None = None) -> None:
     """Fail every fsync with "no space left", or only the n-th one."""
     calls = 0
 
-    def fsync(descriptor: int) -> None:
-        nonlocal calls
-        calls += 1
-        if call in (None, calls):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def fails(fsync: Call) -> Call:
+        def failing(descriptor: int) -> None:
+            nonlocal calls
+            calls += 1
+            if call in (None, calls):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            fsync(descriptor)
 
-    monkeypatch.setattr(os, "fsync", fsync)
+        return failing
+
+    wrap_calls(monkeypatch, ["fsync"], fails)
