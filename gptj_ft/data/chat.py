@@ -68,7 +68,7 @@ def _message(value: Any) -> dict[str, str]:
         raise RowSkipped(f"a message has the role '{shortened(str(role))}', not system, user or assistant")
     if isinstance(content, list):  # OpenAI's multi-part content
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-            raise RowSkipped("a message is not text alone")
+            raise RowSkipped("a message has parts other than text")
         content = "\n".join(part["text"] for part in content)
     if not isinstance(content, str) or not content.strip():
         raise RowSkipped("a message is empty")

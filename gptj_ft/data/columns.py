@@ -295,7 +295,7 @@ class FieldReader:
         if not texts:
             raise RowSkipped(f"no value for column '{shortened(column)}'")
         if not all(map(_is_unicode, texts)):
-            raise RowSkipped(f"column '{shortened(column)}': half a surrogate pair, which is no character")
+            raise RowSkipped(f"column '{shortened(column)}': unpaired surrogate (invalid Unicode)")
         return [text.strip() for text in texts] if field in self._stripped else texts
 
     def _texts_in(self, column: str, cell: Any, is_answer: bool) -> list[str]:
@@ -334,7 +334,7 @@ def _read_chat(row: Mapping[str, Any], columns: Mapping[str, str]) -> FieldTexts
         conversation = read_conversation(turns)
     used = drop_trailing_messages(conversation)
     if any(not _is_unicode(message["content"]) for message in used):
-        raise RowSkipped("half a surrogate pair, which is no character")
+        raise RowSkipped("unpaired surrogate (invalid Unicode)")
     dropped = len(conversation) - len(used)
     warnings = ("messages after the assistant's last one, which are left out",) if dropped else ()
     return FieldTexts({MESSAGES: used}, [used[-1]["content"]], None, warnings)

@@ -168,7 +168,7 @@ def _check(tree: nodes.Template) -> None:
             kind = "recursive loop" if isinstance(node, nodes.For) else type(node).__name__.lower()
             raise jinja2.TemplateSyntaxError(f"'{kind}' is not allowed in prompts", node.lineno)
         if re.search("[\ud800-\udfff]", _text_of(node)):
-            raise jinja2.TemplateSyntaxError("half a surrogate pair, which is no character", node.lineno)
+            raise jinja2.TemplateSyntaxError("unpaired surrogate (invalid Unicode)", node.lineno)
 
 
 def _text_of(node: nodes.Node) -> str:

@@ -104,7 +104,7 @@ def test_instruction_input_output_is_a_conversation() -> None:
         (["hello"], "not an object with role and content"),
         ([{"role": "tool", "content": "x"}], "the role 'tool'"),
         ([{"role": "user", "content": " "}], "a message is empty"),
-        ([{"role": "user", "content": [{"type": "image"}]}], "not text alone"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "parts other than text"),
         ([{"role": "user", "content": "x"}], "no message of the assistant"),
         ([{"role": "assistant", "content": "x"}], "nothing comes before"),
     ],

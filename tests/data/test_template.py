@@ -248,7 +248,7 @@ def test_plain_text_has_no_references():
         ({}, "no value for column 'note'"),
         ({"note": None}, "no value for column 'note'"),
         ({"note": {"a": 1}}, "column 'note': an object where text is expected"),
-        ({"note": "\ud83d"}, "column 'note': half a surrogate pair"),
+        ({"note": "\ud83d"}, "column 'note': unpaired surrogate"),
     ],
 )
 def test_empty_cell_skips_the_row(row, reason):

@@ -169,5 +169,5 @@ def _texts(column: str, cell: Any) -> list[str]:
     try:
         "".join(texts).encode()
     except UnicodeEncodeError:
-        raise RowSkipped(f"column '{shortened(column)}': half a surrogate pair, which is no character") from None
+        raise RowSkipped(f"column '{shortened(column)}': unpaired surrogate (invalid Unicode)") from None
     return texts
