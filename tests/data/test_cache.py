@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.full_disk import fill_disk
 from support.tiny_tokenizer import make_tokenizer
 
 from gptj_ft.config.options import Recipe
@@ -95,9 +96,15 @@ def test_damaged_cache_entry_is_rebuilt(rows: Path, made: list[Path]) -> None:
     assert len(made) == 2
 
 
-def test_unwritable_cache_only_repeats_work(rows: Path, made: list[Path]) -> None:
+@pytest.mark.parametrize("problem", ["full disk", "file in place of the folder"])
+def test_unwritable_cache_only_repeats_work(
+    problem: str, rows: Path, made: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_home()
-    cache.cache_folder().write_text("a file in place of the folder")
+    if problem == "full disk":
+        fill_disk(monkeypatch)
+    else:
+        cache.cache_folder().write_text("")
     for _ in range(2):
         assert len(prepare(recipe(), make_tokenizer(), rows, made).rows) == 30
     assert len(made) == 2
