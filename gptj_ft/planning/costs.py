@@ -64,6 +64,7 @@ def training_passes(workload: Workload, schedule: ScheduleInputs) -> tuple[Pass,
     schedule = replace(schedule, placement=replace(placement, boundaries="device"), budget=shared)
     frozen = tuple(workload.frozen)
     up, down, flush = count_step(tuple(workload.layouts), frozen, workload.width, workload.dtype, schedule)
+    # The layer inputs of the largest step have their memory reserved; a mean step moves its share of them.
     share = workload.step.mean / workload.step.most
     away: Bytes = {} if placement.boundaries == "device" else {
         placement.boundaries: round(workload.boundary_bytes(kept) * share)

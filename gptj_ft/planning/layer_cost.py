@@ -84,12 +84,14 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _take(self, output: Tensor, inputs: Sequence[Tensor]) -> None:
         storage = output.untyped_storage()
         key = storage._cdata
+        # Views and in-place results share the storage of an input: no allocation.
         if key in self._known or any(x.untyped_storage()._cdata == key for x in inputs):
             return
         size = -(-storage.nbytes() // ALLOCATION_BYTES) * ALLOCATION_BYTES
         self._known.add(key)
         self.bytes += size
         self.peak = max(self.peak, self.bytes)
+        # A storage is freed with its last tensor. At exit the meter may be gone already.
         weakref.finalize(storage, self._release, key, size).atexit = False
 
     def _release(self, key: int, size: int) -> None:
@@ -181,7 +183,7 @@ def measure_block(layer: nn.Module, trained: Layout, shape: LayerInput, is_above
     gradient = torch.empty(shape.tokens, shape.width, dtype=shape.dtype, device=META)
     x = torch.empty(shape.tokens, shape.width, dtype=shape.dtype, device=META, requires_grad=is_above_trained)
     parameters, run = parameters_of(layer, trained, shape.dtype), FunctionalLayer(layer).run
-    _ = batch.cu_seqlens_T
+    _ = batch.cu_seqlens_T  # cached here, so that the meter does not count it
     with Meter(shape.documents) as forward, _FuseAttention(forward), torch.no_grad():
         run(parameters, x, batch, forward.poll)
     pieces = tuple(tuple(piece) for piece in forward.kernels)
@@ -189,6 +191,7 @@ def measure_block(layer: nn.Module, trained: Layout, shape: LayerInput, is_above
         output = run(parameters, x, batch, meter.poll)
         if not output.requires_grad:
             return LayerCost(pieces, (), 0, forward.peak, forward.peak, forward.peak)
+        # Still allocated after forward: the graph's saved tensors, and the output.
         kept, graph = meter.bytes - rounded(output), meter.peak
         meter.kernels, meter.peak = [[]], meter.bytes
         torch.autograd.backward(output, gradient)

@@ -151,6 +151,7 @@ def with_times(
     }
     if precision != "auto":
         return workloads[precision]
+    # Whole steps are compared: a layer that is faster in bf16 may be rare.
     gain = workloads["fp32"].layer_seconds / workloads["bf16"].layer_seconds
     chosen = workloads["bf16" if gain >= BF16_GAIN else "fp32"]
     return replace(chosen, times=chosen.times._replace(gain=gain))
@@ -259,6 +260,7 @@ def _keep(part: str, key: str, measured: dict[str, Any]) -> None:
     """Store a measurement in the file, or in memory if the file cannot be written."""
     known = _read_cache()
     known[part] = {**_entries(part), key: measured}
+    # Other processes may write at the same time: each has its own file, and the last rename wins.
     new = _cache().with_suffix(f".{os.getpid()}")
     try:
         make_home()

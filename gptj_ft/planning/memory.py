@@ -212,10 +212,12 @@ class WorkingMemory:
         phases += [boundaries + source + step - micro + block.forward_bytes for block in recomputed[-1:]]
         if kept:
             last = kept[-1]
+            # While the top block runs on the last micro-batch: its graph is counted by `graph_bytes`.
             growing = graphs - self._per_step(last.kept_bytes) * micro // max(1, step)
             phases.append(boundaries + growing + step - micro + last.graph_bytes)
             phases.append(boundaries + graphs + 2 * step + last.backward_bytes - last.kept_bytes - micro)
         if passed > num_kept:
+            # After the kept blocks: their graphs and inputs are free.
             below = (passed - num_kept if self.boundaries_stay else NUM_BUFFERS) * step
             phases.append(below + step + max(block.backward_bytes for block in recomputed[num_kept - passed :]))
         if workload.lowest_trained == 0:
@@ -335,6 +337,7 @@ def _on_accelerator(demand: _Demand, by_place: Mapping[Place, int], have: Free) 
     working, free = WorkingMemory(workload, demand.recipe.z_loss > 0, stays), usable(have.device)
     # `working` counts the inputs of recomputed layers, as far as they stay.
     resident = by_place["device"] + UPDATE_BYTES - (workload.boundary_bytes() if stays else 0)
+    # Buffers first: they let transfers overlap. Kept activations get the rest.
     budget, buffers = demand.buffers_within(free - resident - working.peak(0))
     kept = demand.most_kept(lambda kept: resident + buffers + working.peak(kept) <= free)
     needed = resident + buffers + working.peak(kept)

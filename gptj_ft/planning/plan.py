@@ -141,10 +141,12 @@ def _fastest(fitting: Sequence[MemoryForecast], workload: Workload, recipe: Reci
     It need not be the first: weights in host memory leave device memory for kept activations. But no disk is as fast
     as memory, so kinds that fit into memory never go to disk.
     """
+    # `candidates` puts kinds on disk last, so the first that fits has the fewest there.
     least_on_disk = kinds_on_disk(fitting[0].placement)
     plans = [
         _forecast(each, workload, recipe, rates) for each in fitting if kinds_on_disk(each.placement) <= least_on_disk
     ]
+    # The closed forms of `costs` are good enough to rank placements, and need no replay.
     by_seconds = sorted(range(len(plans)), key=lambda number: plans[number].costs.seconds_per_step)
     replayed = [with_replay(plans[number], workload, recipe) for number in sorted(by_seconds[:NUM_REPLAYED])]
     least = min(plan.costs.seconds_per_step for plan in replayed)

@@ -256,6 +256,7 @@ def _mixed_rate(write: Callable[[], _Moved], old: int, target: memoryview, file_
     """Measure bytes/s of simultaneous reads and writes."""
     part = target[: len(target) // 4]  # small, so that few reads outlast the last write
     num_read, start = 0, time.perf_counter()
+    # The writes decide the duration; reads fill it, and wrap around at the end of the file.
     with ThreadPoolExecutor(1) as pool:
         writing = pool.submit(write)
         while not writing.done():

@@ -301,6 +301,7 @@ class VirtualDevice(UntimedDevice):
         self._note([gradient], writes=True)
 
     def update(self, numel: int, tensors: Mapping[Kind, Tensor]) -> None:
+        # An update reads and writes all of its tensors in place: count them as written.
         earlier = [work for tensor in tensors.values() for work in self._hazards.earlier(tensor, writes=True)]
         work = self._submit("update", self._moving(self._update_bytes * numel, self._update_kernels), earlier)
         for tensor in tensors.values():
@@ -313,6 +314,7 @@ class VirtualDevice(UntimedDevice):
         """Return the step since the last `start_step`."""
         up, down = _between(self._start, self._turn), _between(self._turn, self._counters())
         idle, total = self._processor.idle, sum(self._processor.idle.values()) or 1.0
+        # Idle intervals are attributed at their ends; scale them to the step's total, which two streams may overlap in.
         still = up.seconds + down.seconds - up.compute - down.compute
         waits = {name: max(0.0, still) * each / total for name, each in idle.items()}
         return Timeline(self._tokens, up, down, waits)
@@ -337,6 +339,7 @@ class VirtualDevice(UntimedDevice):
             work = self._processor.submit("compute", piece.seconds, earlier)
             self._clock.wait(work)
             return work
+        # The device cannot run ahead of the program: many small kernels take at least the time of their submission.
         issue = piece.number * ISSUE_SECONDS
         work = self._processor.submit(stream, max(piece.seconds, issue), earlier)
         self._clock.advance(issue)

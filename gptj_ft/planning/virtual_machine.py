@@ -35,6 +35,7 @@ class Clock:
 
     def at(self, when: float, call: Action) -> None:
         """Call at a time."""
+        # The counter keeps simultaneous events in the order of their calls, so that a replay is deterministic.
         heapq.heappush(self._events, (when, next(self._order), call))
 
     def advance(self, seconds: float) -> None:
@@ -61,6 +62,7 @@ class Clock:
         if not pending:
             call()
             return
+        # Counts down by one for each work that ends; 0 is the last.
         remaining = count(len(pending) - 1, -1)
 
         def ended() -> None:
@@ -149,6 +151,7 @@ class Engine(Workers):
             self.busy_seconds += took
 
             def finish() -> None:
+                # First `ended`: work that it submits must queue before the engine picks its next task.
                 ended()
                 end()
 
@@ -180,6 +183,7 @@ class Processor:
     def submit(self, stream: Stream, seconds: float, after: Sequence[Work] = ()) -> Work:
         """Queue work on a stream, after other work."""
         work = Work(self._clock)
+        # A stream is in order: its previous work is a dependency, too.
         earlier = [self.last[stream], *after]
         self.last[stream] = work
         begin = self._compute if stream == "compute" else self._update
@@ -246,6 +250,7 @@ class Hazards:
     def _cells(self, tensor: Tensor) -> list[tuple[int, int]]:
         if not tensor.numel():
             return []
+        # Meta tensors have no address: the storage object identifies the buffer.
         storage, size = tensor.untyped_storage()._cdata, tensor.element_size()
         start, width = tensor.storage_offset() * size, self._cell_numel * size
         first, last = start // width, (start + tensor.numel() * size - 1) // width
@@ -289,6 +294,7 @@ class CopyEngines:
         """Read (``in``) or write bytes; at the mixed rate while transfers of the other direction wait."""
         self._disk_waits[direction] += 1
 
+        # The rate depends on the queue at the start of the transfer, not at its submission.
         def seconds() -> float:
             other = self._disk_waits["out" if direction == "in" else "in"]
             alone = self._rates.read if direction == "in" else self._rates.write
@@ -385,9 +391,9 @@ class VirtualStore(LayerStore):
         proceed = partial(self._move, direction, sizes, before, end)
         if not self._chunk_numel:
             link.clock.after(before, lambda: link.copy(direction, size, proceed))
-        elif link.delays:
+        elif link.delays:  # a CPU: no link between the disk and the device's memory
             link.clock.after(before, lambda: link.use_disk(direction, size, proceed))
-        elif direction == "in":
+        elif direction == "in":  # the disk may read ahead into host memory before the target is free
             link.use_disk("in", size, lambda: link.clock.after(before, lambda: link.copy("in", size, proceed)))
         else:
             link.clock.after(before, lambda: link.copy("out", size, lambda: link.use_disk("out", size, proceed)))
