@@ -75,7 +75,7 @@ class Control:
         self._failure: PeerFailed | None = None
         self._closed = self._noticed = False
         self._transfers: dict[int, float] = {}  # start of each transfer that a thread waits for
-        self.ending_seconds = STARTING_SECONDS
+        self.ending_seconds, self.silent_seconds = STARTING_SECONDS, SILENT_SECONDS
         for each in self._sockets.values():
             each.settimeout(SILENT_SECONDS)
         for run in (self._listen, self._beat):
@@ -185,7 +185,7 @@ class Control:
                     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                         self._lose(peer, _MALFORMED)
                 for peer, heard in self._last_heard.items():
-                    if time.monotonic() - heard > SILENT_SECONDS and peer not in self._left:
+                    if time.monotonic() - heard > self.silent_seconds and peer not in self._left:
                         self._lose(peer, "does not answer any more")
 
     def _receive(self, peer: int, line: dict[str, Any]) -> None:

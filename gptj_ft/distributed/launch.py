@@ -51,7 +51,7 @@ class Membership:
     local_rank: int = 0
 
     @classmethod
-    def of(cls, environment: Mapping[str, str]) -> Membership | None:
+    def of(cls, environment: Mapping[str, str], has_terminal: Callable[[], bool] | None = None) -> Membership | None:
         """Read the environment of a launcher; None: single process.
 
         Raises:
@@ -61,7 +61,7 @@ class Membership:
             rank, size = (_number(environment, name) for name in ("RANK", "WORLD_SIZE"))
             local_size = _number(environment, "LOCAL_WORLD_SIZE", 1)
             local_rank = _number(environment, "LOCAL_RANK", rank % max(1, local_size))
-        elif _is_slurm_step(environment):
+        elif _is_slurm_step(environment, has_terminal or _has_terminal):
             rank, size = _number(environment, "SLURM_PROCID"), _number(environment, "SLURM_NTASKS")
             local_size, local_rank = _slurm_local_size(environment), _number(environment, "SLURM_LOCALID", 0)
         elif "ACCELERATE_MIXED_PRECISION" in environment and "MASTER_ADDR" in environment:
@@ -91,14 +91,14 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
         raise UsageError(f"{name} is {text!r} in the environment, and should be a number") from None
 
 
-def _is_slurm_step(environment: Mapping[str, str]) -> bool:
+def _is_slurm_step(environment: Mapping[str, str], has_terminal: Callable[[], bool]) -> bool:
     """Tell whether srun has started several tasks; a shell in an allocation is a single process."""
     if not {"SLURM_STEP_ID", "SLURM_PROCID"} <= environment.keys() or environment.get("SLURM_NTASKS", "1") == "1":
         return False
     if _number(environment, "SLURM_STEP_ID") >= FIRST_SPECIAL_STEP:
         return False
     # Under `salloc`, a shell of `srun --pty` and the tasks of `srun` have the same job name; tasks have no terminal.
-    return environment.get("SLURM_JOB_NAME") not in ("bash", "sh", "interactive") or not _has_terminal()
+    return environment.get("SLURM_JOB_NAME") not in ("bash", "sh", "interactive") or not has_terminal()
 
 
 def _has_terminal() -> bool:
@@ -218,14 +218,13 @@ def end_others(children: Sequence[subprocess.Popen[bytes]], seconds: float = 10.
             process.wait()
 
 
-def threads_of(member: Membership) -> int:
-    """Return the CPU threads of a rank: the cores, divided by the ranks of this machine.
-
-    OMP_NUM_THREADS counts only with --nproc: torchrun sets it to 1 on any machine.
-    """
+def threads_of(member: Membership, cores: int | None = None) -> int:
+    """Return the CPU threads of a rank: the cores, by default all available, divided by the ranks of this machine."""
+    # OMP_NUM_THREADS counts only with --nproc: torchrun sets it to 1 on any machine.
     if member.store is not None and (set_by_user := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
         return max(1, int(set_by_user))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if cores is None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // member.local_size)
 
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from support.thread_group import Hub, Member
 
 from gptj_ft.config.resolve import build
-from gptj_ft.distributed import control, launch
+from gptj_ft.distributed import launch
 from gptj_ft.distributed.control import Control, PeerFailed, host_control, join_control
 from gptj_ft.distributed.environment import check_same_environment
 from gptj_ft.distributed.launch import Membership, interface_to, joined
@@ -134,11 +134,10 @@ def test_slurm_local_size_follows_node() -> None:
 
 
 @pytest.mark.parametrize("name", ["bash", "interactive"])
-def test_slurm_shell_is_single_process(monkeypatch, name) -> None:
+def test_slurm_shell_is_single_process(name) -> None:
     step = {**SLURM, "SLURM_JOB_NAME": name}
-    for has_terminal in (True, False):
-        monkeypatch.setattr(launch, "_has_terminal", lambda has=has_terminal: has)
-        assert (Membership.of(step) is None) == has_terminal
+    assert Membership.of(step, has_terminal=lambda: True) is None
+    assert Membership.of(step, has_terminal=lambda: False) is not None
     assert Membership.of({**step, "SLURM_STEP_ID": "4294967290"}) is None  # of the shell that salloc opens
 
 
@@ -274,8 +273,8 @@ def test_dead_rank_is_detected_at_once(controls: list[Control], gone: int) -> No
     assert time.monotonic() - began < 3.0
 
 
-def test_silent_rank_counts_as_dead(controls: list[Control], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "SILENT_SECONDS", 3.0)  # the others are heard of every two
+def test_silent_rank_counts_as_dead(controls: list[Control]) -> None:
+    controls[0].silent_seconds = 3.0  # heartbeats of the others come every two
     controls[1]._closed = True  # no heartbeat any more, and the connection stands
     with pytest.raises(PeerFailed, match=r"process 2 \(b\) does not answer any more"):
         controls[0].gather("loss", {})
@@ -391,14 +390,21 @@ def test_fewer_threads_give_warning() -> None:
         torch.set_num_threads(now)
 
 
-def test_cores_are_divided_by_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    assert [launch.threads_of(Membership(0, 4, here)) for here in (1, 2, 3, 16)] == [8, 4, 2, 1]
+def test_cores_are_divided_by_ranks() -> None:
+    assert [launch.threads_of(Membership(0, 4, here), cores=8) for here in (1, 2, 3, 16)] == [8, 4, 2, 1]
 
 
+@pytest.fixture
+def _same_threads() -> Iterator[None]:
+    """Restore the number of threads that joining changes."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_same_threads")
 @pytest.mark.parametrize("meets_in", ["a file", "a socket"])
 def test_waiting_rank_heeds_signal(meets_in: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "threads_of", lambda member: torch.get_num_threads())
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -418,12 +424,12 @@ def test_waiting_rank_heeds_signal(meets_in: str, tmp_path: Path, monkeypatch: p
     assert time.monotonic() - began < 10
 
 
+@pytest.mark.usefixtures("_same_threads")
 def test_rank_zero_death_at_start_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     class Closed:
         def check(self, keys: list[str]) -> bool:
             raise torch.distributed.DistNetworkError("Failed to recv, got 0 bytes")
 
-    monkeypatch.setattr(launch, "threads_of", lambda member: torch.get_num_threads())
     monkeypatch.setattr(launch, "_tcp_store", lambda *_: Closed())
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     member = Membership(1, 2, 2, ("127.0.0.1", 1))

@@ -53,6 +53,13 @@ def one_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "_continue", one_by_one)
 
 
+@pytest.fixture
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Divide the few rows of a test into several batches and passes."""
+    monkeypatch.setattr("gptj_ft.planning.inference_plan.BATCH_TOKENS", 200)
+    monkeypatch.setattr("gptj_ft.planning.inference_plan.PASS_TOKENS", 200)
+
+
 def led(size: int, lead: Callable[[Group], T]) -> T:
     """Have one of several threads lead, each a process, and the others do what it deals out."""
     if size == 1:
@@ -130,11 +137,10 @@ def test_long_results_keep_unit_order(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all((values == unit["values"] * 2).all() for (*_, values), unit in zip(found, units, strict=True))
 
 
+@pytest.mark.usefixtures("small_batches")
 @pytest.mark.parametrize("preset", ["summarization", "classification"])
-def test_scattered_evaluation_keeps_bits(tmp_path, rows, monkeypatch, preset) -> None:
+def test_scattered_evaluation_keeps_bits(tmp_path, rows, preset) -> None:
     """Losses and written answers; losses and the likeliest label."""
-    monkeypatch.setattr("gptj_ft.planning.inference_plan.BATCH_TOKENS", 300)  # some batches
-    monkeypatch.setattr("gptj_ft.planning.inference_plan.PASS_TOKENS", 400)
     labels = {"labels": {"a": "yes", "b": "no"}, "metrics": ["accuracy"]} if preset == "classification" else {}
     more = {"prompt": "{{ note }}", "completion": " {{ label }}", **labels} if labels else {}
     folder = writer(tmp_path / "tuned", preset, task="language-model", **more)
@@ -144,8 +150,8 @@ def test_scattered_evaluation_keeps_bits(tmp_path, rows, monkeypatch, preset) ->
         assert facts_of(led(size, lambda group: evaluated(folder, rows, group))) == alone
 
 
+@pytest.mark.usefixtures("small_batches")
 def test_interrupted_evaluation_resumes_on_more_ranks(tmp_path, rows, own_home, monkeypatch) -> None:
-    monkeypatch.setattr("gptj_ft.planning.inference_plan.BATCH_TOKENS", 300)
     folder = writer(tmp_path / "tuned", "summarization")
     alone = facts_of(led(1, lambda group: evaluated(folder, rows, group)))
     note, calls = text_evaluation.EvaluationPlan._note_losses, []
@@ -164,10 +170,9 @@ def test_interrupted_evaluation_resumes_on_more_ranks(tmp_path, rows, own_home, 
     assert facts_of(led(3, lambda group: evaluated(folder, rows, group))) == alone
 
 
-@pytest.mark.usefixtures("one_sampler")
+@pytest.mark.usefixtures("one_sampler", "small_batches")
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
-def test_scattered_answers_keep_bytes(tmp_path, rows, monkeypatch, temperature) -> None:
-    monkeypatch.setattr("gptj_ft.planning.inference_plan.BATCH_TOKENS", 200)
+def test_scattered_answers_keep_bytes(tmp_path, rows, temperature) -> None:
     folder = writer(tmp_path / "tuned", "summarization", generation={"temperature": temperature})
     num_return = 2 if temperature else 1
 
@@ -221,8 +226,8 @@ def test_single_process_scatters_nothing(tmp_path, rows, monkeypatch) -> None:
     assert evaluated(folder, rows, ALONE).rows == 18
 
 
-def test_scattered_labels_keep_bytes(tmp_path, rows, monkeypatch) -> None:
-    monkeypatch.setattr("gptj_ft.planning.inference_plan.PASS_TOKENS", 200)
+@pytest.mark.usefixtures("small_batches")
+def test_scattered_labels_keep_bytes(tmp_path, rows) -> None:
     folder = labeller(tmp_path, rows)
 
     def labelled(group: Group, output: Path) -> bytes:

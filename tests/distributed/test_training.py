@@ -226,17 +226,26 @@ def test_fewer_rows_than_lanes_keep_bits(models, tmp_path) -> None:
     assert_same_run(tmp_path / "4", tmp_path / "1")
 
 
-def stop_all_after(patch: pytest.MonkeyPatch, step: int, kind: type[BaseException]) -> None:
-    """Break every process off behind a step, as a kill would: nothing is saved on the way out."""
+def after_each_step(patch: pytest.MonkeyPatch, call: Callable[[loop.Training], object]) -> None:
+    """Call a function on every rank after each step, before anything is saved."""
     take = loop.Training.take_step
 
-    def take_then_die(self: loop.Training) -> None:
+    def take_then_call(self: loop.Training) -> None:
         take(self)
-        if self.state.step == step:
-            self.offloaded.drain()
+        call(self)
+
+    patch.setattr(loop.Training, "take_step", take_then_call)
+
+
+def stop_all_after(patch: pytest.MonkeyPatch, step: int, kind: type[BaseException]) -> None:
+    """Kill every rank after a step: nothing is saved on the way out."""
+
+    def die(training: loop.Training) -> None:
+        if training.state.step == step:
+            training.offloaded.drain()
             raise kind
 
-    patch.setattr(loop.Training, "take_step", take_then_die)
+    after_each_step(patch, die)
 
 
 class Killed(BaseException):
@@ -287,7 +296,7 @@ def test_dead_replica_rank_loses_no_step(models, tmp_path, monkeypatch, rank) ->
     """The first dies when its commit is there and the other's is not; one of the second replica, between two steps."""
     options = {**ON_DISK, "max_steps": 4, "lanes": 2, "replicas": 2}
     train_alone(models["gptj"], tmp_path / "alone", **options)
-    commit, take = checkpoint.commit_together, loop.Training.take_step
+    commit = checkpoint.commit_together
 
     def die(run: Run, group: Group, state: Any, update: Any) -> None:
         if state.step != 2 or run.folder.name != str(rank) or rank > 1:
@@ -298,12 +307,11 @@ def test_dead_replica_rank_loses_no_step(models, tmp_path, monkeypatch, rank) ->
         raise Killed
 
     def die_after(self: loop.Training) -> None:
-        take(self)
         if self.setup.parallel.world.rank == rank > 1 and self.state.step == 2:
             raise Killed
 
     monkeypatch.setattr(checkpoint, "commit_together", die)
-    monkeypatch.setattr(loop.Training, "take_step", die_after)
+    after_each_step(monkeypatch, die_after)
     with pytest.raises(BaseException):  # noqa: B017, PT011
         train_apart(4, models["gptj"], tmp_path, **options)
     monkeypatch.undo()
@@ -387,7 +395,6 @@ def test_failed_migration_keeps_old_files(models, tmp_path, monkeypatch) -> None
         with pytest.raises(Killed):
             train_apart(2, models["gptj"], tmp_path, **options)
     layers = {path.name for name in "01" for path in (tmp_path / name / "state").glob("*-0*")}
-    receive = migrate.recv_file
 
     def break_off(*arguments: Any) -> int:
         raise GptjFtError("the cable is out")
@@ -396,7 +403,7 @@ def test_failed_migration_keeps_old_files(models, tmp_path, monkeypatch) -> None
     with pytest.raises(GptjFtError, match="the cable is out"):
         train_apart(3, models["gptj"], tmp_path, **options)
     assert {path.name for name in "01" for path in (tmp_path / name / "state").glob("*-0*")} == layers
-    monkeypatch.setattr(migrate, "recv_file", receive)
+    monkeypatch.undo()
     train_apart(3, models["gptj"], tmp_path, **options)
     train_alone(models["gptj"], tmp_path / "alone", **options)
     assert_same_run(tmp_path / "0", tmp_path / "alone")
@@ -608,14 +615,11 @@ def test_death_around_commit_loses_no_step(models, tmp_path, monkeypatch, rank, 
 
 
 def test_stop_request_stops_all_ranks(models, tmp_path, monkeypatch) -> None:
-    take = loop.Training.take_step
-
     def wish(self: loop.Training) -> None:
-        take(self)
         if self.setup.parallel.world.rank == 1 and self.state.step == 2:
             self.stop._first = (2, 0.0)
 
-    monkeypatch.setattr(loop.Training, "take_step", wish)
+    after_each_step(monkeypatch, wish)
     with pytest.raises(Interrupted, match="stopped after step 2 of 6; everything is saved"):
         train_together(3, models["gptj"], tmp_path / "run", share="layers", **ON_DEVICE, max_steps=6)
     monkeypatch.undo()
@@ -626,16 +630,14 @@ def test_stop_request_stops_all_ranks(models, tmp_path, monkeypatch) -> None:
 
 def test_rank_stores_only_local_layers(models, tmp_path, monkeypatch) -> None:
     opened = {}
-    take = loop.Training.take_step
 
     def look(self: loop.Training) -> None:
-        take(self)
         opened[self.setup.parallel.world.rank] = (
             sum(layout.numel for layout in self.offloaded.layouts),
             self.offloaded.trained,
         )
 
-    monkeypatch.setattr(loop.Training, "take_step", look)
+    after_each_step(monkeypatch, look)
     train_together(3, models["gptj"], tmp_path / "run", share="layers", **ON_DISK)
     whole = setup_of(models["gptj"], tmp_path / "x").selection.trained
     assert sum(numel for numel, _ in opened.values()) == sum(layout.numel for layout in whole)
@@ -731,14 +733,11 @@ def hub_of(size: int) -> Any:
 
 
 def test_rank_error_ends_others(models, tmp_path, monkeypatch) -> None:
-    take = loop.Training.take_step
-
     def fail(self: loop.Training) -> None:
         if self.setup.parallel.world.rank == 1 and self.state.step == 1:
             raise GptjFtError("the disk of this one is full")
-        take(self)
 
-    monkeypatch.setattr(loop.Training, "take_step", fail)
+    after_each_step(monkeypatch, fail)
     with pytest.raises(GptjFtError, match="the disk of this one is full") as caught:
         train_together(2, models["gptj"], tmp_path / "run", share="layers", **ON_DISK)
     assert not isinstance(caught.value, PeerFailed)
