@@ -31,8 +31,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 from support.faulty_machine import fill_disk, forbid_network, set_free_space, wrap_reads  # noqa: F401
 
-# `nohup` starts its children with SIGHUP ignored; tests send SIGHUP and expect the default handler.
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
+# `nohup`, cron and shells with background jobs start their children with some signals ignored. Tests send these signals
+# and expect the usual handlers.
+for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, signal.SIG_DFL)
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # One thread: there is one worker per core already. Child processes, too: cached machine rates depend on the threads.
 torch.set_num_threads(1)
