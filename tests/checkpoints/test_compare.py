@@ -43,12 +43,14 @@ def test_equal_models_in_all_formats_match(shell, good: Path, tmp_path: Path) ->
         done = shell(f"convert --check {one} {other}")
         assert done.code == 0, done.err
         assert "tensors" in done.out
-        assert "in float32, bit for bit" in done.said
+        assert "bit for bit: 25 tensors, 8,512 parameters in float32" in done.said
 
 
 def test_rounded_copy_matches(shell, good: Path, tmp_path: Path) -> None:
     convert(good, tmp_path / "half", Conversion(dtype="bf16"))
-    assert "float32 as bfloat16, bit for bit" in shell(f"convert --check {good} half").said
+    assert (
+        "bit for bit: 25 tensors, 8,512 parameters in float32 as bfloat16" in shell(f"convert --check {good} half").said
+    )
     assert shell(f"convert --check half {good}").code == 3
     done = json.loads(shell(f"convert --check {good} half --json").out)
     assert done["types"] == ["float32", "bfloat16"]

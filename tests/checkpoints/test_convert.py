@@ -244,7 +244,7 @@ def test_signal_keeps_progress_and_command_resumes(tmp_path: Path, source: Path,
 
     wrap_reads(signalled)
     done = shell("convert", source, tmp_path / "model")
-    assert (done.code, "what was converted is kept, and the same command goes on from there" in done.said) == (
+    assert (done.code, "converted files are kept; run the same command to resume" in done.said) == (
         130,
         True,
     )
