@@ -120,7 +120,7 @@ def test_resumed_generation_keeps_its_token_budget(shell, tmp_path: Path) -> Non
     planned = shell(f"{line} --output out.jsonl --dry-run --json")
     assert planned.json["weights"] == "device"
     assert not Path("out.jsonl").exists()
-    assert "tokens while writing" in shell(f"{line} --output out.jsonl --dry-run").out
+    assert "tokens while generating" in shell(f"{line} --output out.jsonl --dry-run").out
     refused = shell(f"{line} --output out.jsonl --host-memory 100MB")
     assert refused.code == 4
     assert "try a larger --host-memory" in refused.err

@@ -299,7 +299,7 @@ def test_plan_forecasts_a_published_device(shell, tmp_path: Path) -> None:
     assert memory["device memory"]["need"] <= memory["device memory"]["have"] < 8 * 2**30
     assert memory["host memory"]["have"] == 64 * 10**9
     text = shell(f"{sized} --device t4").said
-    for phrase in ("T4 16GB", "fp16", "tokens/s", "shares of published rates", "passes", "forward computing"):
+    for phrase in ("T4 16GB", "fp16", "tokens/s", "fractions of published rates", "passes", "forward: compute"):
         assert phrase in text, phrase
     for name, near in (("RTX 4061 8GB", "'RTX 4060 8GB'"), ("a100", "'A100 40GB'")):
         refused = shell(f"{line} --device '{name}'")
