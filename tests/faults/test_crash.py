@@ -31,7 +31,6 @@ from support.small_run import (
 from gptj_ft.config.run_folder import Run
 from gptj_ft.errors import GptjFtError, ResourceError
 from gptj_ft.models.layout import Layout
-from gptj_ft.system import machine
 from gptj_ft.training import checkpoint
 from gptj_ft.training.run_state import RunState
 from gptj_ft.training.setup import TrainSetup, make_setup
@@ -282,14 +281,14 @@ def test_unreadable_state_exits_4(session: TrainSetup, tmp_path: Path, monkeypat
         train(session, run)
 
 
-def test_resume_requires_no_space_twice(session: TrainSetup, tmp_path: Path, monkeypatch) -> None:
+def test_resume_requires_no_space_twice(session: TrainSetup, tmp_path: Path, set_free_space) -> None:
     run = new_run(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         Power(patch, 120)
         with pytest.raises(PowerCut):
             train(session, run)
     assert sum(path.stat().st_size for path in run.state.iterdir()) > 0.6 * session.plan.disk_bytes
-    monkeypatch.setattr(machine, "free_disk", lambda folder: session.plan.disk_bytes // 2)
+    set_free_space(session.plan.disk_bytes // 2)
     rows = session.train, session.validation
     with pytest.raises(ResourceError, match="of disk"):
         make_setup(session.recipe, session.model, *rows, "", tmp_path / "another")

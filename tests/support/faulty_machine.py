@@ -9,6 +9,7 @@ from collections import namedtuple
 from collections.abc import Callable
 
 import pytest
+from support.os_calls import Call, wrap_calls
 from torch import Tensor
 
 
@@ -28,15 +29,18 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Make a system call fail with ENOSPC after a number of calls."""
 
     def fill(call: str = "fsync", after: int = 0) -> None:
-        original, calls = getattr(os, call), list[int]()
+        calls = list[int]()
 
-        def full(descriptor: int, *rest: object) -> object:
-            calls.append(descriptor)
-            if len(calls) > after:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return original(descriptor, *rest)
+        def limited(original: Call) -> Call:
+            def full(descriptor: int, *rest: object) -> object:
+                calls.append(descriptor)
+                if len(calls) > after:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                return original(descriptor, *rest)
 
-        monkeypatch.setattr(os, call, full)
+            return full
+
+        wrap_calls(monkeypatch, [call], limited)
 
     return fill
 
