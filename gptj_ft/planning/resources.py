@@ -36,7 +36,7 @@ class Target:
     name: str = ""  # of a device that is not in this machine
 
     @classmethod
-    def here(cls, recipe: Recipe, folder: Path, group: Group = ALONE) -> Target:
+    def local(cls, recipe: Recipe, folder: Path, group: Group = ALONE) -> Target:
         """Return this machine, or this process's share of it, for a run in a folder.
 
         Raises:
@@ -49,7 +49,7 @@ class Target:
 
     @classmethod
     def of(cls, recipe: Recipe, folder: Path) -> Target:
-        """Return the device of a recipe: of this machine, or one with published rates.
+        """Return the device of a recipe: of this machine, or a named one with published rates.
 
         Host memory and disk are those of this machine, unless the recipe's caps are larger.
 
@@ -57,7 +57,7 @@ class Target:
             UsageError: there is no such device, or it does not compute in the recipe's precision.
         """
         if not is_published_name(recipe.device):
-            return cls.here(recipe, folder)
+            return cls.local(recipe, folder)
         device = find_device(recipe.device)
         if recipe.precision == "bf16" and not device.has_bf16:
             raise UsageError(f"{device.name} does not compute in bf16: use --precision fp16")

@@ -93,7 +93,7 @@ def make_setup(
     architecture = trained_architecture(recipe, model, labels)
     check_lengths(recipe, architecture)
     whole = select(architecture, recipe)
-    target = target or Target.here(recipe, folder, parallel.world)
+    target = target or Target.local(recipe, folder, parallel.world)
     has_begun = Run(folder).recipe_file.is_file()
     parallel, recipe = parallel.assign(recipe, whole, architecture.config.n_embd, has_begun)
     selection = replace(

@@ -284,7 +284,7 @@ def test_plan_measure_replaces_the_cached_rates(shell, rows_file: Path, fixed_ra
 
 
 def test_processes_plan_with_shares_of_the_disk(tmp_path) -> None:
-    alone, shared = (Target.here(Recipe(device="cpu"), tmp_path, group) for group in (ALONE, Member(Hub(2), 0)))
+    alone, shared = (Target.local(Recipe(device="cpu"), tmp_path, group) for group in (ALONE, Member(Hub(2), 0)))
     for read, written in ((3e9, 0.0), (0.0, 2e9), (3e9, 2e9)):
         expected = 2 * alone.rates.disk.seconds(read, written)
         assert shared.rates.disk.seconds(read, written) == pytest.approx(expected)
