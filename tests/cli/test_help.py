@@ -95,7 +95,7 @@ def test_help_hides_advanced_options(shell) -> None:
 @pytest.mark.parametrize(
     ("line", "phrase"),
     [
-        ("evaluate --help", "rows to measure on; default: those that the run held out"),
+        ("evaluate --help", "rows to measure on; default: the held-out rows of the run"),
         ("evaluate --help", "task; default: the task that the model was tuned for"),
         ("generate --help", "same seed, same samples"),
         ("generate --help", "task; default: the task that the model was tuned for"),

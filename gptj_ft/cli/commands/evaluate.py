@@ -80,7 +80,7 @@ def evaluate(
     as_json: Json = False,
     nproc: Nproc = None,
 ) -> None:
-    """Measure a model and compare it with the one it was tuned from.
+    """Measure a model and compare it with its base model.
 
     Prints loss, perplexity and the scores of the recipe, with 95 % confidence intervals of the scores and their
     changes. The same command resumes an interrupted evaluation.
