@@ -44,7 +44,7 @@ class EvaluateRequest:
     baseline: str = "auto"  # model to compare with; ``auto``: the model it was tuned from; ``none``
     data: str | None = None  # rows; None: the held-out rows of the model's run
     limit: int | None = None  # maximum number of rows, taken from the start; None: all
-    workers: Workers = NO_WORKERS  # ranks that share the rows
+    workers: Workers = NO_WORKERS  # ranks that share the rows, see `gptj_ft.distributed.serving.ServingRanks`
 
 
 @dataclass(frozen=True)

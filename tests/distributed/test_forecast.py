@@ -1,4 +1,4 @@
-"""What a plan for several machines says goes over the network is what processes that share a run send each other."""
+"""Compare the forecast bytes of a step with the bytes that ranks send."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def setup_of(model: Path, folder: Path, group: Group = ALONE, **options: Any) -> TrainSetup:
-    """Set up a run on one epoch of eight random rows of several lengths, in micro-batches with tokens that fill up."""
+    """Set up one epoch of eight random rows, in micro-batches with filler tokens."""
     generator = torch.Generator().manual_seed(0)
     lengths = (29, 25, 31, 27, 30, 23, 28, 21)
     documents = [torch.randint(1, 40, (length,), generator=generator).tolist() for length in lengths]
@@ -46,7 +46,7 @@ def setup_of(model: Path, folder: Path, group: Group = ALONE, **options: Any) ->
 def sent_by_rank(
     size: int, model: Path, folder: Path, patch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> dict[int, int]:
-    """Train in several threads, each a process of the run; return the bytes that each sends in steps."""
+    """Train on several ranks, each a thread; return the bytes that each sends in its steps."""
     take, sent = compute.train_step, dict.fromkeys(range(size), 0)
     run = Run(folder)
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""What a launcher says is understood; processes find each other, gather facts, and end together."""
+"""Parse launcher environments, connect ranks, gather facts, detect failures."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def test_gather_matches_topics_and_ranks(controls: list[Control]) -> None:
 
 
 def test_subgroup_gathers_without_rank_zero(controls: list[Control]) -> None:
-    """Of another group, and as often as they like: the first passes on what it has no part in."""
+    """Rank 0 forwards messages of a group that it is not in."""
 
     def work(each: Control) -> list[list[dict[str, Any]]]:
         found = [each.gather("norm", {"rank": each.rank}, [1, 2]) for _ in range(3)] if each.rank else []
@@ -340,7 +340,7 @@ def test_missing_ranks_are_named() -> None:
 
 
 def test_dead_child_ends_start(tmp_path: Path) -> None:
-    """`--nproc` sees its children; it does not wait five minutes for one that is dead."""
+    """--nproc watches its children instead of waiting five minutes for a dead one."""
     code = (
         "import sys\nfrom gptj_ft.distributed import launch\n"
         "import subprocess\n"

@@ -1,4 +1,4 @@
-"""Runs that a launcher starts: they know it by their environment, and have the bits of one process."""
+"""Start runs by launchers: each gives the bits of a single process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows, and a run of one process."""
+    """Make rows and a run of a single process."""
     folder = tmp_path_factory.mktemp("launched")
     lines = [f'{{"note": "Room {n} is cold and dark at night.", "summary": "Room {n} is cold."}}\n' for n in range(20)]
     (folder / "rows.jsonl").write_text("".join(lines), encoding="utf-8")

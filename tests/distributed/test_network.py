@@ -1,4 +1,4 @@
-"""The network between processes is measured: the slowest link of all, by bytes that go both ways."""
+"""Parse network rates, and measure the slowest link."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans for several machines: what each of them needs, sends and waits for, and which way of sharing is chosen."""
+"""Forecast several machines: memory, disk, traffic, waiting, and the chosen split."""
 
 from __future__ import annotations
 

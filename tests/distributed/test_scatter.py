@@ -1,4 +1,4 @@
-"""Rows dealt out to several processes: answers, labels, scores and files are those of one process, to the last bit."""
+"""Scatter read-only work: answers, labels, scores and files equal those of a single process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SHORT = {"max_length": 96, "device": "cpu", "precision": "fp32", "micro_batch_to
 
 @pytest.fixture
 def one_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have one thread write at a time: they have torch's random generators in common, which processes have not."""
+    """Let one thread generate at a time: unlike processes, threads share torch's random generators."""
     lock, generate = threading.Lock(), decoding._continue
 
     def one_by_one(*arguments: Any) -> Any:
@@ -61,7 +61,7 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def led(size: int, lead: Callable[[Group], T]) -> T:
-    """Have one of several threads lead, each a process, and the others do what it deals out."""
+    """Run a function on rank 0 while the other ranks, each a thread, serve."""
     if size == 1:
         return lead(ALONE)
 
@@ -88,7 +88,7 @@ def rows(tmp_path: Path) -> Path:
 
 
 def writer(folder: Path, preset: str, **options: Any) -> Path:
-    """Make a small model that remembers a recipe."""
+    """Make a small tuned model of a preset."""
     generation = {"max_new_tokens": 6, "temperature": 0.0, **options.pop("generation", {})}
     recipe = build({**load_preset(preset), "generation": generation, **SHORT, "recipe": preset, **options})
     make_tiny(folder, [text for pair in NOTES for text in pair] * 20, seed=0, n_positions=128, initializer_range=0.3)
@@ -140,7 +140,7 @@ def test_long_results_keep_unit_order(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_batches")
 @pytest.mark.parametrize("preset", ["summarization", "classification"])
 def test_scattered_evaluation_keeps_bits(tmp_path, rows, preset) -> None:
-    """Losses and written answers; losses and the likeliest label."""
+    """Cover losses, written answers and likeliest labels."""
     labels = {"labels": {"a": "yes", "b": "no"}, "metrics": ["accuracy"]} if preset == "classification" else {}
     more = {"prompt": "{{ note }}", "completion": " {{ label }}", **labels} if labels else {}
     folder = writer(tmp_path / "tuned", preset, task="language-model", **more)
@@ -243,7 +243,7 @@ def test_scattered_labels_keep_bytes(tmp_path, rows) -> None:
 
 
 def labeller(folder: Path, rows: Path) -> Path:
-    """Train a head for a step."""
+    """Train a classification head for one step."""
     options = {"task": "classification", "prompt": "{{ note }}", "completion": "{{ label }}", "model": "tiny-bert"}
     fields = {"fields": {"note": ("note",), "label": ("label",)}, "on_long": "shorten", "max_length": 32}
     done = api.finetune(
@@ -272,7 +272,7 @@ def server() -> Iterator[ForkServer]:
 
 @pytest.mark.slow
 def test_only_rank_zero_prints(tmp_path, rows, server) -> None:
-    """A sampled answer file, an error, and a signal to all of them, as torchrun hands it on."""
+    """Check a sampled answer file, an error, and a signal to all ranks, as torchrun sends it."""
     writer(tmp_path / "tuned", "summarization")
     options = "--model tuned --temperature 1.5 --num-return 2 --set device=cpu --precision fp32 --quiet"
     for output, size in (("1.jsonl", 1), ("2.jsonl", 2)):

@@ -1,4 +1,4 @@
-"""Several processes share a run: whatever they share, and however many they are, the numbers are the same."""
+"""Train one run on several ranks, as threads: any split gives the bits of a single process."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ STEPS = 3
 
 
 def setup_of(model: Path, folder: Path, group: Group = ALONE, **options: Any) -> TrainSetup:
-    """Set up a run on eight short random rows of several lengths, and two to validate on."""
+    """Set up a run on eight short random rows, and two validation rows."""
     generator = torch.Generator().manual_seed(0)
     lengths = (9, 5, 12, 7, 9, 3, 8, 11, 6, 9)
     documents = [torch.randint(1, 40, (length,), generator=generator).tolist() for length in lengths]
@@ -70,7 +70,7 @@ def train_alone(model: Path, folder: Path, **options: Any) -> TrainResult:
 
 
 def begun(model: Path, folder: Path, **options: Any) -> Run:
-    """Make a run folder as process 0 does; a resumed run has it."""
+    """Make the run folder unless it exists."""
     run = Run(folder)
     if not run.record_file.is_file():
         folder.mkdir()
@@ -79,7 +79,7 @@ def begun(model: Path, folder: Path, **options: Any) -> Run:
 
 
 def train_together(size: int, model: Path, folder: Path, **options: Any) -> list[TrainResult]:
-    """Train in several threads, each a process of the run."""
+    """Train on several ranks, each a thread, with one run folder."""
     if options.get("share") == "rows":
         options = {"lanes": size, **options}
     run = begun(model, folder, **options)
@@ -92,7 +92,7 @@ def train_together(size: int, model: Path, folder: Path, **options: Any) -> list
 
 
 def train_apart(size: int, model: Path, machines: Path, **options: Any) -> None:
-    """Train in several threads, each a process on a machine with a disk of its own: a folder of that name."""
+    """Train on several ranks, each a thread with a run folder of its own: machines without a shared disk."""
 
     def work(member: Member) -> TrainResult:
         folder = machines / str(member.rank)
@@ -186,7 +186,7 @@ def test_replicas_of_shared_layers_keep_bits(models, tmp_path, method, place, cl
 
 @pytest.mark.parametrize(("clip", "num_overlapping"), [(1.0, 7), (None, 0)])
 def test_all_reduce_overlaps_next_layer(models, tmp_path, monkeypatch, clip, num_overlapping) -> None:
-    """The head's and those of six blocks, not the last; without clipping, layers are updated in backward at once."""
+    """Seven layers overlap: head and six blocks. Without clipping, updates in backward prevent it."""
     begin, exchange, changed = ShardSums.begin, ShardSums.all_reduce, threading.Condition()
     begun, exchanged, overlapping = Counter[int](), Counter[int](), Counter[int]()
 
@@ -293,7 +293,7 @@ def test_resume_with_other_split_keeps_bits(models, tmp_path, place) -> None:
     "rank", [0, pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
 )
 def test_dead_replica_rank_loses_no_step(models, tmp_path, monkeypatch, rank) -> None:
-    """The first dies when its commit is there and the other's is not; one of the second replica, between two steps."""
+    """Rank 0 dies between its commit and that of rank 1; rank 2, of the second replica, between steps."""
     options = {**ON_DISK, "max_steps": 4, "lanes": 2, "replicas": 2}
     train_alone(models["gptj"], tmp_path / "alone", **options)
     commit = checkpoint.commit_together
@@ -370,7 +370,7 @@ def test_nothing_migrates_on_shared_disk(models, tmp_path, place) -> None:
 
 
 def moved_while(sizes: Sequence[int], go_on: Callable[[int], object]) -> list[dict[int, int]]:
-    """Train a step with each number of processes, kill them; return the bytes that each has got before its step."""
+    """Train one step with each number of ranks, then kill them; return the bytes that each rank has received."""
     find, moved = DistributedTraining.find_resume_point, list[dict[int, int]]()
 
     def counted(self: DistributedTraining, setup: TrainSetup, run: Run) -> ResumePoint:
@@ -460,7 +460,7 @@ def train_apart_until(step: int, size: int, model: Path, machines: Path, **optio
 
 
 def lose_disk(machines: Path, rank: int) -> None:
-    """Lose a disk; where it is that of the first process, the second machine comes first from now on."""
+    """Delete a machine's folder; machine 1 takes the place of machine 0."""
     shutil.rmtree(machines / str(rank))
     if rank == 0:
         (machines / "1").rename(machines / "0")
@@ -589,7 +589,7 @@ def test_shared_disk_is_not_mirrored(models, tmp_path) -> None:
     ],
 )
 def test_death_around_commit_loses_no_step(models, tmp_path, monkeypatch, rank, when) -> None:
-    """On machines of their own, one may have a commit that another lacks: its gradients are there all the same."""
+    """Without a shared disk, one rank may have a commit that the other lacks. Both have the gradients."""
     options = {**ON_DISK, "max_steps": 5}
     train_alone(models["gptj"], tmp_path / "alone", **options)
     commit = checkpoint.commit_together

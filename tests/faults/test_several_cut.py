@@ -1,6 +1,6 @@
-"""Cut a process of a shared run off at a disk operation, or at an agreement: resumed, the run ends the same.
+"""Cut a rank off at a disk operation or at a gather, resume, and compare the result.
 
-The processes are threads, which makes a death cost tenths of a second; `test_several_killed` kills real ones.
+Ranks are threads, so that a death takes tenths of a second. `test_several_killed` kills processes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SIZE = 2
 
 
 class Deaths:
-    """Counts what each process does to its disk and with the others; each dies before its n-th deed."""
+    """Count the disk operations and gathers of each rank; each dies before its n-th operation."""
 
     def __init__(self, patch: pytest.MonkeyPatch, machines: Path, last: Mapping[int, int]) -> None:
         self.done = Counter[int]()
@@ -64,7 +64,7 @@ class Deaths:
 
 
 class Mortal(Member):
-    """A process whose agreements are deeds: it dies before it has said its own part, or behind it."""
+    """A rank that may die before or after it sends its part of a gather."""
 
     deaths: Deaths | None = None
 
@@ -78,7 +78,7 @@ class Mortal(Member):
 
 
 def machines_with_a_run(model: Path, machines: Path, options: Mapping[str, Any]) -> Path:
-    """Begin a run on machines with a disk of their own each: a folder of the rank's number."""
+    """Start a run on machines without a shared disk, each a folder with the number of the rank."""
     for rank in range(SIZE):
         folder = machines / str(rank)
         folder.mkdir(parents=True)
@@ -87,7 +87,7 @@ def machines_with_a_run(model: Path, machines: Path, options: Mapping[str, Any])
 
 
 def train_apart(model: Path, machines: Path, options: Mapping[str, Any]) -> None:
-    """Begin or resume the run on its machines, each a thread."""
+    """Start or resume the run on its machines, each a thread."""
 
     def work(member: Mortal) -> None:
         folder = machines / str(member.rank)
@@ -136,5 +136,5 @@ def test_killed_rank_loses_at_most_one_step(model, tmp_path, share, trials) -> N
 
 
 def is_last(last: Mapping[int, int], numbers: Sequence[range]) -> bool:
-    """Tell whether the deeds at which processes die are so late that a run may end before."""
+    """Tell whether the last operations are so late that a run may end before them."""
     return all(number >= len(numbers[rank]) - 10 for rank, number in last.items())

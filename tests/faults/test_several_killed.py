@@ -1,4 +1,4 @@
-"""Kill processes of a run that several share, at random instants: resumed, by as many or fewer, it ends the same."""
+"""Kill ranks at random times; the resumed run, on as many or fewer ranks, gives the same bits."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def output_of(folder: Path) -> str:
 
 
 def kill_until_it_ends(server: ForkServer, straight: Run, folder: Path, share: str, draw: random.Random) -> int:
-    """Kill a random rank of a run, or all, at a random instant, and resume it, until it ends; return the kills."""
+    """Kill a random rank or all of them at a random time, and resume, until the run ends; return the kills."""
     run, kills, (options, sizes) = Run(new_folder(folder) / "run"), 0, SHARES[share]
     has_ended = False
     while not has_ended:
@@ -92,7 +92,7 @@ def kill_until_it_ends(server: ForkServer, straight: Run, folder: Path, share: s
 
 
 def kill_at_random(server: ForkServer, straight: Run, folder: Path, kills: int, seed: int) -> None:
-    """Do so to runs of each way of sharing, until there were so many kills."""
+    """Repeat with every split until the number of kills is reached."""
     draw, done, shares = random.Random(seed), 0, cycle(SHARES)
     while done < kills:
         done += kill_until_it_ends(server, straight, folder / f"after-{done}", next(shares), draw)

@@ -1,4 +1,4 @@
-"""A run that is shared by ranks with a simulated accelerator each: no race, and the bits of one rank.
+"""Train on ranks with a simulated accelerator each: no race, and the bits of one rank.
 
 Each rank has a device of its own. What a rank hands on goes through host memory, as it does with gloo, or from device
 to device, as it does with NCCL. What this cannot show is what drivers, NCCL and a network do.

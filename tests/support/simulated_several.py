@@ -56,7 +56,7 @@ EVERY_RUN: tuple[tuple[str, str, Schedule], ...] = (
 
 
 class SimulatedMember(Member):
-    """A rank whose sends read their tensor by a stream that nothing else is ordered by."""
+    """A rank whose sends read their tensor on an unsynchronized stream."""
 
     def send(self, to: int, values: Tensor, tag: int = 0) -> Any:
         locked = find_locked(values)
@@ -68,12 +68,11 @@ class SimulatedMember(Member):
 
 
 class DirectMember(Member):
-    """A rank that hands on what is in its device's memory, by streams of their own, as NCCL does.
+    """A rank that sends device memory on streams of their own, as NCCL does.
 
-    A transfer comes after what the current stream had to do when it was asked for; who waits for it, has the current
-    stream wait. What a receive waits for is found when that is done, for the other rank may not have sent it yet. There
-    are no tags, but a communicator for each way of a relay and each direction: the first to be asked for gets what was
-    sent first.
+    A transfer waits for the current stream at its start; `wait` makes the current stream wait for it. A receive looks
+    for its send only in `wait`, because the sender may be late. Without tags, transfers of one pass and direction match
+    in order.
     """
 
     def __init__(self, hub: Hub, rank: int) -> None:
@@ -99,7 +98,7 @@ class DirectMember(Member):
 
 
 class OnStream:
-    """A transfer of a device; keeps its tensor alive."""
+    """A transfer on a device stream; keeps its tensor alive."""
 
     def __init__(self, values: SimTensor) -> None:
         self.values, self.stream = values, Stream(values.device)
@@ -110,7 +109,7 @@ class OnStream:
 
 
 class Arriving(OnStream):
-    """A receive of a device."""
+    """A receive into device memory."""
 
     def __init__(self, out: SimTensor, member: DirectMember, source: int, way: int) -> None:
         super().__init__(out)
@@ -132,24 +131,16 @@ class Arriving(OnStream):
 
 @dataclass(frozen=True)
 class SharedRun:
-    """A run of the training loop: three steps, validated before and behind them, and exported.
-
-    Attributes:
-        ranks: number of ranks that share it.
-        state: place of weights, optimizer state and boundaries.
-        dtype: name of the type of the computation.
-        options: how it is shared.
-        member: how tensors travel.
-    """
+    """Three training steps with validation before and after, and export."""
 
     ranks: int
-    state: str
+    state: str  # place of weights, optimizer state and boundaries
     dtype: str
-    options: dict[str, Any] = field(default_factory=dict)
-    member: type[Member] = SimulatedMember
+    options: dict[str, Any] = field(default_factory=dict)  # of the split
+    member: type[Member] = SimulatedMember  # transport
 
     def __call__(self, device: torch.device) -> Any:
-        """Train; return the digest of the tuned model and the losses of every step and validation."""
+        """Train; return the digests of the tuned model and all losses."""
         from support.small_run import new_run, small_session
 
         from gptj_ft.config.run_folder import Run
@@ -192,7 +183,7 @@ def case_of(way: str, state: str, schedule: Schedule, dtype: str = "fp32") -> Ca
 
 
 def every_case() -> Iterator[Case]:
-    """Yield every way, place and schedule; those of one rank are cases of `support.simulated`, too, one is enough."""
+    """Yield every split, placement and schedule; a single rank needs one, because `support.simulated` has the rest."""
     for dtype in DTYPES:
         for way, (ranks, _) in WAYS.items():
             places, schedules = (PLACES, SCHEDULES) if ranks > 1 else (PLACES[:1], SCHEDULES[:1])

@@ -1,4 +1,4 @@
-"""A group whose processes are threads of this one: what they send each other goes through queues."""
+"""A group whose ranks are threads; tensors pass through queues."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Hub:
-    """What the members of a group share."""
+    """The queues and facts that all ranks share."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -35,7 +35,7 @@ class Hub:
 
 
 class Member(Group):
-    """One process of the group; `received` is where each tensor has come from, and how large it was."""
+    """One rank; counts sent bytes and unfinished sends."""
 
     def __init__(self, hub: Hub, rank: int) -> None:
         self.rank, self.size, self.local_size = rank, hub.size, hub.size
@@ -114,7 +114,7 @@ class Coming:
 
 
 def together(size: int, work: Callable[[M], T], kind: type[M] = Member) -> list[T]:  # type: ignore[assignment]
-    """Do the work of every rank at once; return what each has found, and raise the first error of its own."""
+    """Run a function on every rank at once; return the results, or raise the first error that is no PeerFailed."""
     hub = Hub(size)
 
     def run(rank: int) -> T:

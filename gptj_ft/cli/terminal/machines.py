@@ -1,4 +1,4 @@
-"""Show the forecast of a run on several machines: every way to share it, and what the fastest asks of each machine."""
+"""Show the forecast of a run on several machines."""
 
 from __future__ import annotations
 
@@ -13,36 +13,28 @@ from gptj_ft.planning.memory import Need
 from gptj_ft.system.units import clock, gigabytes
 
 BOUND = {"compute": "computing", "waiting": "waiting", "transfer": "moving bytes", "network": "network"}
-SHOWN = 0.01  # share of a pass from which on a part of it is worth a word
+SHOWN = 0.01  # least share of a pass to show
 
 
-def show_machines(console: Console, found: ScaleOut, notes: Sequence[str] = ()) -> None:
-    """Show a table of the ways to share a run, and under it the one that is chosen.
-
-    Args:
-        console: terminal or log.
-        found: forecast.
-        notes: notes on the treatment of the model.
-    """
-    others = [share for share in found.shares if share is not found.alone]
-    rows = [_row(found, share) for share in (found.alone, *others)]
+def show_machines(console: Console, forecast: ScaleOut, notes: Sequence[str] = ()) -> None:
+    """Show a table of all ways to share the run, and a panel of the chosen one with notes on the model."""
+    others = [share for share in forecast.shares if share is not forecast.alone]
+    rows = [_row(forecast, share) for share in (forecast.alone, *others)]
     names = ("layers x rows", "a step", "speed", "memory", "disk", "network", "bound by")
-    title = (
-        f"What it will cost on {found.num_nodes:,} machines like this one, {bits_text(found.network.bits)} between them"
-    )
+    network = bits_text(forecast.network.bits)
+    title = f"What it will cost on {forecast.num_nodes:,} machines like this one, {network} between them"
     table(console, title, [names, *rows], right=range(1, 6))
-    verdict = "Chosen" if found.chosen.fits else "Nearest"
-    panel(console, f"{verdict}: {_split(found.chosen)}", [*_chosen(found), *(("note", note) for note in notes)])
+    verdict = "Chosen" if forecast.chosen.fits else "Nearest"
+    panel(console, f"{verdict}: {_split(forecast.chosen)}", [*_chosen(forecast), *(("note", note) for note in notes)])
 
 
-def _row(found: ScaleOut, share: Share) -> tuple[str, ...]:
-    """Return a share's cells: how many machines share the layers, and the rows, and what it asks of one at most."""
+def _row(forecast: ScaleOut, share: Share) -> tuple[str, ...]:
     bound = BOUND[share.bound] if share.fits else "does not fit"
-    own = f"{share.stages} x {share.replicas}" if share is not found.alone else "alone"
+    own = f"{share.stages} x {share.replicas}" if share is not forecast.alone else "alone"
     return (
-        own + (", chosen" if share is found.chosen and share.fits else ""),
+        own + (", chosen" if share is forecast.chosen and share.fits else ""),
         _seconds(share.seconds_per_step),
-        f"x {found.speedup(share):.2g}",
+        f"x {forecast.speedup(share):.2g}",
         gigabytes(share.most("memory_bytes")),
         gigabytes(share.most("disk_bytes")),
         gigabytes(max(share.most("sent"), share.most("received"))),
@@ -50,8 +42,8 @@ def _row(found: ScaleOut, share: Share) -> tuple[str, ...]:
     )
 
 
-def _chosen(found: ScaleOut) -> Iterator[tuple[str, str]]:
-    share = found.chosen
+def _chosen(forecast: ScaleOut) -> Iterator[tuple[str, str]]:
+    share = forecast.chosen
     if share.settings:
         yield "options", share.settings
     yield "placement", f"{share.nodes[-1].plan.placement}, in {share.nodes[-1].plan.precision}"
@@ -66,11 +58,11 @@ def _chosen(found: ScaleOut) -> Iterator[tuple[str, str]]:
     if share.seconds is not None:
         yield "finish", f"after about {clock(share.seconds)}: {time_after(share.seconds)} if it starts now"
     copies = {"of the weights to machines without them": share.start_seconds, "of the results": share.end_seconds}
-    copies["of the state of a run that one machine has begun"] = share.moved / found.network.rate
-    texts = [f"{what} {_seconds(seconds)}" for what, seconds in copies.items() if seconds > 1]
+    copies["of the state of a run that one machine has begun"] = share.moved / forecast.network.rate
+    texts = [f"{name} {_seconds(seconds)}" for name, seconds in copies.items() if seconds > 1]
     if texts:
         yield "copies", ", ".join(texts)
-    for text in found.advice:
+    for text in forecast.advice:
         yield "advice", text
 
 
