@@ -65,7 +65,7 @@ def generate(
     as_json: Json = False,
     nproc: Nproc = None,
 ) -> None:
-    """Generate answers to a prompt, to rows, or in a conversation.
+    """Generate answers to a prompt, to rows, or in a chat.
 
     Prompt template and settings are those that the model was tuned with.
     """
