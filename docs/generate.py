@@ -11,9 +11,13 @@ from __future__ import annotations
 
 import ast
 import inspect
+import io
 import re
 import sys
+import textwrap
+import tokenize
 from collections.abc import Collection, Iterator
+from dataclasses import is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -220,6 +224,8 @@ def entry(name: str, thing: Any, heading: str) -> str:
     if inspect.isfunction(thing):
         text.append(f"```python\n{short_signature(name, thing)}\n```")
     text.append(markdown(inspect.getdoc(thing) or ""))
+    if is_dataclass(thing) and (fields := documented_fields(thing)):
+        text += ["**Attributes**", "\n".join(f"* `{field}`: {meaning}" for field, meaning in fields.items())]
     if (
         isinstance(thing, type)
         and thing.__module__.startswith("gptj_ft")
@@ -229,6 +235,23 @@ def entry(name: str, thing: Any, heading: str) -> str:
             if inspect.isfunction(value) and value.__doc__ and not method.startswith("_"):
                 text.append(entry(f"{name.rpartition('.')[2]}.{method}", value, "###"))
     return "\n\n".join(text)
+
+
+def documented_fields(kind: Any) -> dict[str, str]:
+    """Return the fields of a dataclass that a trailing comment or a string literal under them documents."""
+    source = textwrap.dedent(inspect.getsource(kind))
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
+    body = next(node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)).body
+    found = {}
+    for node, after in zip(body, [*body[1:], None], strict=True):
+        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+            continue
+        literal = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else None
+        text = str(literal) if literal else comments.get(node.end_lineno or 0, "")
+        if text:
+            found[node.target.id] = " ".join(text.replace("``", "`").split())
+    return found
 
 
 def short_signature(name: str, function: Any) -> str:
