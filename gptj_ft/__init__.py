@@ -25,17 +25,18 @@ if TYPE_CHECKING:
         prove,
     )
     from gptj_ft.config.options import Recipe
+    from gptj_ft.diagnostics.checkup import Diagnosis
+    from gptj_ft.diagnostics.proof import Proof, ProofRequest
     from gptj_ft.errors import GptjFtError
     from gptj_ft.evaluation.comparison import ModelComparison
     from gptj_ft.evaluation.evaluate import EvaluateRequest
     from gptj_ft.evaluation.generate import BatchResult
     from gptj_ft.evaluation.predict import LabelResult
     from gptj_ft.generation.generator import Answer
-    from gptj_ft.training.doctor.checkup import Diagnosis
-    from gptj_ft.training.finetune import Forecast, PreparedRun
+    from gptj_ft.training.finetune import PreparedRun
+    from gptj_ft.training.forecast import Forecast
     from gptj_ft.training.loop import TrainResult
-    from gptj_ft.training.prepare_data import Preparation
-    from gptj_ft.training.proof import Proof, ProofRequest
+    from gptj_ft.training.prepare_command import Preparation
     from gptj_ft.training.reporter import Progress, Reporter, StepReport
 
 __version__ = "0.1.0"
@@ -47,13 +48,13 @@ _HOMES = {  # modules of the names outside `api`
     "EvaluateRequest": "evaluation.evaluate",
     "BatchResult": "evaluation.generate",
     "Answer": "generation.generator",
-    "Diagnosis": "training.doctor.checkup",
-    "Forecast": "training.finetune",
+    "Diagnosis": "diagnostics.checkup",
+    "Forecast": "training.forecast",
     "PreparedRun": "training.finetune",
     "TrainResult": "training.loop",
-    "Preparation": "training.prepare_data",
-    "Proof": "training.proof",
-    "ProofRequest": "training.proof",
+    "Preparation": "training.prepare_command",
+    "Proof": "diagnostics.proof",
+    "ProofRequest": "diagnostics.proof",
     "Progress": "training.reporter",
     "Reporter": "training.reporter",
     "StepReport": "training.reporter",

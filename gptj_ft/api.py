@@ -30,8 +30,8 @@ from gptj_ft.data.hub_dataset import fetch, is_reference
 from gptj_ft.errors import UsageError
 from gptj_ft.system.group import ALONE, Group
 from gptj_ft.system.machine import bound_kernel_caches
-from gptj_ft.system.signals import stop_says
-from gptj_ft.training.prepare_data import Preparation, Targets, prepare_rows
+from gptj_ft.system.signals import stop_message
+from gptj_ft.training.prepare_command import Preparation, Targets, prepare_rows
 from gptj_ft.training.reporter import Reporter
 
 # Modules that import torch are imported in functions: preparing rows needs no torch.
@@ -39,15 +39,16 @@ if TYPE_CHECKING:
     import torch
 
     from gptj_ft.config.options import Recipe
+    from gptj_ft.diagnostics.checkup import Diagnosis
+    from gptj_ft.diagnostics.proof import Proof, ProofRequest
     from gptj_ft.evaluation.comparison import ModelComparison
     from gptj_ft.evaluation.evaluate import EvaluateRequest, PairedEvaluation
     from gptj_ft.evaluation.generate import BatchJob, BatchResult
     from gptj_ft.evaluation.predict import LabelJob, LabelResult
     from gptj_ft.generation.generator import Answer, GenerationSetup, Generator, InferenceSetup
-    from gptj_ft.training.doctor.checkup import Diagnosis
-    from gptj_ft.training.finetune import Forecast, PreparedRun
+    from gptj_ft.training.finetune import PreparedRun
+    from gptj_ft.training.forecast import Forecast
     from gptj_ft.training.loop import TrainResult
-    from gptj_ft.training.proof import Proof, ProofRequest
 
 bound_kernel_caches()  # must precede the first matrix product of torch
 
@@ -84,7 +85,7 @@ def prepare(
     resolved = resolved_options(recipe, {**options, "data": data})
     path = None if isinstance(fixed, bool) else Path(fixed)
     targets = Targets.of(str(data), _path(output), fixed is not False, path)
-    with stop_says(targets.stopped):
+    with stop_message(targets.stopped):
         done = prepare_rows(fetched(resolved, offline, reporter).recipe, targets, reporter)
         done.write()
     return done
@@ -192,7 +193,7 @@ def plan(
     """
     from gptj_ft.distributed.network import AUTO_RATE, Network, measure_network
     from gptj_ft.distributed.scale_out import SharedForecast
-    from gptj_ft.training.finetune import forecast_run
+    from gptj_ft.training.forecast import forecast_run
 
     reporter = reporter or Reporter()
     if network == AUTO_RATE:
@@ -221,8 +222,8 @@ def doctor(device: str = "auto", *, reporter: Reporter | None = None) -> Diagnos
     Raises:
         UsageError: no such device.
     """
+    from gptj_ft.diagnostics.checkup import check_up
     from gptj_ft.system.machine import choose_device
-    from gptj_ft.training.doctor.checkup import check_up
 
     return check_up(choose_device(device), reporter)
 
@@ -241,7 +242,7 @@ def prove(request: ProofRequest, *, reporter: Reporter | None = None) -> Proof:
         UsageError: the folder exists.
         ResourceError: disk or memory do not suffice.
     """
-    from gptj_ft.training.proof import run_proof
+    from gptj_ft.diagnostics.proof import run_proof
 
     return run_proof(request, reporter)
 
@@ -505,7 +506,7 @@ def run_predictions(job: LabelJob, reporter: Reporter) -> LabelResult:
     from gptj_ft.evaluation.predict import run_labels
 
     stopped = "stopped; finished rows are kept; run the same command to resume"
-    with stop_says(lambda: stopped):
+    with stop_message(lambda: stopped):
         return run_labels(job, lambda done, total: reporter.on_count("labelling", done, total, "rows"))
 
 

@@ -19,13 +19,13 @@ from unittest.mock import patch
 import torch
 from support.accelerator import NAME, Faults, install, now, start
 
+from gptj_ft.diagnostics import checkup, parity, speed, trial
+from gptj_ft.diagnostics.checkup import Checkup, Effort, check_up, run_part
+from gptj_ft.diagnostics.speed import Blocks
+from gptj_ft.diagnostics.trial import Outcome
 from gptj_ft.planning import probe
 from gptj_ft.planning.probe import DiskRates
 from gptj_ft.streaming.stores import host
-from gptj_ft.training.doctor import checkup, parity, speed, trial
-from gptj_ft.training.doctor.checkup import Checkup, Effort, check_up, run_part
-from gptj_ft.training.doctor.speed import Blocks
-from gptj_ft.training.doctor.trial import Outcome
 
 LINK_BYTES = 1 << 20
 CHUNK_NUMEL = 4096
@@ -44,8 +44,8 @@ QUICK = Effort(num_steps=1, is_thorough=False, num_seeds=3, blocks=Blocks(DEVICE
 copy, run, take_steps = host.copy, parity.run, speed.take_steps
 
 
-def off_by_a_hundredth(model: Any, of: trial.Trial) -> Outcome:
-    outcome = run(model, of)
+def off_by_a_hundredth(model: Any, of: trial.Trial, *rest: Any) -> Outcome:
+    outcome = run(model, of, *rest)
     if of.device != DEVICE:
         return outcome
     return Outcome(tuple(1.01 * loss for loss in outcome.losses), outcome.norms, outcome.weights)

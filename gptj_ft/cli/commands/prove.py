@@ -11,7 +11,7 @@ import typer
 from gptj_ft.cli.options import Json, Quiet, flag, parse_size_flag
 from gptj_ft.cli.terminal.output import Output
 from gptj_ft.errors import GptjFtError
-from gptj_ft.system.signals import stop_says
+from gptj_ft.system.signals import stop_message
 
 PROOF_STOPPED = "stopped; the proof is incomplete and its files are removed"
 
@@ -41,13 +41,13 @@ def prove(
         from gptj_ft.cli.html.proof_page import sections, write_proof
         from gptj_ft.cli.terminal.progress import TerminalReporter
         from gptj_ft.cli.terminal.screen import panel, say
-        from gptj_ft.training.proof import ProofRequest
+        from gptj_ft.diagnostics.proof import ProofRequest
 
     folder = output or next(name for number in count(1) if not (name := Path(f"prove-{number}")).exists())
     request = ProofRequest(
         size, folder, steps, None if memory is None else parse_size_flag("--memory", memory), precision, keep
     )
-    with stop_says(lambda: PROOF_STOPPED), TerminalReporter(out.notes) as reporter:
+    with stop_message(lambda: PROOF_STOPPED), TerminalReporter(out.notes) as reporter:
         proof = api.prove(request, reporter=reporter)
     pages = write_proof(proof, folder)
     facts = {**proof.to_dict(), "pages": [str(page) for page in pages]}

@@ -13,7 +13,7 @@ from gptj_ft.cli.data_facts import data_facts, data_rows, epoch_rows, example_fa
 from gptj_ft.cli.html import fill_template, to_json, write_new
 from gptj_ft.cli.html.names import file_names, place_name
 from gptj_ft.config.options import Recipe
-from gptj_ft.training.prepare_data import Preparation
+from gptj_ft.training.prepare_command import Preparation
 
 DATA_SUFFIXES = (".json", ".html")
 PERSONAL = "personal data"  # in the text of a warning

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from gptj_ft.cli.html import fill_template, to_json, write_new
+from gptj_ft.diagnostics.proof import Proof, ProofRun, seconds_in
 from gptj_ft.system.units import clock, gibibytes, gigabytes
-from gptj_ft.training.proof import Proof, ProofRun, seconds_in
 
 FactRows = Mapping[str, str]
 HASH_DIGITS = 16  # shown digits of a digest

@@ -1,4 +1,4 @@
-"""The proof: it holds here, it finds a bit that differs, and it leaves nothing behind."""
+"""Test the command `prove`: equal bits, detected differences, and cleanup."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from gptj_ft.cli.html.proof_page import sections, write_proof
-from gptj_ft.errors import ResourceError
-from gptj_ft.system.cage import NotCaged
-from gptj_ft.training import proof
-from gptj_ft.training.proof import Memory, Proof, ProofRequest, ProofRun, run_proof
+from gptj_ft.diagnostics import proof
+from gptj_ft.diagnostics.proof import Memory, Proof, ProofRequest, ProofRun, run_proof
+from gptj_ft.errors import GptjFtError, ResourceError
 
 PAGES = {"prove.html", "prove.md", "prove.json"}
 RUN = ProofRun((3.0, 2.5, 2.25), (1.0, 0.5, 0.25), "ab" * 32, (9.0, 4.0, 6.0), (8,) * 3, (6,) * 3, Memory(7), 20.0)
@@ -32,7 +34,7 @@ DONE = Proof(
 
 
 @pytest.mark.usefixtures("measured_home")
-def test_a_killed_run_from_disk_has_the_bits_of_one_in_ram(shell) -> None:
+def test_killed_run_equals_run_in_ram(shell) -> None:
     done = shell("prove --size tiny --output proof --json")
     assert done.code == 0, done.said
     found = done.json
@@ -47,7 +49,7 @@ def test_a_killed_run_from_disk_has_the_bits_of_one_in_ram(shell) -> None:
     assert min(streamed["bytes_written"][1:]) > 0 == max(reference["bytes_written"])
     if not found["not_caged"]:
         assert 0 < streamed["memory"]["group"] <= found["limit"]
-    assert {path.name for path in Path("proof").iterdir()} == PAGES, "files of the proof are left"
+    assert {path.name for path in Path("proof").iterdir()} == PAGES, "working files remain"
     assert json.loads(Path("proof/prove.json").read_text())["streamed"]["losses"] == streamed["losses"]
     assert shell("prove --size tiny --output proof").code == 2
 
@@ -64,13 +66,13 @@ def test_a_killed_run_from_disk_has_the_bits_of_one_in_ram(shell) -> None:
         (RUN, ""),
     ],
 )
-def test_one_bit_of_a_loss_a_norm_or_a_weight_refutes_it(other: ProofRun, says: str) -> None:
+def test_one_different_bit_is_a_difference(other: ProofRun, says: str) -> None:
     found = RUN.difference(other)
     assert found.startswith(says)
     assert bool(found) == bool(says)
 
 
-def test_a_proof_that_fails_is_written_and_exits_with_1(shell, monkeypatch) -> None:
+def test_failed_proof_writes_pages_and_exits_1(shell, monkeypatch) -> None:
     failed = replace(DONE, difference="the weights differ")
 
     def run_proof(request: ProofRequest, reporter: object = None) -> Proof:
@@ -85,18 +87,18 @@ def test_a_proof_that_fails_is_written_and_exits_with_1(shell, monkeypatch) -> N
     assert "not proven" in Path("here/prove.html").read_text()
 
 
-def test_without_a_cage_the_page_says_so_and_what_was_measured(tmp_path: Path) -> None:
+def test_page_without_cgroup_shows_measured_memory(tmp_path: Path) -> None:
     memory = replace(RUN, memory=Memory(3 * 2**29, 2**28))
     found = replace(DONE, not_caged="no control groups are mounted", streamed=memory)
     says = sections(found)["Measurements"]["memory"]
     assert says.startswith("memory not limited (no control groups are mounted): at most 1.5 GiB resident; ")
     assert "grew by 0.25 GiB" in says
-    assert "without a cage" in found.verdict
+    assert "without a memory limit" in found.verdict
     pages = write_proof(found, tmp_path)
     assert all("memory not limited" in path.read_text() for path in pages[:2])
 
 
-def test_a_disk_too_small_is_one_line_before_anything_is_written(shell, monkeypatch) -> None:
+def test_small_disk_fails_before_writing(shell, monkeypatch) -> None:
     usage = shutil.disk_usage(".")._replace(free=10**9)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
     done = shell("prove --size 124M --output none")
@@ -105,7 +107,7 @@ def test_a_disk_too_small_is_one_line_before_anything_is_written(shell, monkeypa
     assert not Path("none").exists()
 
 
-def test_memory_too_small_names_what_would_do(shell) -> None:
+def test_small_memory_limit_names_the_minimum(shell) -> None:
     done = shell("prove --size 124M --memory 600MiB --output none")
     assert done.code == 4
     assert "add --memory with at least 1." in done.err
@@ -113,7 +115,7 @@ def test_memory_too_small_names_what_would_do(shell) -> None:
 
 
 @pytest.mark.usefixtures("measured_home")
-def test_ctrl_c_leaves_no_process_and_no_file(tmp_path: Path) -> None:
+def test_ctrl_c_leaves_no_process_or_file(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "gptj_ft", "prove", "--size", "tiny", "--output", str(tmp_path / "none"), "--steps"]
     with subprocess.Popen([*words, "1000"], stderr=subprocess.PIPE, text=True) as process:
         metrics = tmp_path / "none" / "work" / "streamed" / "metrics.jsonl"
@@ -130,22 +132,32 @@ def test_ctrl_c_leaves_no_process_and_no_file(tmp_path: Path) -> None:
     assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
 
 
-def test_what_the_kernel_kills_in_its_cage_is_told_as_too_little_memory(tmp_path: Path, monkeypatch) -> None:
-    killing = type("Killing", (), {
-        "command": lambda self, words: [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"],
-        "num_killed": 1, "peak_bytes": None, "page_cache_bytes": 0, "limit": 2**30,
-    })()  # fmt: skip
-    monkeypatch.setattr(proof, "_cage", lambda stack, limit: (killing, ""))
-    with pytest.raises(ResourceError, match="needs more than the 1 GiB of its cage"):
-        run_proof(ProofRequest("tiny", tmp_path / "none"))
+@dataclass(frozen=True)
+class FakeCgroup:
+    """Stand-in for a control group that replaces the command by a Python script."""
+
+    script: str
+    num_killed: int = 0
+    peak_bytes: int | None = None
+    page_cache_bytes: int = 0
+    limit: int = 2**30
+
+    def command(self, words: Sequence[str]) -> list[str]:
+        return [sys.executable, "-c", self.script]
+
+    @contextmanager
+    def enter(self, limit: int, name: str) -> Iterator[Any]:
+        yield self
+
+
+def test_kernel_kill_means_too_little_memory(tmp_path: Path) -> None:
+    group = FakeCgroup("import os; os.kill(os.getpid(), 9)", num_killed=1)
+    with pytest.raises(ResourceError, match="needs more than the 1 GiB of its control group"):
+        run_proof(ProofRequest("tiny", tmp_path / "none"), limit_memory=group.enter)
     assert not (tmp_path / "none").exists()
 
 
-def test_a_run_that_fails_says_why(tmp_path: Path, monkeypatch) -> None:
-    def no_cage(limit: int, name: str) -> None:
-        raise NotCaged("not here")
-
-    monkeypatch.setattr(proof, "caged", no_cage)
-    monkeypatch.setattr(proof, "_words", lambda options: ["--set", "no_such=1"])
-    with pytest.raises(proof.GptjFtError, match=r"failed with exit code 2: .*no_such"):
-        run_proof(ProofRequest("tiny", tmp_path / "none"))
+def test_failed_run_reports_its_last_line(tmp_path: Path) -> None:
+    group = FakeCgroup("import sys; print('first'); print('no_such'); sys.exit(2)")
+    with pytest.raises(GptjFtError, match="failed with exit code 2: no_such"):
+        run_proof(ProofRequest("tiny", tmp_path / "none"), limit_memory=group.enter)

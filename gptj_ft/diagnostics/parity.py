@@ -1,4 +1,4 @@
-"""Compare numbers: with `transformers`, of a device with the CPU, of placements, of attention kernels."""
+"""Compare losses, gradients and weights: with `transformers`, between device and CPU, between placements."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gptj_ft.diagnostics.trial import PEAK_LR, PROMPTS, RESIDENT, SmallModel, Trial, Wrap, open_trial, run, take_step
 from gptj_ft.models.attention import attend, takes_ragged
 from gptj_ft.models.batch import pack
 from gptj_ft.streaming.stores.placement import Place, Placement
 from gptj_ft.system.accelerator import CPU, is_accelerator
 from gptj_ft.system.dtypes import PRECISIONS
-from gptj_ft.training.doctor.trial import PEAK_LR, PROMPTS, RESIDENT, SmallModel, Trial, open_trial, run, take_step
 
 # A head as wide as GPT-J's: not every kernel takes it.
 SHAPES: Mapping[str, Mapping[str, Any]] = {
@@ -27,24 +27,25 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "vocab_size": 503, "n_positions": 64, "n_embd": 96, "n_layer": 2, "n_head": 3, "activation_function": "gelu",
     },
 }  # fmt: skip
-ROUNDING = {"loss": 1e-5, "gradient": 1e-4, "weights": 1e-3}  # most relative differences from `transformers`, fp32
-LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 1e-2}  # likewise of a device from the CPU, in the same type
+# Largest relative differences that rounding explains: from `transformers` in fp32, and of a device from the CPU.
+ROUNDING = {"loss": 1e-5, "gradient": 1e-4, "weights": 1e-3}
+LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 1e-2}
 ATTENTION_TOLERANCE = 2e-2
-ATTENDED = (5, 300, 1, 64)  # tokens of documents
+DOCUMENT_LENGTHS = (5, 300, 1, 64)  # tokens, of the attention comparison
 HOST, DISK = Placement("host", "host", "host"), Placement("disk", "disk", "disk")
 MIXED = Placement("device", "host", "device"), Placement("host", "device", "host")
 
 
 class Mismatch(Exception):
-    """Numbers that differ by more than rounding."""
+    """Numbers differ by more than rounding."""
 
 
 class Skipped(Exception):
-    """A part that a device has no use for, or that cannot be done there."""
+    """The device does not need a part of the check-up, or cannot run it."""
 
 
 def make_reference(model_type: str) -> Any:
-    """Make a random model of `transformers` in which every parameter matters: norms and biases are not 1 and 0."""
+    """Make a random model of `transformers` whose norm weights and biases differ from 1 and 0, so that all matter."""
     from transformers import GPT2Config, GPT2LMHeadModel, GPTJConfig, GPTJForCausalLM
 
     config_of, model_of = {"gptj": (GPTJConfig, GPTJForCausalLM), "gpt2": (GPT2Config, GPT2LMHeadModel)}[model_type]
@@ -61,7 +62,7 @@ def make_reference(model_type: str) -> Any:
 
 
 def save_reference(reference: Any, folder: Path) -> None:
-    """Write a model of `transformers` into a folder, without its progress bar."""
+    """Save a model of `transformers` without a progress bar."""
     from transformers.utils import logging
 
     has_bars = logging.is_progress_bar_enabled()
@@ -73,31 +74,31 @@ def save_reference(reference: Any, folder: Path) -> None:
             logging.enable_progress_bar()
 
 
-def check_transformers(folder: Path, num_steps: int = 3) -> dict[str, Any]:
-    """Train small models here and in a plain loop of `transformers` on the CPU: loss, gradients, AdamW steps.
+def check_transformers(folder: Path, num_steps: int = 3, families: Sequence[str] = ("gptj", "gpt2")) -> dict[str, Any]:
+    """Train small models with this engine and with a plain `transformers` loop on the CPU, and compare them.
 
     Args:
-        folder: folder in which the models are left, by family.
-        num_steps: optimizer steps.
+        folder: receives the models, by family.
 
     Raises:
         Mismatch: a difference above `ROUNDING`.
     """
-    found = {}
-    for model_type in SHAPES:
+    results = {}
+    for model_type in families:
         reference = make_reference(model_type)
         save_reference(reference, folder / model_type)
         errors = _compare_training(SmallModel.read(folder / model_type), reference, num_steps)
         for name, limit in ROUNDING.items():
             if not errors[name] <= limit:
                 raise Mismatch(f"{model_type}: {name} differs from transformers by {errors[name]:.2g} (relative)")
-        found[model_type] = errors
-    return found
+        results[model_type] = errors
+    return results
 
 
 def _compare_training(model: SmallModel, reference: Any, num_steps: int) -> dict[str, float]:
-    """Return the largest relative differences from a plain loop: losses, gradients of the first step, weights."""
+    """Return the largest relative differences of the losses, the first step's gradients and the weights."""
     parameters = dict(reference.named_parameters())
+    # Weight decay applies to matrices only, as in this engine.
     matrices = [parameter for parameter in parameters.values() if parameter.ndim > 1]
     others = [parameter for parameter in parameters.values() if parameter.ndim == 1]
     recipe = Trial(CPU).recipe
@@ -136,7 +137,7 @@ def _compare_training(model: SmallModel, reference: Any, num_steps: int) -> dict
 
 
 def _reference_loss(reference: Any, documents: Sequence[Sequence[int]]) -> Tensor:
-    """Return the mean loss over the target tokens of all documents, each run alone."""
+    """Return the mean loss over the targets of all documents; each document is its own forward pass."""
     total, count = torch.zeros(()), 0
     for ids, prompt in zip(documents, PROMPTS, strict=True):
         logits, targets = reference(torch.tensor([ids])).logits[0, :-1], torch.tensor(ids[1:])
@@ -151,7 +152,7 @@ def _relative(ours: Tensor, theirs: Tensor) -> float:
 
 
 def trials(device: torch.device, precision: str, is_thorough: bool) -> list[list[Trial]]:
-    """Return groups of configurations; the bits of a group must be those of its first, which has all on the device."""
+    """Return groups of configurations whose results must be bit-equal; the first of each group is all on the device."""
 
     def adapters(place: Place) -> Trial:
         return Trial(device, precision, Placement("device", "device", "device", frozen=place), is_lora=True)
@@ -162,20 +163,26 @@ def trials(device: torch.device, precision: str, is_thorough: bool) -> list[list
     if not is_thorough:
         return [full, lora]
     full += [Trial(device, precision, placement) for placement in (HOST, *MIXED)]
-    if precision == "fp16":  # where updates always wait for the whole step
+    if precision == "fp16":  # with a loss scale, updates always wait for the whole step
         return [full, [*lora, adapters("host")]]
     unclipped = [Trial(device, precision, placement, is_clipped=False) for placement in (RESIDENT, HOST)]
     return [full, [*lora, adapters("host")], unclipped]
 
 
-def check_placements(model: SmallModel, groups: Sequence[Sequence[Trial]]) -> dict[str, Any]:
-    """Train a small model in every configuration: equal bits in a group, and losses near those of the CPU.
+def check_placements(
+    model: SmallModel, groups: Sequence[Sequence[Trial]], wrap: Wrap = lambda store: store
+) -> dict[str, Any]:
+    """Train a small model in every configuration and compare the bits in each group, and the losses with the CPU's.
+
+    Args:
+        groups: the first configuration of each group is the reference.
+        wrap: replacement of each store.
 
     Raises:
-        Mismatch: a bit, or a loss that differs from the CPU's by more than `LOSS_TOLERANCE`.
+        Mismatch: different bits, or a loss that differs from the CPU's by more than `LOSS_TOLERANCE`.
     """
     errors: dict[str, float] = {}
-    with deterministic() as remarks:
+    with deterministic() as nondeterministic:
         for first, *others in groups:
             expected = run(model, first)
             if is_accelerator(first.device):
@@ -184,53 +191,53 @@ def check_placements(model: SmallModel, groups: Sequence[Sequence[Trial]]) -> di
                 if not error <= LOSS_TOLERANCE[first.precision]:
                     raise Mismatch(f"{first}: the loss differs from the CPU's by {error:.2g} (relative)")
             for trial in others:
-                if difference := run(model, trial).difference(expected):
+                if difference := run(model, trial, wrap).difference(expected):
                     raise Mismatch(f"{trial}: {difference}, compared with all on the device")
     tried = [str(trial) for group in groups for trial in group]
-    return {"equal": tried, "loss_error_to_cpu": errors, "not_deterministic": remarks}
+    return {"equal": tried, "loss_error_to_cpu": errors, "not_deterministic": nondeterministic}
 
 
 @contextmanager
 def deterministic() -> Iterator[list[str]]:
-    """Have torch take deterministic kernels; yield a list that the names of others are put into at the end."""
+    """Select torch's deterministic kernels; yield a list that receives the names of other kernels at the end."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     fills = torch._C._get_deterministic_fill_uninitialized_memory()  # torch.utils.deterministic
-    remarks: list[str] = []
+    names: list[str] = []
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch._C._set_deterministic_fill_uninitialized_memory(False)  # a write that runs do not have
+    torch._C._set_deterministic_fill_uninitialized_memory(False)  # training does not fill, either
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            yield remarks
+            yield names
         texts = (str(warning.message) for warning in caught)
-        remarks += dict.fromkeys(text.split(" ")[0] for text in texts if "deterministic" in text)
+        names += dict.fromkeys(text.split(" ")[0] for text in texts if "deterministic" in text)
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         torch._C._set_deterministic_fill_uninitialized_memory(fills)
 
 
 def check_attention(device: torch.device, precision: str, widths: Sequence[int] = (64, 256)) -> dict[str, Any]:
-    """Compare a device's attention over a packed batch with that of the CPU in fp32, document by document.
+    """Compare a device's attention over a packed batch with the CPU's in fp32.
 
     Raises:
         Mismatch: outputs or gradients differ by more than `ATTENTION_TOLERANCE`.
     """
-    dtype, found = PRECISIONS[precision], {}
-    batch = pack([[1] * length for length in ATTENDED])
+    dtype, results = PRECISIONS[precision], {}
+    batch = pack([[1] * length for length in DOCUMENT_LENGTHS])
     on_device = batch.to(device)
     generator = torch.Generator().manual_seed(0)
     for width in widths:
         shape = (len(batch.tokens_T), 2, width)
         inputs = [torch.randn(shape, generator=generator).to(dtype) for _ in range(3)]
-        results = []
+        compared = []
         for at, kind, documents in ((device, dtype, on_device), (CPU, torch.float32, batch)):
             q, k, v = leaves = [x.to(at).to(kind).requires_grad_() for x in inputs]
             out = attend(q, k, v, documents, 0)
             out.sum().backward()  # type: ignore[no-untyped-call]
-            results.append([x.detach().cpu().float() for x in (out, *(leaf.grad for leaf in leaves)) if x is not None])
-        error = max(_relative(ours, theirs) for ours, theirs in zip(*results, strict=True))
+            compared.append([x.detach().cpu().float() for x in (out, *(leaf.grad for leaf in leaves)) if x is not None])
+        error = max(_relative(ours, theirs) for ours, theirs in zip(*compared, strict=True))
         is_ragged = takes_ragged(device, dtype, width)
-        found[str(width)] = {"kernel": "ragged" if is_ragged else "document by document", "error": error}
+        results[str(width)] = {"kernel": "ragged" if is_ragged else "document by document", "error": error}
         if not error <= ATTENTION_TOLERANCE:
             raise Mismatch(f"attention with heads of {width} differs from the CPU's by {error:.2g} (relative)")
-    return found
+    return results

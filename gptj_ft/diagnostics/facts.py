@@ -1,4 +1,4 @@
-"""Collect facts of a machine, a device and the libraries: what a report of a fault needs, and nothing private."""
+"""Collect the facts of machine, device and libraries that a bug report needs, and nothing private."""
 
 from __future__ import annotations
 
@@ -25,17 +25,16 @@ from gptj_ft.system.memory import allocate
 LIBRARIES = ("torch", "transformers", "datasets", "tokenizers", "numpy", "huggingface_hub")
 CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 PROBED_BYTES = 64 * 2**20
-FIRST_LOCKED, MOST_LOCKED = 256 * 2**20, 16 * 2**30
+FIRST_LOCKED, MAX_LOCKED = 256 * 2**20, 16 * 2**30
 LOCKED_SHARE = 0.5  # of free RAM, at most
 HUGE_PAGE_KEYS = ("AnonHugePages", "ShmemPmdMapped")
 
 
 def collect(device: torch.device, folder: Path) -> dict[str, Any]:
-    """Return the facts of a machine, each for itself: one that cannot be had is ``None``.
+    """Return the facts of a machine; ``None`` for each fact that cannot be read.
 
     Args:
-        device: device of runs.
-        folder: folder of runs, for its disk; its name is not among the facts.
+        folder: folder on the disk to describe; its name is not among the facts.
     """
     known: Mapping[str, Callable[[], Any]] = {
         "versions": _versions,
@@ -56,13 +55,13 @@ def _if_known(fact: Callable[[], Any]) -> Any:
 
 
 def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"gptj-ft": __version__, "python": platform.python_version()}
+    versions: dict[str, str | None] = {"gptj-ft": __version__, "python": platform.python_version()}
     for name in LIBRARIES:
-        found[name] = None
+        versions[name] = None
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
+            versions[name] = version(name)
     builds = {name: getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu")}
-    return {**found, **{f"torch built for {name}": str(build) for name, build in builds.items() if build}}
+    return {**versions, **{f"torch built for {name}": str(build) for name, build in builds.items() if build}}
 
 
 def _cpu() -> dict[str, Any]:
@@ -92,7 +91,7 @@ def _memory() -> dict[str, Any]:
 
 
 def _container_limit() -> int | None:
-    """Return the bytes that a container may have; ``None``: as many as there are."""
+    """Return a container's memory limit in bytes."""
     for path in CGROUPS:
         with suppress(OSError, ValueError):
             limit = int(Path(path).read_text(encoding="ascii"))
@@ -101,7 +100,7 @@ def _container_limit() -> int | None:
 
 
 def huge_share() -> float:
-    """Return the share of freshly used memory that the system backs with huge pages."""
+    """Measure the share of fresh memory that the system backs with huge pages."""
     values = allocate(PROBED_BYTES, torch.uint8, CPU).fill_(1)
     address, inside, kilobytes = values.data_ptr(), False, 0
     for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
@@ -119,7 +118,7 @@ def _disk(folder: Path) -> dict[str, Any]:
 
 
 def _device(device: torch.device) -> dict[str, Any]:
-    """Return the facts of an accelerator; of the CPU, its type alone."""
+    """Return the facts of an accelerator, or only the type of a CPU."""
     if not is_accelerator(device):
         return {"type": device.type}
     module = module_of(device)
@@ -142,8 +141,8 @@ def _device(device: torch.device) -> dict[str, Any]:
 def _driver() -> str | None:
     """Return the version of NVIDIA's kernel module."""
     text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
-    found = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", text)
-    return found[1] if found else None
+    match = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", text)
+    return match[1] if match else None
 
 
 def _architecture(module: Any, device: torch.device) -> dict[str, Any]:
@@ -154,27 +153,27 @@ def _architecture(module: Any, device: torch.device) -> dict[str, Any]:
 
 
 def runs_on(capability: tuple[int, ...], built: list[str]) -> bool | None:
-    """Tell whether a build has kernels for a compute capability; ``None``: its names are not CUDA's.
+    """Tell whether a torch build has kernels for a compute capability; ``None`` if its targets are not CUDA's.
 
-    Machine code (``sm_86``) runs on devices of the same first number and the same or a higher second one, PTX
-    (``compute_80``) on all later ones: CUDA C++ Programming Guide, section Application Compatibility. Names that end in
-    a letter (``sm_90a``) run on that device alone.
+    Machine code (``sm_86``) runs on the same major version from its minor version on, PTX (``compute_80``) on all later
+    devices, and targets with a letter (``sm_90a``) on that device only: CUDA C++ Programming Guide, section Application
+    Compatibility.
     """
-    found = [match for name in built if (match := re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name))]
-    if not found:
+    targets = [match for name in built if (match := re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name))]
+    if not targets:
         return None
-    here = (capability[0], capability[1])
-    for kind, first, second, only in (match.groups() for match in found):
-        built_for = int(first), int(second)
-        is_older = built_for <= here and (kind == "compute" or built_for[0] == here[0])
-        if built_for == here or (is_older and not only):
+    device = (capability[0], capability[1])
+    for kind, major, minor, suffix in (match.groups() for match in targets):
+        target = int(major), int(minor)
+        is_compatible = target <= device and (kind == "compute" or target[0] == device[0])
+        if target == device or (is_compatible and not suffix):
             return True
     return False
 
 
 def lockable_bytes(device: torch.device) -> int:
-    """Measure the host memory that can be locked, in bytes: doubled until refused, at most half of what is free."""
-    most = min(MOST_LOCKED, LOCKED_SHARE * free_memory(CPU))
+    """Measure how many bytes of host memory can be locked, by doubling; at most half of the free memory."""
+    most = min(MAX_LOCKED, LOCKED_SHARE * free_memory(CPU))
     size, done = FIRST_LOCKED, 0
     while size <= most:
         values = allocate(size, torch.uint8, CPU)

@@ -1,4 +1,4 @@
-"""Train a small random model for a few steps, in one configuration, to compare the numbers of several."""
+"""Train a small random model for a few steps in one configuration, to compare configurations."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from gptj_ft.training.restore import optimizer_config
 
 LENGTHS, PROMPTS, MICRO_BATCH = (5, 17, 9, 30, 2, 11), (2, 3, 1, 10, 0, 5), 40  # tokens
 PEAK_LR = 1e-3
-CHUNK_NUMEL, NUM_CHUNKS = 1 << 17, 3  # a layer has several chunks, and more of them than there are buffers
+CHUNK_NUMEL, NUM_CHUNKS = 1 << 17, 3  # so that a layer has more chunks than there are buffers
 LORA: Mapping[str, Any] = {"method": "lora", "lora": {"rank": 4, "alpha": 6, "dropout": 0.0}}
 RESIDENT = Placement("device", "device")
 
@@ -43,7 +43,7 @@ Wrap = Callable[[LayerStore], LayerStore]
 
 @contextmanager
 def single_thread() -> Iterator[None]:
-    """Compute with one thread of the CPU: small products gain nothing by more, and those starve on a busy machine."""
+    """Compute with one CPU thread: small products gain nothing from more, and wait for them on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -54,19 +54,14 @@ def single_thread() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class SmallModel:
-    """A small model in a folder, and the rows of every step.
-
-    Attributes:
-        folder: model folder.
-        documents: token ids of each row.
-    """
+    """A small model in a folder, and the rows of every step."""
 
     folder: Path
-    documents: tuple[tuple[int, ...], ...]
+    documents: tuple[tuple[int, ...], ...]  # token ids of each row
 
     @classmethod
     def read(cls, folder: Path) -> SmallModel:
-        """Read a model folder, and draw rows for its vocabulary."""
+        """Read a model folder and draw random rows of its vocabulary."""
         vocabulary = read_architecture(folder).config.vocab_size
         generator = torch.Generator().manual_seed(1)
         drawn = (torch.randint(0, vocabulary, (length,), generator=generator).tolist() for length in LENGTHS)
@@ -79,25 +74,14 @@ class SmallModel:
 
 @dataclass(frozen=True)
 class Trial:
-    """A configuration in which a small model is trained.
-
-    Attributes:
-        device: device that computes.
-        precision: name of the data type of the computation.
-        placement: places of the tensors.
-        num_kept: blocks whose activations are kept.
-        num_deferred: blocks whose updates are deferred.
-        is_clipped: whether updates wait for the global gradient norm.
-        is_lora: whether adapters are trained instead of all parameters.
-        num_steps: optimizer steps.
-    """
+    """Configuration for training a small model."""
 
     device: torch.device
     precision: str = "fp32"
     placement: Placement = RESIDENT
-    num_kept: int = 0
-    num_deferred: int = 0
-    is_clipped: bool = True
+    num_kept: int = 0  # blocks whose activations are kept
+    num_deferred: int = 0  # blocks whose updates are deferred
+    is_clipped: bool = True  # updates wait for the global gradient norm
     is_lora: bool = False
     num_steps: int = 3
 
@@ -115,23 +99,17 @@ class Trial:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Numbers of a trial.
-
-    Attributes:
-        losses: loss of each step.
-        norms: gradient norm of each step.
-        weights: trained parameters afterwards, fp32, on the CPU.
-    """
+    """Numbers of a trial."""
 
     losses: tuple[float, ...]
-    norms: tuple[float, ...]
-    weights: Tensor
+    norms: tuple[float, ...]  # gradient norms
+    weights: Tensor  # trained parameters after the last step, fp32, on the CPU
 
     def difference(self, other: Outcome) -> str:
-        """Describe the first difference in any bit; empty: there is none."""
+        """Describe the first different bit; empty if all are equal."""
         for name in ("losses", "norms"):
             for step, (a, b) in enumerate(zip(getattr(self, name), getattr(other, name), strict=True), 1):
-                if a != b and not (a != a and b != b):  # of a skipped step in fp16 it may be no number
+                if a != b and not (a != a and b != b):  # NaN equals NaN: a skipped step in fp16
                     return f"{name[:-1].replace('losse', 'loss')} of step {step} is {a!r} instead of {b!r}"
         num_unequal = int((self.weights != other.weights).sum())
         return f"{num_unequal} of {self.weights.numel()} weights differ" if num_unequal else ""
@@ -145,12 +123,10 @@ class Outcome:
 def open_trial(
     model: SmallModel, trial: Trial, wrap: Wrap = lambda store: store
 ) -> Iterator[tuple[OffloadedModel, AdamW]]:
-    """Open a small model for training; what is on disk is in a temporary folder.
+    """Open a small model for training, with its state in a temporary folder.
 
     Args:
-        model: small model.
-        trial: configuration.
-        wrap: called with each store; what it returns takes its place.
+        wrap: replacement of each store, see `streams.ShakenStore`.
     """
     architecture, recipe, device = model.architecture, trial.recipe, trial.device
     dtypes = training_dtypes(PRECISIONS[trial.precision])
@@ -181,7 +157,7 @@ def open_trial(
 
 
 def take_step(model: SmallModel, offloaded: OffloadedModel, optimizer: AdamW) -> tuple[float, float]:
-    """Take one optimizer step on all rows; return loss and gradient norm."""
+    """Run one optimizer step on all rows; return loss and gradient norm."""
     optimizer.begin_step(PEAK_LR)
     batches = [batch.to(offloaded.device) for batch in micro_batches(model.documents, PROMPTS, MICRO_BATCH)]
     loss = train_step(offloaded, optimizer, batches)
@@ -189,7 +165,7 @@ def take_step(model: SmallModel, offloaded: OffloadedModel, optimizer: AdamW) ->
 
 
 def run(model: SmallModel, trial: Trial, wrap: Wrap = lambda store: store) -> Outcome:
-    """Train a small model; arguments as in `opened`."""
+    """Train a small model; arguments as in `open_trial`."""
     with open_trial(model, trial, wrap) as (offloaded, optimizer):
         losses, norms = zip(*(take_step(model, offloaded, optimizer) for _ in range(trial.num_steps)), strict=True)
         optimizer.flush()

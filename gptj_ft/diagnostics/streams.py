@@ -1,4 +1,4 @@
-"""Shake the streams of a device: the same bits must come out whatever is early or late."""
+"""Delay kernels and copies at random: correct synchronization gives the same bits under any timing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gptj_ft.diagnostics.parity import HOST, Mismatch, Skipped, deterministic
+from gptj_ft.diagnostics.trial import SmallModel, Trial, run
 from gptj_ft.streaming.stores.base import LayerStore, Span
 from gptj_ft.streaming.stores.placement import Placement
 from gptj_ft.system.accelerator import StreamEvent, module_of, new_stream, on_stream, record_event
 from gptj_ft.system.machine import choose_device
-from gptj_ft.training.doctor.parity import HOST, Mismatch, Skipped, deterministic
-from gptj_ft.training.doctor.trial import SmallModel, Trial, run
 
-SHARE = 0.2  # of kernels and copies that something is put before
-MOST_CYCLES = 300_000  # of a device's clock: 0.2 ms
+SHARE = 0.2  # of kernels and copies that are delayed
+MAX_CYCLES = 300_000  # of the device's clock: 0.2 ms
 NUM_SIDE_STREAMS = 4
 FROZEN_ON_DISK = Placement("device", "device", "device", frozen="disk")
 SANITIZER_SECONDS = 120
@@ -33,14 +33,13 @@ RACE = "CSAN detected a possible data race"  # torch/cuda/_sanitizer.py
 
 
 class Shaker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Put waits of random length before kernels, on the stream that each is launched on; `store` does so with copies.
+    """Insert waits of random length before kernels, on the stream of each kernel; `store` delays copies.
 
-    A copy gets one more event to come after, of a stream that does nothing but wait: so it is late, and no other wait
-    than the program's own orders it with the computation.
+    A delayed copy waits for an event of a side stream that only sleeps. So the delay adds no ordering between the copy
+    and the computation: only the program's own events do.
 
     Args:
-        device: device with a ``_sleep``.
-        seed: seed of the waits.
+        device: device whose torch module has ``_sleep``.
     """
 
     def __init__(self, device: torch.device, seed: int) -> None:
@@ -54,24 +53,24 @@ class Shaker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def delay(self) -> list[StreamEvent]:
-        """Return at random an event that comes late, or none."""
+        """Return at random a late event, or none."""
         if self._random.random() >= SHARE:
             return []
+        # On a stream that nothing else uses, so that the event depends only on its sleep.
         with on_stream(self._random.choice(self._side_streams)):
-            self._sleep(self._random.randrange(MOST_CYCLES))
+            self._sleep(self._random.randrange(MAX_CYCLES))
             return record_event(self._device)
 
     def store(self, store: LayerStore) -> LayerStore:
-        """Return a store whose transfers are late at random."""
         return ShakenStore(store, self)
 
     def _wait_at_random(self) -> None:
         if self._random.random() < SHARE:
-            self._sleep(self._random.randrange(MOST_CYCLES))
+            self._sleep(self._random.randrange(MAX_CYCLES))
 
 
 class ShakenStore(LayerStore):
-    """A store with transfers that come late at random; see `Shaker`."""
+    """Delay the transfers of another store at random, see `Shaker`."""
 
     def __init__(self, store: LayerStore, shaker: Shaker) -> None:
         self._store, self._shaker, self.digest_numel = store, shaker, store.digest_numel
@@ -92,7 +91,7 @@ class ShakenStore(LayerStore):
 
 
 def shaken_trials(device: torch.device, precision: str, num_steps: int = 3) -> list[Trial]:
-    """Return the configurations that are shaken: from host memory, without clipping, with a model read from disk."""
+    """Return the configurations to train under random delays."""
     return [
         Trial(device, precision, HOST, num_deferred=2, num_steps=num_steps),
         Trial(device, precision, HOST, num_kept=1, is_clipped=precision == "fp16", num_steps=num_steps),
@@ -101,16 +100,14 @@ def shaken_trials(device: torch.device, precision: str, num_steps: int = 3) -> l
 
 
 def check_shaken(model: SmallModel, trials: Sequence[Trial], num_seeds: int, seconds: float) -> dict[str, Any]:
-    """Train under random waits: the bits of every seed must be those without waits.
+    """Train under random delays and compare the bits with a run without delays.
 
     Args:
-        model: small model.
-        trials: configurations, tried in turn.
-        num_seeds: seeds of the waits.
-        seconds: time after which no further seed is begun.
+        trials: configurations, alternating from seed to seed.
+        seconds: time after which no further seed starts.
 
     Raises:
-        Mismatch: other bits.
+        Mismatch: different bits.
     """
     start, done = time.monotonic(), 0
     with deterministic():
@@ -128,22 +125,24 @@ def check_shaken(model: SmallModel, trials: Sequence[Trial], num_seeds: int, sec
     return {"seeds": done}
 
 
-def run_sanitizer(folder: Path, device: torch.device, precision: str) -> dict[str, Any]:
-    """Train once under `torch.cuda._sanitizer`, in a process of its own; return how many races it thinks possible.
+def run_sanitizer(
+    folder: Path, device: torch.device, precision: str, run_process: Callable[..., Any] = subprocess.run
+) -> dict[str, Any]:
+    """Train once under `torch.cuda._sanitizer` in a separate process; return the number of possible races.
 
-    It follows kernels of the thread that trains and of autograd's, and events; not the copies of other threads.
+    The sanitizer follows events and the kernels of the training and autograd threads, not the copies of other threads.
 
     Raises:
-        Skipped: the process ended otherwise, or took too long; that says nothing about the device.
+        Skipped: the process failed or took too long, which proves nothing about the device.
     """
     command = [sys.executable, "-m", __name__, str(folder), str(device), precision]
     environment = {**os.environ, "TORCH_CUDA_SANITIZER": "1"}
     try:
-        done = subprocess.run(
+        done = run_process(
             command, capture_output=True, text=True, timeout=SANITIZER_SECONDS, check=False, env=environment
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise Skipped(f"torch's sanitizer came to no end: {type(error).__name__}") from error
+        raise Skipped(f"torch's sanitizer did not finish: {type(error).__name__}") from error
     races = done.stderr.count(RACE)
     if done.returncode and not races:
         raise Skipped(f"torch's sanitizer ended with {done.returncode}")
@@ -152,7 +151,7 @@ def run_sanitizer(folder: Path, device: torch.device, precision: str) -> dict[st
 
 
 def _main(folder: str, device: str, precision: str) -> None:
-    """Be that process: torch enters the sanitizer when it is imported."""
+    """Train in the sanitizer's process; torch starts the sanitizer when it is imported."""
     for trial in shaken_trials(choose_device(device), precision, num_steps=2):
         run(SmallModel.read(Path(folder)), trial)
 

@@ -1,4 +1,4 @@
-"""Measure a device: rates, how far blocks of GPT-J's size hide their transfers, memory under a cap."""
+"""Measure a device: rates, overlap of computation and transfers at GPT-J's size, and memory under a cap."""
 
 from __future__ import annotations
 
@@ -49,28 +49,28 @@ from gptj_ft.system.memory import allocate
 from gptj_ft.system.units import gigabytes
 from gptj_ft.training.restore import optimizer_config
 
-WIDTHS = (4096, 2048, 1024, 512, 256)  # of blocks: GPT-J's, or the widest that there is memory and time for
+WIDTHS = (4096, 2048, 1024, 512, 256)  # of blocks: GPT-J's first, then the widest that memory and time allow
 TOKENS = (512, 2048, 8192)  # of a step
 NUM_BLOCKS, VOCABULARY, CONTEXT = 3, 1024, 2048
 LONGEST_ROW, MICRO_BATCH_TOKENS = 512, 2048
-BYTES_PER_PARAMETER = 14  # of weights, master weights, moments, gradient in the types of `_recipe`; and some
-HOST_SHARE = 0.4  # of what is free, at most
-FLOPS_PER_WEIGHT = 8.0  # and token, with recomputation
-LONGEST_STEPS = 30.0  # seconds of all steps together, by the rates
+BYTES_PER_PARAMETER = 14  # weights, master weights, moments and gradient in the types of `Blocks.recipe`, rounded up
+HOST_SHARE = 0.4  # of free memory, at most
+FLOPS_PER_WEIGHT = 8.0  # per token, with recomputation
+MAX_SECONDS = 30.0  # of all steps together, by the measured rates
 WARM_UP, STEPS = 1, 2
-CAP_SHARE = 0.8  # of what a plan without a cap takes
+CAP_SHARE = 0.8  # of the memory of a plan without a cap
 LINK_BYTES = 256 * 2**20
 
 
 def measure_rates(device: torch.device, folder: Path) -> dict[str, Any]:
-    """Measure products, memory, the link and the disk of a folder, unless they are known; and the link both ways."""
+    """Return the rates of products, memory, link and disk, measured unless known, and the link in both directions."""
     known = rates(device, folder)
-    found = {"compute": asdict(known.compute), "disk": asdict(known.disk), "is_disk_assumed": known.is_disk_assumed}
-    return {**found, **({"link": measure_link(device)} if has_streams(device) else {})}
+    facts = {"compute": asdict(known.compute), "disk": asdict(known.disk), "is_disk_assumed": known.is_disk_assumed}
+    return {**facts, **({"link": measure_link(device)} if has_streams(device) else {})}
 
 
 def measure_link(device: torch.device) -> dict[str, float]:
-    """Measure bytes/s between locked memory and a device each way, both ways at once, and from pageable memory."""
+    """Measure the link in bytes/s: from pageable memory, from and to locked memory, and both ways at once."""
     num_bytes = LINK_BYTES
     hosts = [allocate(num_bytes, torch.uint8, CPU) for _ in range(2)]
     devices = [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
@@ -78,6 +78,7 @@ def measure_link(device: torch.device) -> dict[str, float]:
     synchronize(device)
 
     def seconds(*copies: tuple[Tensor, Tensor]) -> float:
+        # The best of three: other programs only slow a copy down.
         best = float("inf")
         for _ in range(3):
             start = time.perf_counter()
@@ -88,46 +89,35 @@ def measure_link(device: torch.device) -> dict[str, float]:
             best = min(best, time.perf_counter() - start)
         return best
 
-    found = {"pageable_to_device": num_bytes / seconds((hosts[0], devices[0]))}
+    results = {"pageable_to_device": num_bytes / seconds((hosts[0], devices[0]))}
     unpin = [pin(host, device) for host in hosts]
     into, out = (hosts[0], devices[0]), (devices[1], hosts[1])
-    found |= {"is_locked": float(None not in unpin), "to_device": num_bytes / seconds(into)}
-    found |= {"from_device": num_bytes / seconds(out), "both_at_once": 2 * num_bytes / seconds(into, out)}
+    results |= {"is_locked": float(None not in unpin), "to_device": num_bytes / seconds(into)}
+    results |= {"from_device": num_bytes / seconds(out), "both_at_once": 2 * num_bytes / seconds(into, out)}
     for undo in unpin:
         if undo is not None:
             undo()
-    return found
+    return results
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks of a GPT-J to be streamed from host memory.
-
-    Attributes:
-        device: device that computes.
-        width: width of the model; heads are as wide as GPT-J's.
-        precision: data type of the computation.
-        tokens: tokens of a step, each number of which is measured.
-    """
+    """Blocks of a GPT-J that are streamed from host memory."""
 
     device: torch.device
-    width: int
+    width: int  # of the model; heads are as wide as GPT-J's
     precision: str
-    tokens: Sequence[int] = TOKENS
+    tokens: Sequence[int] = TOKENS  # sizes of the measured steps
 
     @classmethod
     def fitting(cls, device: torch.device, precision: str, known: Rates) -> Blocks:
-        """Choose the widest blocks that there is memory and time for.
-
-        Raises:
-            ResourceError: there is none.
-        """
+        """Choose the widest blocks that memory and time allow."""
         host = HOST_SHARE * free_memory(CPU)
         rate = known.compute.matmul(PRECISIONS[precision])
         tokens = (WARM_UP + STEPS) * sum(TOKENS)
         for width in WIDTHS:
             weights, blocks = NUM_BLOCKS * 12 * width**2, cls(device, width, precision)
-            is_quick = FLOPS_PER_WEIGHT * weights * tokens / rate < LONGEST_STEPS
+            is_quick = FLOPS_PER_WEIGHT * weights * tokens / rate < MAX_SECONDS
             if is_quick and BYTES_PER_PARAMETER * weights < host:
                 with suppress(DoesNotFit):
                     blocks.plan(known, max(TOKENS))
@@ -144,7 +134,6 @@ class Blocks:
         return Architecture(family, family.read_config(shape), shape)
 
     def workload(self, tokens: int) -> Workload:
-        """Return the workload of steps of so many tokens."""
         layers, dtype = self.architecture.layers(), PRECISIONS[self.precision]
         return Workload(
             [Layout.of(layer) for layer in layers], self.width, dtype,
@@ -153,31 +142,27 @@ class Blocks:
         )  # fmt: skip
 
     def batches(self, tokens: int) -> list[PackedBatch]:
-        """Return the micro-batches of a step of random rows, on the device."""
+        """Return a step of random rows as micro-batches on the device."""
         generator = torch.Generator().manual_seed(tokens)
         row = min(LONGEST_ROW, tokens)
         drawn = [torch.randint(0, VOCABULARY, (row,), generator=generator).tolist() for _ in range(tokens // row)]
         return [batch.to(self.device) for batch in micro_batches(drawn, [1] * len(drawn), MICRO_BATCH_TOKENS)]
 
     def recipe(self, cap: int | None = None) -> Recipe:
-        """Return the options of a run from host memory, with a cap on the device's memory in bytes."""
+        """Return the options of a run from host memory; ``cap`` limits the device's memory, in bytes."""
         places = {"weights": "host", "optimizer_state": "host", "boundaries": "device"}
         types = {"moments": "bf16", "gradients": "bf16"}
         limits = {"micro_batch_tokens": MICRO_BATCH_TOKENS, "device_memory": cap}
         return Recipe.model_validate({**places, **types, **limits})
 
     def plan(self, known: Rates, tokens: int, cap: int | None = None) -> Plan:
-        """Plan steps of so many tokens.
-
-        Raises:
-            DoesNotFit: under the cap.
-        """
+        """Plan steps of ``tokens`` tokens; raise `DoesNotFit` if the cap is too low."""
         free = Free(free_memory(self.device), free_memory(CPU), 10**15, is_shared=False)
         return choose(self.recipe(cap), self.workload(tokens), free, known)
 
     @contextmanager
     def opened(self, plan: Plan) -> Iterator[OffloadedModel]:
-        """Open the blocks with random weights, as planned."""
+        """Open the blocks with random weights under a plan."""
         recipe, most = self.recipe(), max(self.tokens)
         dtypes = training_dtypes(PRECISIONS[self.precision], PRECISIONS[recipe.moments], PRECISIONS[recipe.gradients])
         with tempfile.TemporaryDirectory() as folder:
@@ -197,25 +182,12 @@ class Blocks:
 
 
 def _fill(name: str, view: Tensor) -> None:
-    """Fill a parameter: what follows is timed, not compared."""
+    """Initialize a parameter; steps are timed, their numbers do not matter."""
     view.fill_(float(name.endswith("weight"))) if view.ndim == 1 else view.normal_(0.0, 0.02)
 
 
-@dataclass(frozen=True)
-class Steps:
-    """Measured steps.
-
-    Attributes:
-        seconds: seconds of a step.
-        stall: share of the time that the computation stood still for the stores.
-    """
-
-    seconds: float
-    stall: float
-
-
-def take_steps(model: OffloadedModel, optimizer: AdamW, batches: Sequence[PackedBatch]) -> Steps:
-    """Take steps, the first of them not timed."""
+def take_steps(model: OffloadedModel, optimizer: AdamW, batches: Sequence[PackedBatch]) -> tuple[float, float]:
+    """Run steps after a warm-up; return the seconds of a step, and the share of them that waited for the stores."""
     start = waited = 0.0
     for step in range(WARM_UP + STEPS):
         if step == WARM_UP:
@@ -226,51 +198,50 @@ def take_steps(model: OffloadedModel, optimizer: AdamW, batches: Sequence[Packed
         optimizer.finish_step()
     synchronize(model.device)
     seconds = time.perf_counter() - start
-    return Steps(seconds / STEPS, (model.meter.waited_seconds - waited) / seconds)
+    return seconds / STEPS, (model.meter.waited_seconds - waited) / seconds
 
 
 def measure_overlap(blocks: Blocks, known: Rates) -> dict[str, Any]:
-    """Measure steps of streamed blocks beside their bound, the longest of computation and transfers each way."""
+    """Measure steps of streamed blocks, and compare them with `bound_seconds`."""
     plan = blocks.plan(known, max(blocks.tokens))
     recipe = blocks.recipe().model_copy(update={"activations": plan.budget.num_kept_layers})
     rows, step = [], 0
     with blocks.opened(plan) as model:
         for tokens in blocks.tokens:
-            load = blocks.workload(tokens)
-            planned = with_replay(forecast(plan.placement, load, recipe, known, plan.have), load, recipe)
-            deferred = planned.costs.num_deferred
-            optimizer = AdamW(model, optimizer_config(recipe), step, deferred)
-            taken = take_steps(model, optimizer, blocks.batches(tokens))
+            workload = blocks.workload(tokens)
+            planned = with_replay(forecast(plan.placement, workload, recipe, known, plan.have), workload, recipe)
+            optimizer = AdamW(model, optimizer_config(recipe), step, planned.costs.num_deferred)
+            seconds, stall = take_steps(model, optimizer, blocks.batches(tokens))
             optimizer.flush()
             step = optimizer.step
             bound = bound_seconds(planned, known)
             rows.append(
                 {
-                    "tokens": tokens, "seconds": taken.seconds, "bound_seconds": bound, "share": bound / taken.seconds,
-                    "forecast_seconds": planned.costs.seconds_per_step, "stall": taken.stall,
-                    "tokens_per_second": tokens / taken.seconds,
+                    "tokens": tokens, "seconds": seconds, "bound_seconds": bound, "share": bound / seconds,
+                    "forecast_seconds": planned.costs.seconds_per_step, "stall": stall,
+                    "tokens_per_second": tokens / seconds,
                 }
             )  # fmt: skip
     return {"width": blocks.width, "blocks": NUM_BLOCKS, "precision": blocks.precision, "steps": rows}
 
 
 def bound_seconds(plan: Plan, known: Rates) -> float:
-    """Return the least time of a planned step: of its computation, of its bytes to the device, of those from it."""
+    """Return the lower bound of a step: the longest of computation, transfers to the device, transfers from it."""
     costs = plan.costs
     into, out = costs.bytes_read_per_step, costs.bytes_written_per_step
     return max(costs.compute_seconds, into / known.compute.to_device, out / known.compute.from_device)
 
 
 class CapExceeded(ResourceError):
-    """A run took more of the device's memory than it was allowed to."""
+    """A run used more of the device's memory than its cap."""
 
 
 def measure_memory(blocks: Blocks, known: Rates, tokens: int) -> dict[str, Any]:
-    """Train under a cap on the device's memory, enforced: peak beside forecast; the cap must be kept.
+    """Train under an enforced cap on the device's memory; return the peak beside the forecast.
 
     Raises:
-        CapExceeded: it was not.
-        ResourceError: what the forecast calls enough was too little.
+        CapExceeded: the run used more.
+        ResourceError: the memory that the forecast calls enough was too little.
     """
     device = blocks.device
     blocks = replace(blocks, tokens=(tokens,))
@@ -280,6 +251,7 @@ def measure_memory(blocks: Blocks, known: Rates, tokens: int) -> dict[str, Any]:
     plan, cap = _tightest(blocks, known, tokens, needed)
     if hasattr(module_of(device), "reset_peak_memory_stats"):
         module_of(device).reset_peak_memory_stats(device)
+    # The driver itself needs part of the cap; torch's allocator gets the rest.
     limit = allocator_limit(cap)
     limit_memory(device, limit)
     try:
@@ -294,17 +266,17 @@ def measure_memory(blocks: Blocks, known: Rates, tokens: int) -> dict[str, Any]:
         raise ResourceError(f"out of memory under a cap of {gigabytes(cap)}, enough by the forecast") from error
     finally:
         limit_memory(device, total)
-    found = {
+    results = {
         "cap": cap, "allocator_limit": limit, "forecast": plan.device_bytes, "allocated": peak.allocated,
         "reserved": peak.reserved, "driver": max(0, free - left), "tokens": tokens, "width": blocks.width,
     }  # fmt: skip
     if peak.reserved > limit:
         raise CapExceeded(f"{gigabytes(peak.reserved)} were taken under a cap of {gigabytes(cap)}")
-    return found
+    return results
 
 
 def _tightest(blocks: Blocks, known: Rates, tokens: int, needed: int) -> tuple[Plan, int]:
-    """Plan under a cap below what is needed without one, where that fits; return the plan and its cap."""
+    """Plan under a cap of 80 % of the needed memory, else of the needed memory; return the plan and its cap."""
     for cap in (int(CAP_SHARE * needed), needed):
         try:
             return blocks.plan(known, tokens, cap), cap
