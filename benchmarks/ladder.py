@@ -56,7 +56,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from gptj_ft.errors import ResourceError
 from gptj_ft.models.linear import multiply
-from gptj_ft.system.cage import NotCaged, caged
+from gptj_ft.system.cgroup import NoCgroup, limited_memory
 
 VOCABULARY = 50257
 LOOPS = ("plain", "grouped", "targets", "sdpa", "compile", "recompute")
@@ -218,8 +218,8 @@ def take(results: Results, rung: str, precision: str, arguments: argparse.Namesp
     command = [sys.executable, __file__, "--loop", f"{rung},{precision}", "--method", arguments.method]
     command += ["--work", str(arguments.work)]
     with ExitStack() as stack:
-        with suppress(NotCaged):  # what needs more than is free ends here, and takes no other program with it
-            command = stack.enter_context(caged(int(free), f"ladder-{os.getpid()}")).command(command)
+        with suppress(NoCgroup):  # what needs more than is free ends here, and takes no other program with it
+            command = stack.enter_context(limited_memory(int(free), f"ladder-{os.getpid()}")).command(command)
         try:
             return watch(command, lines)
         except subprocess.CalledProcessError as error:

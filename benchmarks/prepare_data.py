@@ -229,7 +229,7 @@ def first_batch_here(arguments: argparse.Namespace) -> None:
 
     from gptj_ft.config.resolve import resolve
     from gptj_ft.data.batches import Rows, rows_of_step
-    from gptj_ft.training.finetune import gather
+    from gptj_ft.training.inputs import gather
 
     start = time.perf_counter()
     files = {"model": str(arguments.work / "model"), "data": str(arguments.work / "dialogues.jsonl")}

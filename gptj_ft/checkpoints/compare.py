@@ -16,7 +16,7 @@ from gptj_ft.checkpoints.weight_file import dtype_name
 from gptj_ft.errors import DataError
 from gptj_ft.models.registry import Architecture
 from gptj_ft.system.memory import cast
-from gptj_ft.system.prefetch import SizedTask, prefetch
+from gptj_ft.system.ordered_tasks import SizedTask, run_ordered
 
 _SHOWN = 10  # differences in a message
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their size in bytes
@@ -79,7 +79,7 @@ def difference(first: Checkpoint, second: Checkpoint, name: str, other: str | No
     if reference.shape != tested.shape:
         return f"{name} has shape {list(tested.shape)}, expected {list(reference.shape)}"
     start = 0
-    with closing(prefetch(_reading_both(first, second, name, other))) as tensors:
+    with closing(run_ordered(_reading_both(first, second, name, other))) as tensors:
         for expected, actual in zip(tensors, tensors, strict=True):  # one iterator: takes pairs
             expected = _bits(cast(expected, tested.dtype))
             if not torch.equal(expected, _bits(actual)):

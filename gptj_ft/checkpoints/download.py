@@ -16,7 +16,7 @@ from gptj_ft.models.supported import DEFAULT_REPOSITORY
 from gptj_ft.system import paths
 from gptj_ft.system.files import SHARED_FILE, read_text, replace_text
 from gptj_ft.system.hub import is_offline
-from gptj_ft.system.hub_download import HubFile, Repository, fetch_files, is_there, look_up, writing
+from gptj_ft.system.hub_download import HubFile, Repository, fetch_files, is_fetched, look_up, writing
 from gptj_ft.system.machine import free_disk
 from gptj_ft.system.paths import home, make_home, part_of_home
 
@@ -199,7 +199,7 @@ def download(
     if offline or is_offline():
         return _report(folder, _earlier_download(request, folder, "--offline" if offline else "HF_HUB_OFFLINE"))
     repository, files = choose_files(request)
-    if not is_there(folder, files[-1]):
+    if not is_fetched(folder, files[-1]):
         fetch_config(repository)
     license_tag = next((tag.removeprefix("license:") for tag in repository.tags if tag.startswith("license:")), "")
     origin = Origin(request.repository, repository.commit, license_tag, request.revision, files)
@@ -231,7 +231,7 @@ def _earlier_download(request: DownloadRequest, folder: Path, reason: str) -> Or
         raise UsageError(f"{request.repository} is not in {folder}, {unless}")
     if request.revision not in (None, origin.revision) and not origin.commit.startswith(str(request.revision)):
         raise UsageError(f"revision {request.revision} is not in {folder}, {unless}")
-    missing = [file for file in origin.files if not is_there(folder, file)]
+    missing = [file for file in origin.files if not is_fetched(folder, file)]
     if missing:
         raise UsageError(
             f"{folder} lacks {missing[0].name}{f' and {len(missing) - 1} more' if missing[1:] else ''}, {unless}"

@@ -25,8 +25,8 @@ from gptj_ft.system.atomic import atomic_folder
 from gptj_ft.system.block_reader import Extent
 from gptj_ft.system.digests import FOLDER_DIGESTS, folder_digests, read_json
 from gptj_ft.system.files import SHARED_FILE, inside, read_bytes, write_file
+from gptj_ft.system.ordered_tasks import SizedTask
 from gptj_ft.system.paths import TOKENIZER_FILES
-from gptj_ft.system.prefetch import SizedTask
 
 INDEX = "model.safetensors.index.json"
 METADATA_FILE = "gptj_ft.json"
@@ -113,7 +113,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             yield start, min(start + rows, num_rows)
 
     def read_task(self, name: str, rows: RowRange) -> SizedTask[Tensor]:
-        """Return a task for `prefetch` that reads some rows."""
+        """Return a task for `run_ordered` that reads some rows."""
         entry = self.entry(name)
         return entry.num_bytes * (rows[1] - rows[0]) // entry.rows, partial(self.read, name, *rows)
 

@@ -17,7 +17,7 @@ from gptj_ft.checkpoints.weight_file import TensorInfo, header_of
 from gptj_ft.errors import DataError
 from gptj_ft.models.registry import Architecture
 from gptj_ft.system.memory import bytes_of
-from gptj_ft.system.prefetch import SizedTask, prefetch
+from gptj_ft.system.ordered_tasks import SizedTask, run_ordered
 from gptj_ft.system.write_behind import WriteBehind
 
 
@@ -110,7 +110,7 @@ class TensorTransfer:
         # An earlier, killed process may have written some files: without checksums of those, read the source again.
         known = {name: sums for name, sums in self._checksums.items() if _covers(sums, self.entries[name].rows)}
         tasks = (_checksum_task(written, name, rows) for name, sums in known.items() for rows in sums)
-        with closing(prefetch(tasks)) as checksums:
+        with closing(run_ordered(tasks)) as checksums:
             for name, entry in self.entries.items():
                 stored = written.entry(name).dtype
                 same = [next(checksums) == checksum for checksum in known.get(name, {}).values()]
@@ -150,7 +150,7 @@ class TensorTransfer:
         source, unfinished = self.checkpoint, {path: names for path, names in files.items() if not path.is_file()}
         remaining = (name for names in unfinished.values() for name in names)
         tasks = (source.read_task(name, rows) for name in remaining for rows in source.row_ranges(name))
-        with WriteBehind() as behind, closing(prefetch(tasks)) as pieces:
+        with WriteBehind() as behind, closing(run_ordered(tasks)) as pieces:
             for path, names in unfinished.items():
                 part = path.with_name(path.name + ".part")
                 writer = behind.open(part)

@@ -23,7 +23,7 @@ import xxhash
 from torch import Tensor
 
 from gptj_ft.errors import DataError
-from gptj_ft.system.direct_io import PAGE, let_go, open_direct, read_range
+from gptj_ft.system.direct_io import PAGE, drop_from_cache, open_direct, read_range
 from gptj_ft.system.dtypes import FROM_SAFETENSORS, SAFETENSORS_CODES
 from gptj_ft.system.memory import borrow
 
@@ -173,7 +173,7 @@ def read_tensor_rows(path: Path, entry: TensorInfo, start: int = 0, stop: int | 
         try:
             count = read_range(descriptor, pages.numpy().data, begin - before)
         finally:
-            let_go(descriptor)
+            drop_from_cache(descriptor)
             os.close(descriptor)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from gptj_ft.distributed.control import PeerFailed
 from gptj_ft.distributed.launch import joined
 from gptj_ft.errors import GptjFtError, UsageError
-from gptj_ft.system.signals import StopRequest, stop_says
+from gptj_ft.system.signals import StopRequest, stop_message
 
 if TYPE_CHECKING:
     from gptj_ft.generation.workers import Workers
@@ -50,7 +50,7 @@ def leading(num_processes: int | None) -> Iterator[Workers]:
             workers.dismiss()
             return
         # A terminal or a launcher signals every rank. Rank 0 reports it.
-        with stop_says(lambda: "stopped"), StopRequest():
+        with stop_message(lambda: "stopped"), StopRequest():
             serve_models(group)
     sys.exit(0)
 

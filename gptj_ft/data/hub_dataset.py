@@ -27,7 +27,7 @@ from gptj_ft.errors import NoSuchRevision, Unreachable, UsageError, did_you_mean
 from gptj_ft.system.compression import COMPRESSIONS
 from gptj_ft.system.files import read_text, replace_text, require_plain
 from gptj_ft.system.hub import open_network
-from gptj_ft.system.hub_download import HubFile, Repository, fetch_files, is_there, look_up, writing
+from gptj_ft.system.hub_download import HubFile, Repository, fetch_files, is_fetched, look_up, writing
 from gptj_ft.system.lock import locked
 from gptj_ft.system.paths import make_home, part_of_home
 from gptj_ft.system.units import gigabytes
@@ -368,7 +368,7 @@ def _note(reference: Reference) -> ResolvedReference | None:
 
 
 def _is_whole(note: ResolvedReference) -> bool:
-    return all(is_there(datasets() / note.folder, file) for file in note.files)
+    return all(is_fetched(datasets() / note.folder, file) for file in note.files)
 
 
 def _note_file(reference: Reference) -> Path:

@@ -19,7 +19,7 @@ from gptj_ft.system.files import SHARED_FILE, disk_errors, keep_folder, open_fil
 from gptj_ft.system.jsonl import JsonLines
 from gptj_ft.system.lock import take
 from gptj_ft.system.paths import make_home, part_of_home
-from gptj_ft.system.signals import stop_says
+from gptj_ft.system.signals import stop_message
 
 ROW = "row"  # key of the row's number, from 0
 Line = Mapping[str, Any]
@@ -118,7 +118,7 @@ class OutputFile:
             DataError: a row got no line.
         """
         kept = f"rows are in {self.path}; the same command resumes there"
-        with stop_says(lambda: f"stopped: {len(self.done):,} of {num_rows:,} {kept}"):
+        with stop_message(lambda: f"stopped: {len(self.done):,} of {num_rows:,} {kept}"):
             for numbers in pending_rounds(batches, self.done, round_size):
                 for number, lines in zip(numbers, compute(numbers), strict=False):
                     self.append(zip(batches[number], lines, strict=False))

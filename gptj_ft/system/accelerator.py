@@ -1,17 +1,17 @@
-"""The seam to accelerators: streams, events, pinned memory and limits, through torch's own module of a device type.
+"""Use accelerators: streams, events, pinned memory and memory limits.
 
-This is the only module that knows accelerators. It asks `torch.get_device_module` for what `torch.cuda` (CUDA, ROCm),
-`torch.xpu` and the modules of other backends have in common; what one of them lacks is done otherwise, or not at all.
-`torch.mps` has no streams: its memory is the host's, models stay in it, and nothing is copied.
+Only this module knows accelerators. It uses the functions that torch's modules of device types have in common
+(`torch.cuda` for CUDA and ROCm, `torch.xpu`, ...), with fallbacks where one lacks them. `torch.mps` has no streams: it
+shares the host's memory, so models stay in place and nothing is copied.
 
-Kernels run asynchronously to the Python thread. The computation has the thread's own stream, updates have one of their
-own, and so has every thread that moves bytes. Three rules keep one from reading what another is still writing:
+Kernels run asynchronously to the Python thread. The computation, the updates, and each thread that moves bytes have
+their own streams. Three rules prevent data races between them:
 
-- a wait names the stream that waits: there is none for "whatever stream is current here";
-- a copy takes the events that it must come after, and waits for them on the stream that it copies on;
-- fresh memory comes with the event of its zeros, and memory that several streams touch comes from a `BufferPool`.
+- a wait names the stream that waits, never "the current stream";
+- a copy gets the events that it must wait for, and waits for them on the stream that it copies on;
+- fresh memory comes with the event of its zeroing, and memory shared by streams comes from a `BufferPool`.
 
-On a CPU there are no streams and no events, and nothing here does anything.
+On a CPU there are no streams and events, and these functions do nothing.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from torch import Tensor
 from gptj_ft.system.memory import allocate
 
 CPU, META = torch.device("cpu"), torch.device("meta")
-Stream = Any  # torch.cuda.Stream, or what another module has in its place; ``None`` on a device without streams
-PORTABLE = 1  # cudaHostRegisterPortable: locked for every device, not only for the current one
+Stream = Any  # torch.cuda.Stream or its equivalent in another module; None on a device without streams
+PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device, not only for the current one
 NARROW_SUMS = (
     "allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction", "allow_fp16_accumulation",
 )  # fmt: skip
@@ -41,12 +41,12 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Tell whether a device has streams, so that it computes and copies at the same time."""
+    """Tell whether a device has streams, and so can compute and copy at the same time."""
     return is_accelerator(device) and hasattr(module_of(device), "Stream")
 
 
 def shares_memory(device: torch.device) -> bool:
-    """Tell whether a device's memory is the host's: the CPU itself, and Apple's GPUs."""
+    """Tell whether a device uses the host's memory: the CPU, and Apple's GPUs."""
     return device.type in ("cpu", "mps")
 
 
@@ -59,67 +59,63 @@ def module_of(device: torch.device) -> Any:
 
 
 class StreamEvent:
-    """A point in the work of the stream that was current when it was recorded."""
+    """A point in the work of the stream that was current when the event was recorded."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = module_of(device).Event()
         self._event.record(current_stream(device))
 
     def wait(self, stream: Stream) -> None:
-        """Have a stream wait for it; the program goes on."""
+        """Make a stream wait for the event; the program does not wait."""
         stream.wait_event(self._event)
 
     def done(self) -> bool:
-        """Tell whether the device has passed it."""
+        """Tell whether the device has reached the event."""
         return bool(self._event.query())
 
     def exception(self) -> None:
-        """Return nothing: an event does not fail."""
+        """Return None, as a future without an error does: an event cannot fail."""
 
 
 Transfer = Future[Any] | StreamEvent
-"""Bytes on their way, or work of a stream that one may have to wait for."""
+"""A transfer by another thread, or an event of a stream."""
 
 
 def current_stream(device: torch.device) -> Stream:
-    """Return the stream that the calling thread gives its work to."""
+    """Return the calling thread's current stream."""
     return module_of(device).current_stream(device) if has_streams(device) else None
 
 
 def new_stream(device: torch.device, priority: int = 0) -> Stream:
-    """Make a stream; of kernels that wait in several, those of the lowest number are begun first."""
+    """Make a stream; kernels of the stream with the lowest priority number start first."""
     return module_of(device).Stream(device, priority=priority) if has_streams(device) else None
 
 
 def on_stream(stream: Stream) -> AbstractContextManager[None]:
-    """Give the work inside to a stream."""
+    """Launch the block's work on a stream."""
     return nullcontext() if stream is None else module_of(stream.device).stream(stream)
 
 
 def use_own_stream(device: torch.device) -> None:
-    """Give the thread that calls this a stream of its own."""
+    """Give the calling thread its own stream."""
     if has_streams(device):
         module_of(device).set_device(device)
         module_of(device).set_stream(new_stream(device))
 
 
 def record_event(device: torch.device) -> list[StreamEvent]:
-    """Record an event in the current stream; none where work is done when the program goes on."""
+    """Record an event in the current stream; return no event on a synchronous device."""
     return [StreamEvent(device)] if has_streams(device) else []
 
 
 def wait_for(transfers: Iterable[Transfer], stream: Stream) -> None:
-    """Wait for transfers: the program for those of other threads, a stream for work of other streams."""
+    """Make the program wait for transfers of other threads, and the stream for events of other streams."""
     for event in ended(transfers):
         event.wait(stream)
 
 
 def ended(transfers: Iterable[Transfer]) -> list[StreamEvent]:
-    """Wait for the transfers of other threads; return the events, for which a stream has yet to wait.
-
-    Raises:
-        Exception: what went wrong in one of them.
-    """
+    """Wait for transfers of other threads and raise their errors; return the events, which a stream must wait for."""
     events = []
     for transfer in transfers:
         if isinstance(transfer, StreamEvent):
@@ -130,12 +126,11 @@ def ended(transfers: Iterable[Transfer]) -> list[StreamEvent]:
 
 
 def copy(source: Tensor, target: Tensor, after: Iterable[StreamEvent] = ()) -> None:
-    """Copy between host and device, or inside one of them, on this thread's stream; return when the bytes are there.
+    """Copy between or within host and device on this thread's stream; return when the copy is complete.
 
     Args:
-        source: values to copy.
-        target: tensor to fill, of the same shape and any type.
-        after: work of other streams that must end first: what still uses the target, or makes the source.
+        target: same shape, any type.
+        after: work of other streams that uses the target or produces the source.
     """
     device = next((x.device for x in (source, target) if has_streams(x.device)), None)
     if device is None:
@@ -145,16 +140,17 @@ def copy(source: Tensor, target: Tensor, after: Iterable[StreamEvent] = ()) -> N
     for event in after:
         event.wait(stream)
     target.copy_(source, non_blocking=True)
+    # Wait for this copy alone: a stream synchronization would spin, and wait for later work, too.
     copied = _blocking_event(module_of(device))
     copied.record(stream)
     copied.synchronize()
 
 
 def _blocking_event(module: Any) -> Any:
-    """Make an event whose waiting thread sleeps: one that spins takes a core from the thread that launches kernels."""
+    """Make an event whose waiting thread sleeps; a spinning thread takes a core from the one that launches kernels."""
     try:
         return module.Event(blocking=True)
-    except TypeError:  # torch.xpu knows no such thing
+    except TypeError:  # torch.xpu has no such argument
         return module.Event()
 
 
@@ -166,7 +162,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def timed(work: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds that work takes: by a device's own clock, which does not count how the program gets there."""
+    """Return the seconds that work takes, by the device's clock if it has one: that excludes Python's overhead."""
     synchronize(device)
     start = time.perf_counter()
     if not has_streams(device):
@@ -182,13 +178,9 @@ def timed(work: Callable[[], object], device: torch.device) -> float:
 
 
 class StallTimer:
-    """How long a stream stands still while the program waits.
+    """Measure how long the current stream idles while the program waits, by the device's clock.
 
-    That is from where it has caught up with the program to the end of the wait, by the device's own clock: the program
-    may wait for bytes that the device will not need for long.
-
-    Args:
-        device: device whose current stream is watched.
+    The program may wait for data long before the device needs it, so the program's own waiting time would be too long.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -199,7 +191,7 @@ class StallTimer:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count what the stream stands still inside."""
+        """Count the idle time of the stream in the block."""
         before, after = (self._event(enable_timing=True) for _ in range(2))
         before.record(self._stream)
         try:
@@ -207,12 +199,12 @@ class StallTimer:
         finally:
             after.record(self._stream)
             self._pairs.append((before, after))
-            while self._pairs and self._pairs[0][1].query():  # nobody may ever ask for the sum
+            while self._pairs and self._pairs[0][1].query():  # bound the list even if nobody reads `seconds`
                 self._fold()
 
     @property
     def seconds(self) -> float:
-        """All of them; waits for the device to pass the last one."""
+        """Total idle seconds; waits until the device has passed the last block."""
         while self._pairs:
             self._pairs[0][1].synchronize()
             self._fold()
@@ -227,16 +219,16 @@ class StallTimer:
 
 
 def fresh(numel: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, list[StreamEvent]]:
-    """Return zeros as `allocate` does, and what another stream has to wait for before it touches them."""
+    """Allocate zeros; also return the events that another stream must wait for before it uses them."""
     return allocate(numel, dtype, device), record_event(device)
 
 
 def pin(values: Tensor, device: torch.device) -> Callable[[], None] | None:
-    """Lock a host tensor's pages in RAM, which the device then reaches at the rate of the link.
+    """Pin a host tensor's pages, so that the device copies at the full rate of the link.
 
-    torch's own pinned memory comes in powers of two: up to twice of what is asked for.
+    torch's own pinned memory would round up to powers of two, which can double it.
 
-    Returns: what unlocks them again; ``None``: the system does not allow so many, or the device needs it not.
+    Returns: the function that unpins; ``None`` if the system's limit is reached or the device needs no pinning.
     """
     if not hasattr(module_of(device), "cudart") or not values.nbytes:
         return None
@@ -244,31 +236,26 @@ def pin(values: Tensor, device: torch.device) -> Callable[[], None] | None:
     address = values.data_ptr()
     if int(cudart.cudaHostRegister(address, values.nbytes, PORTABLE)) == 0:
         return lambda: cudart.cudaHostUnregister(address)
-    # The runtime keeps the error, and the next kernel to be launched would be said to have failed with it. torch's
-    # binding cannot ask for it; a kernel that nobody needs can.
+    # The CUDA runtime keeps the error and would report it for the next kernel. torch cannot clear it, but a dummy
+    # kernel launch does.
     with suppress(RuntimeError):
         torch.zeros(1, device=device)
     return None
 
 
 class DeviceMemory(NamedTuple):
-    """Memory that a process takes on a device, at most, in bytes.
+    """Memory of a process on a device in bytes."""
 
-    Attributes:
-        allocated: bytes of tensors.
-        reserved: bytes that torch's allocator holds, for tensors now and later.
-    """
-
-    allocated: int
-    reserved: int
+    allocated: int  # by tensors
+    reserved: int  # by torch's allocator, for present and future tensors
 
 
 def peak_device_memory(device: torch.device) -> DeviceMemory:
-    """Return the most memory that this process has taken on a device; zeros on the CPU, or where it is not counted."""
+    """Return this process's peak memory on a device; zeros on the CPU."""
     if not is_accelerator(device):
         return DeviceMemory(0, 0)
     module = module_of(device)
-    if not hasattr(module, "max_memory_allocated"):  # torch.mps counts what is taken now
+    if not hasattr(module, "max_memory_allocated"):  # torch.mps has no peak, only the current value
         return DeviceMemory(int(module.current_allocated_memory()), int(module.driver_allocated_memory()))
     return DeviceMemory(int(module.max_memory_allocated(device)), int(module.max_memory_reserved(device)))
 
@@ -284,7 +271,7 @@ def free_and_total(device: torch.device) -> tuple[int, int]:
 
 
 def limit_memory(device: torch.device, num_bytes: int) -> None:
-    """Have torch refuse to take more of a device's memory than so many bytes."""
+    """Limit the memory that torch allocates on a device."""
     if is_accelerator(device) and hasattr(module_of(device), "set_per_process_memory_fraction"):
         fraction = min(1.0, num_bytes / free_and_total(device)[1])
         args = (device,) if has_streams(device) else ()
@@ -292,31 +279,30 @@ def limit_memory(device: torch.device, num_bytes: int) -> None:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Give back what torch keeps of a device's memory for later."""
+    """Return torch's unused memory to the device."""
     if is_accelerator(device):
         module_of(device).empty_cache()
 
 
-# ---------------------------------------------------------------- what a device is
+# ---------------------------------------------------------------- properties of a device
 
 
 def device_name(device: torch.device) -> str:
-    """Return an accelerator's name, as its maker calls it."""
+    """Return the product name of an accelerator."""
     module = module_of(device)
     return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else device.type.upper()
 
 
 def device_id(device: torch.device) -> str:
-    """Return an accelerator's identity in its machine, by whatever number a process knows it."""
+    """Return an accelerator's identity in its machine, which does not depend on the numbering of a process."""
     return str(getattr(module_of(device).get_device_properties(device), "uuid", device))
 
 
 def sum_in_fp32(device: torch.device) -> None:
-    """Have a device add up the products of bf16 and fp16 matrices in fp32 alone, from now on.
+    """Make a device accumulate bf16 and fp16 matrix products in fp32, from now on.
 
-    cuBLAS may cut a long sum in pieces, and torch lets it round these to the matrices' type before they are added:
-    sums of 16,384 products, as in GPT-J's MLP, would lose bits that no moment in fp32 brings back. XPU and MPS have no
-    such switch.
+    By default, cuBLAS may split a long sum and round the partial sums to the matrices' type. Sums of 16,384 products
+    (GPT-J's MLP) would lose bits that fp32 moments cannot restore. XPU and MPS have no such setting.
     """
     products = getattr(getattr(torch.backends, device.type, None), "matmul", None)
     for name in NARROW_SUMS:
@@ -325,7 +311,7 @@ def sum_in_fp32(device: torch.device) -> None:
 
 
 def supports_bf16(device: torch.device) -> bool:
-    """Tell whether a device computes in bf16 itself."""
+    """Tell whether a device computes in bf16 natively, without emulation."""
     if not is_accelerator(device) or not hasattr(module_of(device), "is_bf16_supported"):
         return True
     with suppress(TypeError):
@@ -334,14 +320,14 @@ def supports_bf16(device: torch.device) -> bool:
 
 
 def fork_rng(device: torch.device) -> AbstractContextManager[None]:
-    """Leave the random generators of the CPU and of a device as they are found."""
+    """Restore the random generators of the CPU and a device after the block."""
     if not is_accelerator(device):
         return torch.random.fork_rng([])
     return torch.random.fork_rng([device.index or 0], device_type=device.type)
 
 
 def seeded_generator(device: torch.device, seed: int) -> torch.Generator:
-    """Return a generator of a device with a seed; of the CPU, where the device has none."""
+    """Return a seeded generator of a device, or of the CPU if the device has none."""
     try:
         generator = torch.Generator(device)
     except RuntimeError:
@@ -350,6 +336,6 @@ def seeded_generator(device: torch.device, seed: int) -> torch.Generator:
 
 
 def default_accelerator() -> str | None:
-    """Return the type of this machine's accelerator, as torch chooses among several; ``None``: there is none."""
+    """Return the type of this machine's accelerator, as torch chooses it."""
     current = torch.accelerator.current_accelerator(check_available=True)
     return None if current is None else current.type

@@ -1,4 +1,4 @@
-"""Write files and folders that appear under their names when they are whole, or not at all."""
+"""Write files and folders atomically: they get their names when they are complete, or not at all."""
 
 from __future__ import annotations
 
@@ -28,15 +28,11 @@ from gptj_ft.system.files import (
 )
 from gptj_ft.system.lock import LOCK, locked
 
-PLAN = "plan.json"  # in a draft that can be resumed: everything that decides its content
+PLAN = "plan.json"  # in a resumable draft: the values that decide its content
 
 
 def require_new(*paths: Path) -> None:
-    """Check that none of some files exists.
-
-    Raises:
-        UsageError: one does.
-    """
+    """Raise `UsageError` if one of the paths exists."""
     for path in paths:
         if os.path.lexists(path):
             raise UsageError(f"{path} exists already, and nothing is overwritten; name another, or remove it")
@@ -44,7 +40,7 @@ def require_new(*paths: Path) -> None:
 
 @contextmanager
 def atomic_files(*paths: Path) -> Iterator[list[TextIO]]:
-    """Open new text files that get their names, synced, when the block ends; remove all of them on an error.
+    """Open new text files; sync and name them when the block ends, or remove all of them on an error.
 
     Raises:
         UsageError: one exists, or cannot be written.
@@ -65,6 +61,7 @@ def atomic_files(*paths: Path) -> Iterator[list[TextIO]]:
                     file.flush()
                     os.fsync(file.fileno())
             require_new(*paths)
+            # Not atomic as a set: after a failed rename, the files renamed so far are removed again.
             for path, draft in zip(paths, drafts, strict=True):
                 draft.rename(path)
                 named.append(path)
@@ -80,12 +77,12 @@ def atomic_files(*paths: Path) -> Iterator[list[TextIO]]:
 
 @contextmanager
 def atomic_folder(folder: Path, resume: Mapping[str, Any] | None = None) -> Iterator[Path]:
-    """Yield a hidden folder to fill; it gets its name, synced, when the block ends, and is removed on an error.
+    """Yield a hidden folder to fill; sync and name it when the block ends, or remove it on an error.
 
     Args:
         folder: the final name, which must not exist.
-        resume: everything that decides the content, as JSON holds it. After a kill or Ctrl-C the draft stays, and the
-            next block with the same value finds it, while no two processes fill it; ``None``: each block begins anew.
+        resume: JSON values that decide the content. After a kill or Ctrl-C the draft stays, and the next block with the
+            same value continues it; a lock keeps other processes out. ``None``: each block starts from scratch.
 
     Raises:
         UsageError: the folder exists, cannot be written, or another process is filling its draft.
@@ -115,14 +112,14 @@ def atomic_folder(folder: Path, resume: Mapping[str, Any] | None = None) -> Iter
 
 
 def _clear_unless(draft: Path, resume: Mapping[str, Any] | None) -> None:
-    """Keep the content of a draft if it is of the same plan; else remove it and note the plan."""
+    """Keep the content of a draft with the same plan; else remove it and write the new plan."""
     path = draft / PLAN
     try:
         require_plain(draft)
         if resume is not None and json.loads(read_text(path)) == resume:
             return
     except (OSError, ValueError):
-        pass  # nothing yet, of a process that was killed before it began, or not made here
+        pass  # no plan: a new draft, one of a process killed early, or a foreign folder
     for old in draft.iterdir():
         if old.name != LOCK:
             remove(old)
@@ -131,10 +128,7 @@ def _clear_unless(draft: Path, resume: Mapping[str, Any] | None) -> None:
 
 
 def draft_of(folder: Path) -> Path:
-    """Return the hidden name, of this process alone, under which a folder is made; remove what ended processes left.
-
-    Nothing is known of the processes of another machine that shares the disk, so their drafts stay.
-    """
+    """Return this process's hidden name for a new folder; remove the drafts of dead processes of this machine."""
     import psutil
 
     start = f".{folder.name}.{platform.node()}."

@@ -1,4 +1,4 @@
-"""Name number types as options, safetensors and NumPy do."""
+"""Map torch dtypes to their names in options, safetensors and NumPy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PRECISION_NAMES = {dtype: name for name, dtype in PRECISIONS.items()}
-# NumPy has no bfloat16: two bytes without a meaning is what JAX's become in its files.
+# NumPy has no bfloat16; JAX saves it as an opaque type of two bytes.
 _CODES = {
     torch.float64: ("F64", "<f8"),
     torch.float32: ("F32", "<f4"),

@@ -1,11 +1,9 @@
-"""Open, write and remove the files of a run, a model and the home folder.
+"""Open, write and remove files of run, model and home folders, safely and durably.
 
-Nothing leads out of these folders, and a power cut leaves them as they were or as they were to be.
-
-Such a folder may have been received from somebody else. So what is opened is a regular file of that very name, never
-what a symbolic link there leads to; a predictable temporary name is removed and then created exclusively; and
-`require_plain` refuses a folder that holds a link to elsewhere, a pipe or a device. Files that belong to a run are for
-their owner alone (`PRIVATE_FILE`); what users name to hand it on has the modes that their umask gives (`SHARED_FILE`).
+A power cut leaves the old or the new state. And a folder may come from a stranger, so no access leads out of it: files
+are opened without following symbolic links, temporary files are removed and then created exclusively, and
+`require_plain` rejects folders with pipes, devices or links out of them. Files of a run are readable for their owner
+only (`PRIVATE_FILE`); the umask decides about outputs that users name (`SHARED_FILE`).
 """
 
 from __future__ import annotations
@@ -22,12 +20,12 @@ from typing import TextIO
 
 from gptj_ft.errors import DataError, GptjFtError, ResourceError
 
-# What file systems answer that have no hard links (FAT, some network and FUSE file systems), or have no room for one.
+# Errors of file systems without hard links (FAT, some network and FUSE file systems), or with no room for one more.
 NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK, errno.EACCES}
 PRIVATE_FILE, PRIVATE_FOLDER, SHARED_FILE, SHARED_FOLDER = 0o600, 0o700, 0o666, 0o777
-# No symbolic link is followed, and opening a pipe does not wait for its other end. Other systems lack them.
+# Do not follow symbolic links, and do not wait for the other end of a pipe. Some systems lack these flags.
 _SAFELY = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
-# Every name of something that is not whole yet, or half removed: see `new_name`, `hidden_name` and `doomed_name`.
+# All names of incomplete or half-removed files and folders: see `new_name`, `hidden_name` and `doomed_name`.
 _LEFTOVER = re.compile(
     r".+\.(new|tmp|part|mark|partial)"
     r"|\..+\.(writing|starting|converting|unmerged|sorted|partial-\d+|unpacked-\w+)"
@@ -36,40 +34,36 @@ _LEFTOVER = re.compile(
 
 
 def new_name(path: Path) -> Path:
-    """Return the name under which the new content of a file is written, ``metrics.new``."""
+    """Return the temporary name for the new content of a file: ``metrics.new``."""
     return path.with_suffix(".new")
 
 
 def hidden_name(path: Path, state: str) -> Path:
-    """Return the hidden name of what is to become a file or folder: ``.NAME.starting``."""
+    """Return the hidden name of an incomplete file or folder: ``.NAME.starting``."""
     return path.with_name(f".{path.name}.{state}")
 
 
 def doomed_name(folder: Path) -> Path:
-    """Return the name of a folder that is not whole yet, or not any more: ``step-000120.tmp``."""
+    """Return the name of a folder that is incomplete or being removed: ``step-000120.tmp``."""
     return folder.with_name(folder.name + ".tmp")
 
 
 def is_leftover(name: str) -> bool:
-    """Tell whether a name is one that only something unfinished has."""
+    """Tell whether a name marks an incomplete file or folder."""
     return _LEFTOVER.fullmatch(name) is not None
 
 
 def open_file(path: Path, flags: int, mode: int = PRIVATE_FILE) -> int:
-    """Open a regular file; a symbolic link is not followed, and nothing waits for the other end of a pipe.
+    """Open a regular file without following a symbolic link; raise `DataError` if it is anything else.
 
     Args:
-        path: the file.
-        flags: as `os.open` takes them.
-        mode: permissions of a new file, before the umask; default: for its owner alone.
-
-    Raises:
-        DataError: there is something else under this name.
-        OSError: the system's own.
+        flags: flags of `os.open`.
+        mode: permissions of a new file, before the umask.
     """
     try:
         descriptor = os.open(path, flags | _SAFELY, mode)
     except OSError as error:
+        # ELOOP or EMLINK (FreeBSD): a symbolic link. ENXIO: a socket, or a pipe without a reader.
         if error.errno in (errno.ELOOP, errno.EMLINK, errno.ENXIO) and os.path.lexists(path):
             raise DataError(_not_a_file(path)) from error
         raise
@@ -93,12 +87,9 @@ def _kind_of(path: Path) -> str:
 
 
 def inside(path: Path, folder: Path | None = None) -> Path:
-    """Check that a file lies in its folder, or in one above it, and is no link to elsewhere on this machine.
+    """Return a path; raise `DataError` if it is a link that leads out of its folder.
 
-    The cache of Hugging Face keeps ``snapshots/COMMIT/NAME`` as links to ``blobs/DIGEST``.
-
-    Raises:
-        DataError: it is one.
+    Links from ``snapshots/COMMIT/NAME`` to ``blobs/DIGEST`` are allowed: they form the cache of Hugging Face.
     """
     folder = (folder or path.parent).resolve()
     try:
@@ -112,12 +103,9 @@ def inside(path: Path, folder: Path | None = None) -> Path:
 
 
 def require_plain(folder: Path) -> None:
-    """Check that a folder, which may itself be named by a link, holds files and folders alone, at any depth.
+    """Raise `DataError` if a folder contains a pipe, a socket, a device or a link out of it, at any depth.
 
-    Links that stay inside are let pass: trackers make such, and the cache of Hugging Face.
-
-    Raises:
-        DataError: a link leads out of it, or it holds a pipe, a socket or a device.
+    Links inside the folder are allowed: trackers and the cache of Hugging Face make them. The folder itself may be one.
     """
     top = folder.resolve()
     for parent, names, files in os.walk(folder):
@@ -125,7 +113,7 @@ def require_plain(folder: Path) -> None:
             path = Path(parent, name)
             try:
                 kind = path.lstat().st_mode
-            except FileNotFoundError:  # removed meanwhile
+            except FileNotFoundError:  # removed concurrently
                 continue
             if stat.S_ISLNK(kind):
                 inside(path, top)
@@ -134,52 +122,32 @@ def require_plain(folder: Path) -> None:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Read a small file of a folder that may have been received; see `inside`.
-
-    Raises:
-        DataError: a link out of the folder, a pipe, a device.
-        OSError: the system's own.
-    """
+    """Read a small file of an untrusted folder; see `inside`."""
     with os.fdopen(open_file(inside(path).resolve(), os.O_RDONLY), "rb") as file:
         return file.read()
 
 
 def read_text(path: Path) -> str:
-    """Read a small file as UTF-8, as `read_bytes` does.
-
-    Raises:
-        UnicodeDecodeError: it is not; a `ValueError`.
-    """
+    """Read a small UTF-8 file like `read_bytes`; invalid text raises `ValueError`."""
     return read_bytes(path).decode("utf-8")
 
 
 def create_file(path: Path, mode: int = PRIVATE_FILE) -> int:
-    """Create a file and open it, in place of whatever has this name.
-
-    Raises:
-        OSError: the system's own.
-    """
+    """Create a file and open it, replacing anything with its name."""
+    # Remove and create exclusively: opening an existing file could write through a planted link.
     remove(path)
     return open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
 
 
 def create_folder(folder: Path, mode: int = PRIVATE_FOLDER) -> None:
-    """Create a folder, and missing ones above it, in place of whatever has its name.
-
-    Raises:
-        OSError: the system's own.
-    """
+    """Create a folder and its parents, replacing anything with its name."""
     remove(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode)
 
 
 def keep_folder(folder: Path, mode: int = PRIVATE_FOLDER) -> None:
-    """Create a folder, and missing ones above it, unless it exists; replace a link of its name.
-
-    Raises:
-        OSError: the system's own.
-    """
+    """Create a folder and its parents if missing, and replace a link by a folder."""
     if folder.is_symlink():
         folder.unlink()
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -187,11 +155,7 @@ def keep_folder(folder: Path, mode: int = PRIVATE_FOLDER) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link or a folder with all that is in it; of a link, the link.
-
-    Raises:
-        OSError: the system's own; not if there is nothing.
-    """
+    """Remove a file, a link, or a folder with its content, if it exists."""
     try:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -202,7 +166,7 @@ def remove(path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove a path as far as possible, without errors: it would only take space."""
+    """Remove a path as far as possible; ignore errors, since it only takes space."""
     try:
         remove(path)
     except OSError:
@@ -210,7 +174,7 @@ def discard(path: Path) -> None:
 
 
 def write_file(path: Path, content: bytes | str, mode: int = PRIVATE_FILE) -> None:
-    """Write a small file durably, in place of whatever has its name."""
+    """Write a small file durably, replacing anything with its name."""
     with os.fdopen(create_file(path, mode), "wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
@@ -218,7 +182,7 @@ def write_file(path: Path, content: bytes | str, mode: int = PRIVATE_FILE) -> No
 
 
 def sync_path(path: Path) -> None:
-    """Flush a file's content, or the names in a folder, to the disk."""
+    """Flush a file's content or a folder's names to disk."""
     if path.is_dir() and os.name != "posix":
         return  # other systems cannot open a folder
     descriptor = os.open(path, os.O_RDONLY)
@@ -229,7 +193,7 @@ def sync_path(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Flush a folder to the disk, with all that is in it and its own name."""
+    """Flush a folder, its content and its name to disk."""
     for path in folder.rglob("*"):
         sync_path(path)
     sync_path(folder)
@@ -238,6 +202,7 @@ def sync_tree(folder: Path) -> None:
 
 def replace_text(path: Path, text: str, mode: int = PRIVATE_FILE) -> None:
     """Replace a small file, atomically and durably."""
+    # The new content must be on disk before the rename, and the rename before we return.
     new = new_name(path)
     write_file(new, text, mode)
     os.replace(new, path)
@@ -245,52 +210,39 @@ def replace_text(path: Path, text: str, mode: int = PRIVATE_FILE) -> None:
 
 
 def disk_error(
-    error: OSError, what: object, advice: str = "make room and repeat", other: type[GptjFtError] = ResourceError
+    error: OSError, target: object, advice: str = "make room and repeat", other: type[GptjFtError] = ResourceError
 ) -> GptjFtError:
     """Return the error to raise for a failed write.
 
     Args:
-        error: the system's.
-        what: file, folder or thing that was being written.
-        advice: next step of the user if the disk, or the quota, is full.
-        other: type of the error for any other reason; default `ResourceError`.
+        target: file, folder or thing that was being written.
+        advice: next step of the user if disk or quota are full.
+        other: type of the error for any other reason.
     """
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return ResourceError(f"no space left on the disk while writing {what}; {advice}")
-    return other(f"cannot write {what}: {error.strerror or error}")
+        return ResourceError(f"no space left on the disk while writing {target}; {advice}")
+    return other(f"cannot write {target}: {error.strerror or error}")
 
 
 @contextmanager
 def disk_errors(
-    what: object, advice: str = "make room and repeat", other: type[GptjFtError] = ResourceError
+    target: object, advice: str = "make room and repeat", other: type[GptjFtError] = ResourceError
 ) -> Iterator[None]:
-    """Translate the system's errors inside the block, see `disk_error`.
-
-    Raises:
-        ResourceError: the disk is full.
-        GptjFtError: the type ``other``, for any other reason.
-    """
+    """Translate `OSError` inside the block, see `disk_error`."""
     try:
         yield
     except OSError as error:
-        raise disk_error(error, what, advice, other) from error
+        raise disk_error(error, target, advice, other) from error
 
 
 def appending(path: Path) -> TextIO:
-    """Open a text file to add to it; it is made if it is not there.
-
-    Raises:
-        DataError, OSError: as `open_file`.
-    """
+    """Open a text file for appending; create it if missing."""
     descriptor = open_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     return os.fdopen(descriptor, "a", encoding="utf-8", errors="backslashreplace")
 
 
 def link_or_copy(source: Path, target: Path) -> bool:
-    """Hard-link a file that never changes; copy it durably where the file system has no links.
-
-    Returns: whether it is a link, which takes no space.
-    """
+    """Hard-link an immutable file, or copy it durably if that is not possible; return True for a link."""
     try:
         os.link(source, target)
         return True
@@ -303,16 +255,17 @@ def link_or_copy(source: Path, target: Path) -> bool:
 
 
 def copy_file(source: Path, target: Path, mode: int = PRIVATE_FILE) -> None:
-    """Copy the content of a file, in place of whatever has the copy's name."""
+    """Copy the content of a file, replacing anything with the copy's name."""
     os.close(create_file(target, mode))
     shutil.copyfile(source, target)
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder atomically: no part of it is ever found under its name."""
+    """Remove a folder atomically: its name disappears before its content."""
     doomed = doomed_name(folder)
     discard(doomed)
     try:
+        # A kill during the removal leaves the temporary name, which every reader ignores.
         folder.rename(doomed)
     except FileNotFoundError:
         return
@@ -321,26 +274,26 @@ def remove_folder(folder: Path) -> None:
 
 
 def leftovers_in(folder: Path) -> Iterator[Path]:
-    """Yield the unfinished files and folders below a folder."""
+    """Yield the incomplete files and folders below a folder."""
     for parent, folders, files in os.walk(folder):
-        found = [name for name in (*folders, *files) if is_leftover(name)]
-        yield from (Path(parent, name) for name in sorted(found))
-        folders[:] = [name for name in folders if name not in found and not Path(parent, name).is_symlink()]
+        leftovers = [name for name in (*folders, *files) if is_leftover(name)]
+        yield from (Path(parent, name) for name in sorted(leftovers))
+        folders[:] = [name for name in folders if name not in leftovers and not Path(parent, name).is_symlink()]
 
 
 def files_in(folder: Path) -> Iterator[Path]:
-    """Yield every file below a folder, which may be changing meanwhile."""
+    """Yield every file below a folder, which may be changing."""
     for parent, _, names in os.walk(folder):
         yield from (Path(parent, name) for name in names)
 
 
 def disk_bytes(paths: Iterable[Path]) -> int:
-    """Return the disk space that files take, each counted once however many names it has."""
-    found = {}
+    """Return the disk space of files; hard links to one file count once."""
+    sizes = {}
     for path in paths:
         try:
             status = path.lstat()
-        except FileNotFoundError:  # replaced or removed meanwhile
+        except FileNotFoundError:  # replaced or removed concurrently
             continue
-        found[status.st_dev, status.st_ino] = status.st_blocks * 512
-    return sum(found.values())
+        sizes[status.st_dev, status.st_ino] = status.st_blocks * 512
+    return sum(sizes.values())

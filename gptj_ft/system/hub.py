@@ -27,10 +27,7 @@ def close_network() -> None:
 
 @contextmanager
 def open_network() -> Iterator[bool]:
-    """Undo `close_network` inside the block, for huggingface_hub; yield whether the network may be used.
-
-    Not so where the environment has said offline before: that was the user.
-    """
+    """Undo `close_network` for huggingface_hub in the block; yield False if the user's environment says offline."""
     from huggingface_hub import constants
 
     before = constants.HF_HUB_OFFLINE
@@ -49,20 +46,19 @@ def is_offline() -> bool:
 
 
 def hub_api(endpoint: str | None = None) -> HfApi:
-    """Return the Hub's client, without telemetry.
+    """Return the Hub's client, without telemetry and with a token from ``HF_TOKEN`` only.
 
     Args:
-        endpoint: its address; ``HF_ENDPOINT``, else https://huggingface.co. A token is taken from ``HF_TOKEN`` only.
+        endpoint: address; default: ``HF_ENDPOINT``, else https://huggingface.co.
     """
-    # No telemetry: neither library versions in the user agent nor look-ups of who is calling. huggingface_hub reads its
-    # environment when it is first imported, which may have been long ago.
+    # Set both: huggingface_hub reads the environment when it is first imported, which may have happened already.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     from huggingface_hub import HfApi, constants, logging
 
-    # It tells of each attempt; here one line tells of the last.
+    # It logs each attempt; we report only the last one.
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     constants.HF_HUB_DISABLE_TELEMETRY = True
-    # False, for None would look for a stored login.
+    # False instead of None, which would use a stored login.
     token = os.environ.get("HF_TOKEN") or False
     address = endpoint or os.environ.get("HF_ENDPOINT") or None
     return HfApi(endpoint=address.rstrip("/") if address else None, token=token, library_name="gptj-ft")
@@ -72,25 +68,25 @@ def hub_api(endpoint: str | None = None) -> HfApi:
 def hub_errors(
     repository: str, endpoint: str, kind: str = "model", wants: Literal["read", "write"] = "read"
 ) -> Iterator[None]:
-    """Translate errors of the Hub and the connection into one line and what to do.
+    """Translate errors of the Hub and the connection into one line with advice.
 
     Args:
         repository: ``owner/name``.
         endpoint: the Hub's address.
-        kind: ``model`` or ``dataset``; default ``model``.
-        wants: permission that is needed; default ``read``.
+        kind: ``model`` or ``dataset``.
+        wants: permission that is needed.
 
     Raises:
         UsageError: a wrong name, or offline by the environment.
         Unreachable: no connection, or the Hub is down.
-        NoSuchRevision: there is none of this name.
-        NetworkError: everything else that is not a fault of the local disk.
+        NoSuchRevision: the revision does not exist.
+        NetworkError: any other error except of the local disk.
     """
     from huggingface_hub import errors
 
-    endpoint = re.sub("//[^/@]*@", "//", endpoint)  # a password in an address is not for everybody's eyes
+    endpoint = re.sub("//[^/@]*@", "//", endpoint)  # do not show a password in the address
     page = f"{endpoint}/{'datasets/' if kind == 'dataset' else ''}{repository}"
-    again = "type the same command again later, it goes on where it stopped"
+    again = "type the same command again later: it resumes the transfer"
     try:
         yield
     except GptjFtError:
@@ -135,7 +131,7 @@ def _advice(status: int, wants: str, again: str) -> str:
         token = "whether HF_TOKEN is" if os.environ.get("HF_TOKEN") else "set HF_TOKEN to"
         return f"check the name, and {token} a token that may {wants} it"
     if status == 407:
-        return "the proxy wants to know who you are: set HTTPS_PROXY to http://name:password@host:port"
+        return "the proxy requires a login: set HTTPS_PROXY to http://name:password@host:port"
     if status == 429:
         return f"that is too many requests: wait some minutes, then {again}"
     return again

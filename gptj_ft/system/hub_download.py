@@ -29,54 +29,32 @@ _Kind = Literal["model", "dataset"]
 
 @dataclass(frozen=True)
 class HubFile:
-    """File of a repository.
+    """File of a repository."""
 
-    Attributes:
-        name: name in the local folder.
-        bytes: size.
-        digest: SHA-256 (large files) or git blob id, SHA-1.
-        remote: name on the Hub; default: the same.
-    """
-
-    name: str
+    name: str  # in the local folder
     bytes: int
-    digest: str
-    remote: str = ""
+    digest: str  # SHA-256 of a large file, else git blob id (SHA-1)
+    remote: str = ""  # name on the Hub; default: the same
 
 
 @dataclass(frozen=True)
 class Repository:
-    """Repository of the Hub at a commit.
-
-    Attributes:
-        api: the Hub's client.
-        kind: ``model`` or ``dataset``.
-        name: ``owner/name``.
-        commit: commit of the revision that was asked for.
-        files: its files, by name.
-        tags: the Hub's tags.
-        card: metadata at the head of its README; of data sets only.
-    """
+    """Repository of the Hub at a commit."""
 
     api: HfApi
     kind: _Kind
-    name: str
-    commit: str
-    files: Mapping[str, HubFile]
+    name: str  # ``owner/name``
+    commit: str  # of the requested revision
+    files: Mapping[str, HubFile]  # by name
     tags: tuple[str, ...]
-    card: Mapping[str, Any]
+    card: Mapping[str, Any]  # metadata in the README of a data set
 
     def errors(self) -> AbstractContextManager[None]:
-        """Return `hub_errors` of this repository."""
         return hub_errors(self.name, self.api.endpoint, self.kind)
 
 
 def look_up(name: str, revision: str | None = None, kind: _Kind = "model", endpoint: str | None = None) -> Repository:
-    """Look up a repository and its files; see `hub_api` for the rest.
-
-    Raises:
-        UsageError, NetworkError: as `hub_errors`.
-    """
+    """Look up a repository and its files; errors as `hub_errors`."""
     api = hub_api(endpoint)
     ask = api.dataset_info if kind == "dataset" else api.model_info
     with hub_errors(name, api.endpoint, kind):
@@ -92,25 +70,23 @@ def fetch_files(
     folder: Path,
     progress: Callable[[int, int], None] | None = None,
 ) -> int:
-    """Fetch files in this order; repeated after an interruption it goes on where it stopped.
+    """Fetch files in order; a repeated call resumes an interrupted download.
 
     Args:
-        repository: their repository.
-        files: files to fetch, of that repository.
-        folder: target; it holds nothing of another commit.
-        progress: callback of bytes done and total bytes; default: none.
+        folder: target, without files of another commit.
+        progress: called with bytes done and total bytes.
 
-    Returns: bytes that came over the network.
+    Returns: bytes received.
 
     Raises:
         UsageError: the folder cannot be written.
-        NetworkError: no connection, no access, a server's fault, a damaged transfer.
-        ResourceError: not enough space on the disk.
+        NetworkError: no connection, no access, a server error, a damaged transfer.
+        ResourceError: not enough disk space.
     """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        require_plain(folder)  # what an earlier download has left there is written on
-        missing = [file for file in files if not is_there(folder, file)]
+        require_plain(folder)  # partial files of an earlier download are appended to
+        missing = [file for file in files if not is_fetched(folder, file)]
         fetched = sum(file.bytes - _partial_bytes(folder, file) for file in missing)
         _check_space(folder, fetched)
     total = sum(file.bytes for file in files)
@@ -121,15 +97,15 @@ def fetch_files(
     return fetched
 
 
-def is_there(folder: Path, file: HubFile) -> bool:
+def is_fetched(folder: Path, file: HubFile) -> bool:
     """Tell whether a file has been fetched into a folder."""
-    # Its hash was checked before it got its name, and the folder is of this version.
+    # The size suffices: the hash was checked before the file got its name.
     path = folder / file.name
     return path.is_file() and path.stat().st_size == file.bytes
 
 
 def writing(folder: Path) -> AbstractContextManager[None]:
-    """Return `disk_errors` of a folder that is fetched into."""
+    """Translate disk errors of a download folder, see `disk_errors`."""
     return disk_errors(folder, "make room, then type the same command again", UsageError)
 
 
@@ -161,7 +137,7 @@ def _check_space(folder: Path, needed: int) -> None:
 
 
 def _fetch(repository: Repository, folder: Path, file: HubFile, bar: _Bar) -> None:
-    """Fetch the rest of a file, check its hash, and give it its name."""
+    """Fetch the rest of a file, check its hash, and rename it."""
     from huggingface_hub import hf_hub_url
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
@@ -184,25 +160,27 @@ def _fetch(repository: Repository, folder: Path, file: HubFile, bar: _Bar) -> No
             displayed_filename=file.name,
             tqdm_class=lambda **settings: bar,  # type: ignore[arg-type]
         )
+        # If the server ignored the range, http_get started again at offset 0: cut the rest of the old content.
         content.truncate()
         content.flush()
         os.fsync(content.fileno())
     if file.digest and _digest(partial, file) != file.digest:
         partial.unlink()
         raise NetworkError(f"{file.name} arrived damaged and was removed; type the same command again")
+    # Only verified content gets the final name.
     partial.replace(folder / file.name)
 
 
 def _digest(path: Path, file: HubFile) -> str:
     is_sha256 = len(file.digest) == 64
-    # Git hashes a file behind a line that says its size.
+    # Git's blob id hashes a header with the size before the content.
     prefix = b"" if is_sha256 else f"blob {path.stat().st_size}\0".encode()
     with path.open("rb") as content:
         return hashlib.file_digest(content, lambda: hashlib.new("sha256" if is_sha256 else "sha1", prefix)).hexdigest()
 
 
 class _Bar:
-    """Stand-in for huggingface_hub's progress bars that adds up all files."""
+    """Replace huggingface_hub's progress bars by one sum over all files."""
 
     def __init__(self, done: int, total: int, progress: Callable[[int, int], None] | None) -> None:
         self.done, self.total, self.progress = done, total, progress

@@ -1,4 +1,4 @@
-"""Append to files of JSON lines, durably, and resume them: no crash costs more than the line that it cuts short."""
+"""Append to JSON-lines files durably, and resume them: a crash loses at most the line that it truncates."""
 
 from __future__ import annotations
 
@@ -16,32 +16,23 @@ from gptj_ft.system.files import PRIVATE_FILE, disk_errors, hidden_name, open_fi
 
 @dataclass(frozen=True)
 class JsonLines:
-    """A file of JSON objects, one a line.
+    """A file of JSON objects, one per line."""
 
-    Attributes:
-        path: the file; it need not exist.
-        is_sealed: whether each object carries its own digest, so that a damaged one is noticed; default false.
-        mode: permissions of a new file, before the umask; default: for its owner alone.
-    """
-
-    path: Path
-    is_sealed: bool = False
-    mode: int = PRIVATE_FILE
+    path: Path  # may not exist yet
+    is_sealed: bool = False  # each object contains its own checksum
+    mode: int = PRIVATE_FILE  # permissions of a new file, before the umask
 
     def append(self, *values: Mapping[str, Any]) -> None:
-        """Add objects, in place of a last line that a crash has cut short; they are on the disk when this returns.
-
-        Raises:
-            ResourceError: the disk is full, or fails.
-        """
+        """Append objects durably, replacing a last line that a crash has truncated."""
         lines = (json.dumps(sealed(each) if self.is_sealed else each, ensure_ascii=False) for each in values)
         text = memoryview("".join(f"{line}\n" for line in lines).encode("utf-8", "surrogatepass"))
-        with disk_errors(self.path, "make room, and the same command goes on"):
+        with disk_errors(self.path, "make room, then repeat the command to continue"):
             descriptor = open_file(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, self.mode)
             try:
                 size = os.fstat(descriptor).st_size
-                if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                if size and os.pread(descriptor, 1, size - 1) != b"\n":  # a crash truncated the last line
                     os.ftruncate(descriptor, read_bytes(self.path).rfind(b"\n") + 1)
+                # write may be partial on a nearly full disk
                 while text:
                     text = text[os.write(descriptor, text) :]
                 os.fsync(descriptor)
@@ -49,11 +40,7 @@ class JsonLines:
                 os.close(descriptor)
 
     def read(self) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-        """Yield each whole line and its object without the digest; ``None`` if it is damaged.
-
-        Raises:
-            DataError: the file cannot be read.
-        """
+        """Yield each complete line with its object, or with ``None`` if it is damaged."""
         try:
             lines = read_bytes(self.path).split(b"\n")[:-1] if self.path.is_file() else []
         except OSError as error:
@@ -66,11 +53,7 @@ class JsonLines:
                 yield line, None
 
     def replace(self, lines: Iterable[bytes]) -> None:
-        """Replace all lines, atomically.
-
-        Raises:
-            ResourceError: the disk is full, or fails.
-        """
+        """Replace all lines atomically."""
         new = hidden_name(self.path, "sorted")
         with disk_errors(self.path):
             write_file(new, b"".join(line + b"\n" for line in lines), self.mode)

@@ -1,9 +1,9 @@
-"""Lock a run folder: one process at a time.
+"""Lock a run folder for one process at a time.
 
-The lock is the operating system's, on ``run.lock`` in the folder. It ends with the process that holds it, however that
-ends: a process that was killed leaves no stale lock. The content of the file is for people only.
+The operating system locks the file ``run.lock`` and releases it when the process ends, so a killed process leaves no
+stale lock. The content of the file is only for messages.
 
-`filelock` does not serve here: `holder` asks with a shared lock, in a folder that it may only read and leaves as it is.
+The package `filelock` does not fit: `holder` tests with a shared lock, in a folder that may be read-only.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ except ImportError:  # not a POSIX system
     fcntl = None  # type: ignore[assignment]
 
 LOCK = "run.lock"
-HOLDER_SECONDS = 0.5  # for `holder`, which takes the lock for an instant
+HOLDER_SECONDS = 0.5  # retry time: `holder` of another process takes the lock for a moment
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Process that holds a lock: number, host name, and what it does."""
+    """Process that holds a lock."""
 
-    process: int | None
+    process: int | None  # process id
     host: str
-    work: str
+    work: str  # activity, as in "training"
 
     def __str__(self) -> str:
         return f"process {self.process or 'unknown'} on host {self.host} is {self.work} it"
@@ -44,23 +44,21 @@ class Holder:
 
 @contextmanager
 def locked(folder: Path, work: str) -> Iterator[None]:
-    """Lock a run folder inside the block.
-
-    Where the folder cannot be written, or its file system has no locks, nothing is locked.
+    """Lock a run folder inside the block; do nothing if it is read-only or its file system has no locks.
 
     Args:
-        folder: the run folder.
-        work: activity, for others' messages: "training".
+        work: activity for the messages of other processes, as in "training".
 
     Raises:
-        UsageError: another process is at work there; says which, and what to do.
-        DataError: ``run.lock`` is a link, or no file.
+        UsageError: another process uses the folder; the message names it.
+        DataError: ``run.lock`` is not a regular file.
     """
     descriptor = _open(folder, os.O_RDWR | os.O_CREAT)
     if descriptor is None:
         yield
         return
     try:
+        # flock belongs to the open file: closing the descriptor, also by a kill, releases it.
         deadline = time.monotonic() + HOLDER_SECONDS
         while not _take(descriptor, fcntl.LOCK_EX):
             if time.monotonic() > deadline:
@@ -75,18 +73,18 @@ def locked(folder: Path, work: str) -> Iterator[None]:
         try:
             yield
         finally:
-            os.ftruncate(descriptor, 0)  # the folder may be handed on: the host has no place in it
+            os.ftruncate(descriptor, 0)  # the folder may be published: remove the host name
     finally:
         os.close(descriptor)
 
 
 def take(descriptor: int) -> bool:
-    """Take the lock of an open file, if no other process has it; it goes when the descriptor is closed."""
+    """Lock an open file if no other process has; closing the descriptor releases it."""
     return fcntl is None or _take(descriptor, fcntl.LOCK_EX)
 
 
 def holder(folder: Path) -> Holder | None:
-    """Return the holder of a run folder's lock; ``None`` if nobody holds it."""
+    """Return the holder of a run folder's lock, if any."""
     descriptor = _open(folder, os.O_RDONLY)
     if descriptor is None:
         return None
@@ -108,7 +106,7 @@ def _open(folder: Path, flags: int) -> int | None:
 
 
 def _take(descriptor: int, kind: int) -> bool:
-    """Take the lock if it is free; it goes when the descriptor is closed."""
+    """Lock an open file if it is free, or if its file system has no locks."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -122,5 +120,5 @@ def _take(descriptor: int, kind: int) -> bool:
 def _holder(descriptor: int) -> Holder:
     try:
         return Holder(**json.loads(os.pread(descriptor, 4096, 0)))
-    except (ValueError, TypeError):  # it has only just taken the lock
+    except (ValueError, TypeError):  # it has locked the file but not written it yet
         return Holder(None, platform.node(), "using")

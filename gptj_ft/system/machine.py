@@ -1,4 +1,4 @@
-"""Query this machine: devices, free memory, free disk space. Its speed is measured by `planning.probe`."""
+"""Query this machine: devices, free memory, free disk space. `planning.probe` measures its speed."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ from typing import TYPE_CHECKING
 from gptj_ft.errors import ResourceError, UsageError
 from gptj_ft.system.units import gigabytes
 
-if TYPE_CHECKING:  # rows are prepared without it
+if TYPE_CHECKING:  # `prepare-data` does not import torch
     import torch
 
 log = logging.getLogger(__name__)
-KERNELS_KEPT = 64
+MAX_CACHED_KERNELS = 64
 
 
 def bound_kernel_caches() -> None:
-    """Bound the memory of compiled kernels; to be called before torch multiplies for the first time.
+    """Bound the memory of compiled CPU kernels; call this before torch's first matrix product.
 
-    In bf16 on a CPU, oneDNN and torch's layer above it each keep the last 1,024 kernels that they compiled, at some 0.7
-    MB. Steps without padding ask for new shapes each time: a run's memory grew by a gigabyte. With 64 it stays below
-    what a plan counts for the process; a small model compiles more often, at GPT-J's width that hardly counts.
+    In bf16, oneDNN and torch's layer above it each cache the last 1,024 compiled kernels, 0.7 MB each. Unpadded steps
+    need new shapes all the time, and a run's memory grew by a gigabyte. With 64 kernels it stays below the plan's
+    estimate. Small models compile more often then; at GPT-J's width the time does not matter.
     """
+    # The libraries read these variables once, at the first product.
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-        os.environ.setdefault(name, str(KERNELS_KEPT))
+        os.environ.setdefault(name, str(MAX_CACHED_KERNELS))
 
 
 def bf16_unit() -> str:
-    """Name the unit that multiplies in bf16 on this CPU, as far as oneDNN may use it: AMX, AVX-512, or none."""
+    """Name the CPU's bf16 matrix unit that oneDNN may use: ``AMX``, ``AVX-512``, or empty."""
     import torch
 
     limit = _onednn_limit()
@@ -46,7 +47,7 @@ def bf16_unit() -> str:
 
 
 def cpu_kernels() -> str:
-    """Return the kernels that compute on this machine's CPU, on which the last bits of results depend."""
+    """Name the instruction sets of the CPU kernels; the last bits of results depend on them."""
     import torch
 
     half, limit = bf16_unit(), _onednn_limit()
@@ -56,22 +57,21 @@ def cpu_kernels() -> str:
 
 
 def _onednn_limit() -> str:
-    """Return the instruction set that oneDNN is limited to, under its own name for it; empty: it is not."""
+    """Return the instruction set that the environment limits oneDNN to; empty if unlimited."""
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
     return "" if limit in ("ALL", "DEFAULT") else limit
 
 
 def choose_device(name: str, cap: int | None = None, local_rank: int | None = None) -> torch.device:
-    """Return the device of a run, an accelerator with its number, and make it torch's current one.
+    """Return the device of a run, with its number, and make it torch's current device.
 
-    Like the current device, the sums of its products are torch's state, of the whole process: they are in fp32 from
-    here on, for training, scores and answers alike (`accelerator.sum_in_fp32`).
+    Also makes its matrix products accumulate in fp32 for the whole process (`accelerator.sum_in_fp32`).
 
     Args:
         name: ``auto``, ``cpu``, or the type of an accelerator, with or without a number.
-        cap: most bytes of its memory that are to be used; default: what is free.
-        local_rank: number of this process among those of its run on this machine, which take the accelerators in turn
-            if the name has no number; default: there are no others, and it takes torch's current one.
+        cap: limit on its memory in bytes.
+        local_rank: local rank on this machine; processes alternate over the accelerators if the name has no number.
+            Default: a single process on torch's current device.
 
     Raises:
         UsageError: unknown, not on this machine, or a cap above its memory.
@@ -100,8 +100,8 @@ def choose_device(name: str, cap: int | None = None, local_rank: int | None = No
     if module is None:
         return torch.device("cpu")
     with _torch_warnings() as reasons:
-        is_there = hasattr(module, "is_available") and module.is_available()
-    if not is_there:
+        is_available = hasattr(module, "is_available") and module.is_available()
+    if not is_available:
         why = f" ({reasons[0]})" if reasons else ""
         advice = "update its driver" if reasons else "install torch for it"
         raise UsageError(f"--device {name}: torch sees no such device here{why}; use --device cpu, or {advice}")
@@ -111,29 +111,29 @@ def choose_device(name: str, cap: int | None = None, local_rank: int | None = No
     elif index is None:
         index = module.current_device() if hasattr(module, "current_device") else 0
     if index >= count:
-        there = ", ".join(f"{device.type}:{number}" for number in range(count))
-        raise UsageError(f"--device {name}: there is no such device here; there are {there}")
+        existing = ", ".join(f"{device.type}:{number}" for number in range(count))
+        raise UsageError(f"--device {name}: this machine has no such device, only {existing}")
     device = torch.device(device.type, index)
     try:
         if has_streams(device):
-            module.set_device(device)  # or what torch does without being told a device would be done on the first one
+            module.set_device(device)  # else operations without an explicit device would run on the first one
         total = None if cap is None or shares_memory(device) else free_and_total(device)[1]
-    except RuntimeError as error:  # busy in exclusive mode, lost, or a driver that breaks off
+    except RuntimeError as error:  # the device is busy in exclusive mode, or lost, or its driver fails
         reason = str(error).partition("\n")[0]
         raise ResourceError(
-            f"--device {name}: {device} cannot be used: {reason}; use --device cpu, or mend it"
+            f"--device {name}: {device} cannot be used: {reason}; use --device cpu, or repair it"
         ) from error
     if cap is not None and total is not None and cap > total:
         raise UsageError(
-            f"--device-memory {gigabytes(cap)}: {device} has {gigabytes(total)}; name less, or leave it out to use "
-            "what is free"
+            f"--device-memory {gigabytes(cap)}: {device} has {gigabytes(total)}; use a lower limit, or omit it to use "
+            "all free memory"
         )
     sum_in_fp32(device)
     return device
 
 
 def processes_on(device: torch.device, name: str, processes: int) -> int:
-    """Count the processes of a run on this machine that compute with a device which each chose by this name."""
+    """Count the local processes of a run that share a device after each called `choose_device` with this name."""
     import torch
 
     from gptj_ft.system.accelerator import is_accelerator, module_of
@@ -145,10 +145,10 @@ def processes_on(device: torch.device, name: str, processes: int) -> int:
 
 @contextmanager
 def _torch_warnings() -> Iterator[list[str]]:
-    """Yield a list that the first sentences of torch's warnings are put into at the end, instead of being printed.
+    """Suppress torch's warnings; yield a list that receives their first sentences at the end of the block.
 
-    A driver too old for the build is such a warning: "CUDA initialization: The NVIDIA driver on your system is too old
-    (found version 11040). Please update your GPU driver by ..."
+    Example: "CUDA initialization: The NVIDIA driver on your system is too old (found version 11040). Please update your
+    GPU driver by ..."
     """
     reasons: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
@@ -159,28 +159,28 @@ def _torch_warnings() -> Iterator[list[str]]:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that can still be allocated on a device; for the CPU, RAM."""
+    """Return the free bytes of a device's memory; for the CPU, of RAM within the container's limit."""
     if device.type != "cpu":
         from gptj_ft.system.accelerator import free_and_total
 
         return free_and_total(device)[0]
-    import psutil  # the engine alone does without
+    import psutil
 
     available = int(psutil.virtual_memory().available)
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    try:  # a container may have less than its machine
+    try:  # a container may have less than the machine
         return min(available, int(limit.read_text()) - int(used.read_text()))
     except (OSError, ValueError):
         return available
 
 
 def free_disk(folder: Path) -> int:
-    """Return the free bytes of the file system that a folder is, or will be, on."""
+    """Return the free bytes of the file system of an existing or future folder."""
     return shutil.disk_usage(existing_folder(folder)).free
 
 
 def existing_folder(folder: Path) -> Path:
-    """Return a folder, or the nearest above it that exists."""
+    """Return a folder, or its nearest existing parent."""
     existing = folder.resolve()
     while not existing.exists():
         existing = existing.parent
@@ -188,8 +188,8 @@ def existing_folder(folder: Path) -> Path:
 
 
 def peak_memory() -> int:
-    """Return the most bytes that this process has had resident."""
-    try:  # Linux: getrusage would also count what the parent had when it started this process
+    """Return the peak resident bytes of this process."""
+    try:  # on Linux, getrusage would include the parent's memory at the time of the fork
         lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
     except (OSError, StopIteration):

@@ -1,4 +1,4 @@
-"""Locate models and runs: the home folder, names in it, what a folder looks like, the newest run."""
+"""Locate models and runs: the home folder, names in it, kinds of folders, the newest run."""
 
 from __future__ import annotations
 
@@ -36,11 +36,7 @@ def home() -> Path:
 
 
 def make_home() -> Path:
-    """Make the home folder, for its owner alone, if it is not there; return it.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """Return the home folder; make it, private to its owner, if it does not exist."""
     folder = home()
     if not folder.is_dir():  # it may be a link to another disk
         keep_folder(folder)
@@ -48,10 +44,9 @@ def make_home() -> Path:
 
 
 def part_of_home(name: str) -> Path:
-    """Return a folder of the home that is written to; it may not be there yet.
+    """Return a folder in the home that may be written to; raise `DataError` if it is a link, which may lead anywhere.
 
-    Raises:
-        DataError: it is a link, which may lead anywhere if the home was received; the home itself may be named by one.
+    The home folder itself may be a link.
     """
     folder = home() / name
     if folder.is_symlink():
@@ -70,18 +65,18 @@ def models() -> Path:
 def download_folder(repository: str) -> Path:
     """Return the folder of a Hub repository's snapshot: ``models/EleutherAI--gpt-j-6b``.
 
-    One without an owner goes where no converted model has its name: ``models/hub--bert-base-uncased``.
+    A repository without an owner gets a prefix that converted models do not use: ``models/hub--bert-base-uncased``.
     """
     return models() / (repository.replace("/", "--") if "/" in repository else f"hub--{repository}")
 
 
 def model_folder(repository: str) -> Path:
-    """Return the folder of a Hub repository's converted form: ``models/gpt-j-6b``."""
+    """Return the folder of the converted model of a Hub repository: ``models/gpt-j-6b``."""
     return models() / repository.split("/")[-1]
 
 
 def name_in_home(folder: Path) -> str:
-    """Return the name of a model folder that `find_model` knows it by from anywhere; empty if it lies elsewhere."""
+    """Return the name by which `find_model` finds a model in the home; empty for a folder outside it."""
     return folder.name if folder.resolve().parent == models().resolve() else ""
 
 
@@ -96,26 +91,26 @@ def is_adapter(folder: Path) -> bool:
 
 
 def is_tuned(folder: Path) -> bool:
-    """Tell whether a folder is what a run ends with: a model, or an adapter for one."""
+    """Tell whether a folder is the result of a run: a model or an adapter."""
     return is_model(folder) or is_adapter(folder)
 
 
 def written_at(folder: Path) -> float | None:
-    """Return when a model or adapter was written, seconds since 1970; ``None`` if there is none."""
+    """Return when a model or adapter was written, in seconds since 1970; ``None`` if the folder is neither."""
     marker = folder / (ADAPTER_CONFIG if is_adapter(folder) else "config.json")
     return marker.stat().st_mtime if marker.is_file() else None
 
 
 def remember_run(run: Path) -> None:
-    """Note the newest finished run, so that `generate` and `evaluate` find it from any folder; if it can be noted."""
+    """Note the newest finished run for `generate` and `evaluate`; ignore errors."""
     with suppress(OSError, GptjFtError):
         replace_text(make_home() / "newest-run", f"{run.resolve()}\n")
 
 
 def newest_run() -> Path | None:
-    """Return the newest run that holds a model: the one last remembered, or one in ``./runs``."""
+    """Return the newest run with a model, from the note of `remember_run` and from ``./runs``."""
     candidates = []
-    with suppress(OSError, ValueError):  # none was noted, or it cannot be read, or it is no name that a folder can have
+    with suppress(OSError, ValueError):  # no note, an unreadable note, or an impossible path in it
         noted = Path(read_text(home() / "newest-run").strip())
         candidates += [noted] if is_tuned(noted / "model") else []
     candidates += RUNS.glob("*") if RUNS.is_dir() else []

@@ -1,12 +1,12 @@
-"""Signals that ask the command to stop. The first lets it save what it has done; a person's second ends it at once.
+"""Handle the signals that stop a command: the first saves and exits, a user's second exits immediately.
 
-Ctrl-C (SIGINT), SIGTERM, SIGHUP (the terminal is gone) and SIGUSR1 (what Slurm's ``--signal`` sends ahead of its time
-limit) ask alike: the command says what is kept and exits with 130. Imported before everything else, so it is light.
+Ctrl-C (SIGINT), SIGTERM, SIGHUP (closed terminal) and SIGUSR1 (from Slurm's ``--signal``, before its time limit) have
+the same effect: the command says what is saved and exits with 130. This module is imported first, so it must be light.
 
-Python runs the handler of a signal in the middle of whatever the main thread does. Where that is a ``__del__``, the
-callback of a weak reference or a library's ``except: pass``, the error that the handler raises gets lost, and the
-command would run on to its end. So a timer asks again until the error is on its way to those who wait for it. A library
-may also make another error of it: what leaves `StopRequest` then is a `Stopping` again.
+Python runs a signal handler between two instructions of the main thread. Inside a ``__del__``, a weak reference's
+callback or a library's ``except: pass``, the handler's exception is lost, and the command would continue. So a timer
+raises it again until it propagates. A library may also replace it by another exception; `StopRequest` then turns that
+back into `Stopping`.
 """
 
 from __future__ import annotations
@@ -27,47 +27,43 @@ SIGNALS = [
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)
 ]  # Windows has the first two
 FROM_PEOPLE = (signal.SIGINT, signal.SIGTERM)
-# `timeout` signals its child and then its group, a launcher hands on the Ctrl-C that the whole group has got: one wish.
-SAME_WISH_SECONDS = 0.5
-ASK_AGAIN_SECONDS = 0.1
+# `timeout` signals its child and then the group; a launcher forwards a Ctrl-C that the group received already. Signals
+# within this time count as one.
+SAME_REQUEST_SECONDS = 0.5
+RAISE_AGAIN_SECONDS = 0.1
 _TIMER: int | None = getattr(signal, "SIGALRM", None)  # Windows has no timer
 _STDERR = 2
 
 
 class Stopping(KeyboardInterrupt):
-    """Raised by a signal.
+    """Raised by a stop signal.
 
-    A class of its own, for Python notes when a plain KeyboardInterrupt leaves the `exec` of a text, as dataclasses use
-    it while libraries load, and ends the process by SIGINT instead of its exit code, though the error was caught.
+    A subclass, because a plain KeyboardInterrupt that leaves an `exec` (which dataclasses use while libraries load)
+    makes Python end the process by SIGINT instead of its exit code, even if the exception was caught.
     """
 
 
 def interrupt() -> None:
-    """Stop what is being done: there is nothing that has to be brought to an end first."""
+    """Raise `Stopping`."""
     raise Stopping
 
 
-def nothing_more() -> str:
-    """Say nothing about what is saved."""
-    return ""
-
-
 class StopRequest:
-    """Takes the signals that ask to stop while it is entered; what took them before has them again afterwards.
+    """Handle stop signals in a block, and restore the previous handlers after it.
 
-    SIGHUP stays ignored where it was: that is what `nohup` is for.
+    SIGHUP stays ignored if it was, as under `nohup`.
 
     Args:
-        on_first: called by the first; the default raises `Stopping`. Where it returns, `requested` tells.
-        saved: says what is saved and how to go on, for the case that a second one ends the process.
-        owns_process: whether this is a command of its own. Else, in somebody's notebook or program, only SIGINT is
-            taken, in the main thread alone, and a second one raises `Stopping` instead of ending the process.
+        on_first: called for the first signal. The default raises `Stopping`; otherwise poll `requested`.
+        saved: describes the saved state and how to resume, for the message of an immediate exit.
+        owns_process: True for a command. Inside a notebook or another program, only SIGINT is handled, only in the main
+            thread, and the second one raises `Stopping` instead of ending the process.
     """
 
     def __init__(
         self,
         on_first: Callable[[], None] = interrupt,
-        saved: Callable[[], str] = nothing_more,
+        saved: Callable[[], str] = lambda: "",
         owns_process: bool = True,
     ) -> None:
         self._on_first, self._saved, self._owns_process = on_first, saved, owns_process
@@ -80,24 +76,25 @@ class StopRequest:
         return self._first is not None
 
     def take(self) -> None:
-        """Take the signals from now on."""
+        """Install the handlers."""
         if not self._owns_process and threading.current_thread() is not threading.main_thread():
-            return  # Python lets no other thread take signals
+            return  # Python allows signal handlers in the main thread only
         for number in SIGNALS if self._owns_process else (signal.SIGINT,):
             if number in FROM_PEOPLE or signal.getsignal(number) != signal.SIG_IGN:
+                # Keep the handler of the outer block, to restore it.
                 self._previous[number] = signal.signal(number, self._receive)
         if self._owns_process:
             self._previous_hook, sys.unraisablehook = sys.unraisablehook, self._report_lost
             if _TIMER is not None:
-                self._previous[_TIMER] = signal.signal(_TIMER, self._ask_again)
+                self._previous[_TIMER] = signal.signal(_TIMER, self._raise_again)
 
     def __enter__(self) -> StopRequest:
         self.take()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        # One that was lost just before goes on to whoever takes the signals outside this.
-        if _TIMER in self._previous and (_is_on_its_way() or self._previous[_TIMER] == signal.SIG_DFL):
+        # Keep the timer running if an exception was just lost and an outer StopRequest can raise it again.
+        if _TIMER in self._previous and (_is_propagating() or self._previous[_TIMER] == signal.SIG_DFL):
             _set_timer(0.0)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
@@ -107,33 +104,33 @@ class StopRequest:
             raise Stopping from error
 
     def has_become(self, error: BaseException | None) -> bool:
-        """Tell whether an error may be what a library has made of a `Stopping`: pydantic keeps but its name."""
+        """Tell whether a library may have replaced `Stopping` by this error, as pydantic does."""
         is_odd = isinstance(error, Exception) and not isinstance(error, GptjFtError | OSError | MemoryError)
         return is_odd and self.requested and self._on_first is interrupt
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self._first is None:
-            self._ask(number)
-        elif now - self._first[1] >= SAME_WISH_SECONDS and _insists(self._first[0], number):
+            self._request(number)
+        elif now - self._first[1] >= SAME_REQUEST_SECONDS and _demands_exit(self._first[0], number):
             if not self._owns_process:
                 interrupt()
-            end_at_once(self._saved())
+            exit_immediately(self._saved())
 
-    def _ask(self, number: int) -> None:
+    def _request(self, number: int) -> None:
         self._first = self._first or (number, time.monotonic())
         if self._owns_process:
-            _set_timer(ASK_AGAIN_SECONDS)
+            _set_timer(RAISE_AGAIN_SECONDS)  # before `on_first`, whose exception may be lost
         self._on_first()
         if self._owns_process:
-            _set_timer(0.0)  # nothing was raised that could get lost
+            _set_timer(0.0)  # no exception was raised
 
-    def _ask_again(self, number: int, frame: FrameType | None) -> None:
-        if not _is_on_its_way():  # else it would end what cleans up
-            self._ask(number)
+    def _raise_again(self, number: int, frame: FrameType | None) -> None:
+        if not _is_propagating():  # a second exception would interrupt the clean-up of the first
+            self._request(number)
 
     def _report_lost(self, lost: sys.UnraisableHookArgs) -> None:
-        """Say nothing of a `Stopping` that Python cannot raise: it is raised again."""
+        """Ignore a `Stopping` that Python could not raise: the timer raises it again."""
         if not isinstance(lost.exc_value, Stopping):
             self._previous_hook(lost)
 
@@ -143,11 +140,10 @@ def _set_timer(seconds: float) -> None:
         signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
 
 
-def _is_on_its_way() -> bool:
-    """Tell whether a `Stopping`, or an error that has come of it, ends what is being done.
+def _is_propagating() -> bool:
+    """Tell whether a `Stopping`, or an error caused by it, is being handled now.
 
-    For as long as it passes through ``finally``, ``except`` and ``with``, it is the error that they handle, or the
-    context of that: no clean-up on its way is disturbed.
+    While it passes through ``finally``, ``except`` and ``with`` blocks, it is the handled error or its context.
     """
     error = sys.exception()
     while error is not None and not isinstance(error, Stopping):
@@ -155,29 +151,29 @@ def _is_on_its_way() -> bool:
     return error is not None
 
 
-def _insists(first: int, number: int) -> bool:
-    """Tell whether a later signal says more than the first.
+def _demands_exit(first: int, number: int) -> bool:
+    """Tell whether a later signal demands an immediate exit.
 
-    A terminal that closes sends SIGHUP from the shell and from the kernel; a batch system sends SIGTERM after SIGUSR1,
-    with time left until it kills: to end at once then would lose what is just being saved.
+    A closing terminal sends SIGHUP twice, from shell and kernel. A batch system sends SIGTERM after SIGUSR1, with time
+    left before the kill. An immediate exit would then lose the state that is being saved.
     """
     return number == signal.SIGINT or (number == signal.SIGTERM and first in FROM_PEOPLE)
 
 
-def end_at_once(saved: str) -> NoReturn:
-    """End the process here and now, threads and all; what is on the disk is as a kill would leave it: whole.
+def exit_immediately(saved: str) -> NoReturn:
+    """End the process with all its threads; the files are as consistent as after a kill.
 
-    Raising an error instead would wait for the stores to end their transfers, or for ever for a disk that hangs.
+    An exception would wait for the transfers of the stores, and forever for a hanging disk.
     """
-    shown = "\x1b[?25h" if os.isatty(_STDERR) else ""  # the cursor, which a progress bar hides
+    show_cursor = "\x1b[?25h" if os.isatty(_STDERR) else ""  # a progress bar hides it
     with suppress(OSError):
-        os.write(_STDERR, f"{shown}\ngptj-ft: stopped at once{'; ' if saved else ''}{saved}\n".encode())
+        os.write(_STDERR, f"{show_cursor}\ngptj-ft: stopped at once{'; ' if saved else ''}{saved}\n".encode())
     os._exit(Interrupted.exit_code)
 
 
 @contextmanager
-def stop_says(stopped: Callable[[], str]) -> Iterator[None]:
-    """Say what is kept, and how to go on, when a signal ends what is done inside."""
+def stop_message(stopped: Callable[[], str]) -> Iterator[None]:
+    """Turn a `Stopping` that leaves the block into `Interrupted` with a message about saved state and resuming."""
     try:
         yield
     except KeyboardInterrupt:
@@ -185,12 +181,12 @@ def stop_says(stopped: Callable[[], str]) -> Iterator[None]:
     except RuntimeError as error:
         if not isinstance(error.__context__, Stopping):
             raise
-        raise Interrupted(stopped()) from None  # torch's own clean-up has failed on the way out: its stack of modes
+        raise Interrupted(stopped()) from None  # torch's clean-up of its mode stack failed after the interruption
 
 
 @contextmanager
 def every_ctrl_c() -> Iterator[None]:
-    """Have each Ctrl-C raise `KeyboardInterrupt`, for a conversation in which it stops one answer after the other."""
+    """Make each Ctrl-C raise `KeyboardInterrupt`; in a chat it stops one answer."""
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
@@ -199,7 +195,7 @@ def every_ctrl_c() -> Iterator[None]:
 
 
 def ignore_signals() -> None:
-    """Take no notice any more: everything is done and said, and the exit code is to tell so."""
+    """Ignore stop signals at the end of a command, so that they cannot change its exit code."""
     _set_timer(0.0)
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

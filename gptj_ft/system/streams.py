@@ -1,4 +1,4 @@
-"""Survive standard streams that go away: a closed terminal, or a pipe whose reader has ended, fails no command."""
+"""Survive closed standard streams: a closed terminal or pipe does not fail a command."""
 
 from __future__ import annotations
 
@@ -9,16 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
 
-# What a write answers when nobody is there to read it: a pipe, a terminal, a descriptor, a terminal's device.
+# Errors of a write that has no reader: closed pipe, terminal, descriptor, terminal device.
 GONE = {errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO}
 
 
 class LastingStream:
-    """Text stream that discards its output once nobody reads it; a full disk is still an error.
-
-    Args:
-        inner: the stream.
-    """
+    """Wrap a text stream and discard its output when its reader is gone; a full disk is still an error."""
 
     def __init__(self, inner: TextIO) -> None:
         self._inner = inner
@@ -42,7 +38,7 @@ class LastingStream:
         except OSError as error:
             if error.errno not in GONE:
                 raise
-            # What its buffer still holds must have somewhere to go, or the end of the process would fail on it.
+            # Redirect the descriptor: flushing the rest of the buffer at exit would fail otherwise.
             with suppress(OSError, ValueError):
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, self._inner.fileno())
@@ -66,13 +62,12 @@ def lasting_streams() -> Iterator[None]:
 def open_missing() -> None:
     """Open the standard streams that the process was started without.
 
-    Else the next file opened, a part of a run perhaps, would have their numbers, and be written into by whoever
-    believes that 2 is the terminal.
+    Otherwise the next opened file, perhaps of a run, would get descriptor 2, and error messages would go into it.
     """
     for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(descriptor, mode, closefd=False))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def gigabytes(size: float) -> str:
-    """Return bytes as people read them."""
+    """Format bytes: ``1.5 GB``."""
     if size >= 1e12:
         return f"{size / 1e12:.1f} TB"
     if size >= 1e8:
@@ -13,12 +13,12 @@ def gigabytes(size: float) -> str:
 
 
 def gibibytes(size: float) -> str:
-    """Return bytes in the unit that limits of memory are given in: ``3 GiB``."""
+    """Format bytes in binary units, as for memory limits: ``3 GiB``."""
     return f"{size / 2**30:.3g} GiB"
 
 
 def clock(seconds: float) -> str:
-    """Return a duration as people read it: ``45 s``, ``3 min``, ``2 h 05 min``, ``3 d 4 h``."""
+    """Format a duration: ``45 s``, ``3 min``, ``2 h 05 min``, ``3 d 4 h``."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

@@ -1,4 +1,4 @@
-"""Write files asynchronously: page-aligned, several requests in flight, past the page cache."""
+"""Write files asynchronously: page-aligned, with several requests in flight, bypassing the page cache."""
 
 from __future__ import annotations
 
@@ -16,66 +16,57 @@ from torch import Tensor
 from gptj_ft.system.direct_io import (
     PAGE,
     REQUESTS_IN_FLIGHT,
-    let_go,
+    drop_from_cache,
     open_direct,
     write_range,
 )
 from gptj_ft.system.files import SHARED_FILE
 from gptj_ft.system.memory import borrow
 
-BUFFER_BYTES = 8 * 2**20  # that are filled, and then written as one request
+BUFFER_BYTES = 8 * 2**20  # of one request
 
 
 class Digest(Protocol):
-    """Hash of bytes, as in `hashlib` and `xxhash`."""
+    """Hash object of `hashlib` or `xxhash`."""
 
-    def update(self, data: memoryview, /) -> None:
-        """Add bytes."""
+    def update(self, data: memoryview, /) -> None: ...
 
 
 class WriteBehind:
-    """Buffers and threads that several files share; use it in a ``with`` block, at whose end all files are flushed.
+    """Share buffers and threads between several files, in a ``with`` block that flushes all files at its end.
 
-    Errors are raised at the next call, or at the end of the block.
+    A write error is raised by the next call, or at the end of the block.
+
+    Args:
+        num_files: files open at the same time; each uses a buffer.
+        buffer_bytes: size of a request, a multiple of `PAGE`; default 8 MiB.
     """
 
-    def __init__(self, num_files: int = 1) -> None:
-        """Start the threads.
-
-        Args:
-            num_files: files open at a time, each of which holds a buffer; default 1.
-        """
+    def __init__(self, num_files: int = 1, buffer_bytes: int | None = None) -> None:
+        self.buffer_bytes = buffer_bytes or BUFFER_BYTES
         self._writers = ThreadPoolExecutor(REQUESTS_IN_FLIGHT, "write-behind")
         self._finisher = ThreadPoolExecutor(1, "finish-file")
         self._free: SimpleQueue[Tensor] = SimpleQueue()
         for _ in range(REQUESTS_IN_FLIGHT + num_files):
-            self._free.put(borrow(BUFFER_BYTES))
+            self._free.put(borrow(self.buffer_bytes))
         self._open: set[int] = set()
         self._error: BaseException | None = None
 
     def open(self, path: Path) -> PageWriter:
-        """Open a file to be written; what it held is lost.
-
-        Raises:
-            OSError: the disk's own.
-        """
+        """Open a file for writing, and overwrite its content."""
         descriptor = open_direct(path, os.O_RDWR | os.O_CREAT, SHARED_FILE)
         self._open.add(descriptor)
         return PageWriter(self, descriptor)
 
     def take(self) -> Tensor:
-        """Wait for a buffer that is free.
-
-        Raises:
-            OSError: the disk's own, of an earlier write.
-        """
+        """Wait for a free buffer; raise the error of an earlier write."""
         buffer = self._free.get()
         if self._error is not None:
             raise self._error
         return buffer
 
     def write(self, descriptor: int, buffer: Tensor, num_bytes: int, at: int) -> Future[None]:
-        """Write whole pages of a buffer, which is free then."""
+        """Write whole pages of a buffer, then free it."""
 
         def write() -> None:
             try:
@@ -102,8 +93,7 @@ class WriteBehind:
 
         self._finisher.submit(run)
 
-    def forget(self, descriptor: int) -> None:
-        """Close a file."""
+    def close_file(self, descriptor: int) -> None:
         self._open.discard(descriptor)
         os.close(descriptor)
 
@@ -120,22 +110,18 @@ class WriteBehind:
 
 
 class PageWriter:
-    """File being written, from `WriteBehind.open`.
-
-    Attributes:
-        size: bytes written so far.
-    """
+    """File being written, from `WriteBehind.open`."""
 
     def __init__(self, behind: WriteBehind, descriptor: int) -> None:
         self._behind, self._descriptor = behind, descriptor
-        self.size = self._filled = 0
+        self.size = self._filled = 0  # bytes of the file, and of the current buffer
         self._writes: list[Future[None]] = []
         self._buffer: Tensor | None = None
 
     def put(self, values: Tensor, dtype: torch.dtype, digest: Digest) -> None:
-        """Add numbers, converted to a type, and their bytes to a digest."""
+        """Append numbers, converted to a type, and add their bytes to a digest."""
         flat = values.reshape(-1)
-        if self.size % dtype.itemsize:  # behind a tensor of a narrower type
+        if self.size % dtype.itemsize:  # misaligned after a tensor of a narrower type
             data = flat.to(dtype).view(torch.uint8).numpy().data
             digest.update(data)
             self.write(data)
@@ -150,7 +136,7 @@ class PageWriter:
             flat = flat[count:]
 
     def write(self, data: bytes | memoryview) -> int:
-        """Add bytes; return how many."""
+        """Append bytes; return their number."""
         left = memoryview(data).cast("B")
         num_bytes = len(left)
         while left:
@@ -171,28 +157,29 @@ class PageWriter:
             self._send()
 
         def finish() -> None:
+            # Cut the padding of the last page, and the rest of an overwritten longer file.
             os.ftruncate(descriptor, size)
             os.fsync(descriptor)
-            let_go(descriptor)
-            self._behind.forget(descriptor)
+            drop_from_cache(descriptor)
+            self._behind.close_file(descriptor)
             then()
 
         self._behind.then(self._writes, finish)
 
     def _room(self) -> Tensor:
-        """Return the rest of the buffer: where the next byte goes, at least."""
+        """Return the free part of the buffer, at least one byte."""
         if self._buffer is None:
             self._buffer = self._behind.take()
         return self._buffer[self._filled :]
 
     def _add(self, count: int) -> None:
         self._filled, self.size = self._filled + count, self.size + count
-        if self._filled == BUFFER_BYTES:
+        if self._filled == self._behind.buffer_bytes:
             self._send()
 
     def _send(self) -> None:
         assert self._buffer is not None
-        padded = -(-self._filled // PAGE) * PAGE
+        padded = -(-self._filled // PAGE) * PAGE  # direct I/O writes whole pages; `finish` truncates the file
         self._buffer[self._filled : padded] = 0
         at = self.size - self._filled
         self._writes.append(self._behind.write(self._descriptor, self._buffer, padded, at))

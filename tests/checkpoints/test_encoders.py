@@ -23,7 +23,7 @@ from gptj_ft.errors import DataError, UsageError
 from gptj_ft.generation.generator import InferenceSetup, check_writes
 from gptj_ft.models.published import find_published
 from gptj_ft.system.paths import download_folder, model_folder
-from gptj_ft.training.models import models_in_home
+from gptj_ft.training.inventory import models_in_home
 from gptj_ft.training.setup import trained_architecture
 
 SIZES = {"vocab_size": 101, "max_position_embeddings": 24, "hidden_size": 32, "num_hidden_layers": 2}

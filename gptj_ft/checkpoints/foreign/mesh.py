@@ -29,7 +29,7 @@ from gptj_ft.models.layout import MOMENTS
 from gptj_ft.models.registry import Family, Leaf, families
 from gptj_ft.system.files import inside
 from gptj_ft.system.memory import borrow_tensor, contiguous
-from gptj_ft.system.prefetch import prefetch
+from gptj_ft.system.ordered_tasks import run_ordered
 
 NUM_FILES = 16  # per shard
 PARTS_BYTES = 64 << 20  # read ahead of a tensor's parts
@@ -233,7 +233,7 @@ class MeshShards:
         whole = borrow_tensor(shape, entry.dtype)
         begin = 0
         tasks = ((part.entry.num_bytes, partial(_read_part, joined, part)) for part in joined.parts)
-        with closing(prefetch(tasks, PARTS_BYTES)) as parts:
+        with closing(run_ordered(tasks, PARTS_BYTES)) as parts:
             for part in parts:
                 width = part.shape[1]
                 whole[:, begin : begin + width] = part[start:stop]

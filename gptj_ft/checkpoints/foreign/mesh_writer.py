@@ -20,7 +20,7 @@ from gptj_ft.checkpoints.transfer import TensorTransfer, checksum_of
 from gptj_ft.errors import UsageError
 from gptj_ft.models.registry import Architecture, Leaf
 from gptj_ft.system.memory import borrow_tensor, bytes_of, cast, contiguous
-from gptj_ft.system.prefetch import SizedTask, prefetch
+from gptj_ft.system.ordered_tasks import SizedTask, run_ordered
 from gptj_ft.system.write_behind import WriteBehind
 
 STORABLE = {torch.float32, torch.bfloat16}
@@ -92,7 +92,7 @@ class MeshWriter:
             if not all(file.is_file() for file in files):
                 unfinished.append((files, leaves[begin : begin + size + (number < more)]))
         tasks = (task for _, leaves in unfinished for leaf in leaves for task in self._tasks(leaf, step))
-        with WriteBehind(self.num_shards) as behind, closing(prefetch(tasks)) as cuts:
+        with WriteBehind(self.num_shards) as behind, closing(run_ordered(tasks)) as cuts:
             for files, leaves in unfinished:
                 self._write_files(behind, files, leaves, cuts)
 
@@ -149,7 +149,7 @@ class MeshWriter:
             parts = [part.view(width, entry.rows) for part in parts]
         tasks = (self._checkpoint.read_task(name, rows) for rows in self._checkpoint.row_ranges(name))
         start = 0
-        with closing(prefetch(tasks, PARTS_BYTES)) as pieces:
+        with closing(run_ordered(tasks, PARTS_BYTES)) as pieces:
             for piece in pieces:
                 self._transfer.inspect(name, piece)
                 piece = cast(piece, entry.dtype)

@@ -11,7 +11,7 @@ from gptj_ft.cli.options import Json, Quiet, flag
 from gptj_ft.cli.terminal.output import Output
 from gptj_ft.errors import UsageError
 from gptj_ft.system.plain_text import command_line
-from gptj_ft.system.signals import stop_says
+from gptj_ft.system.signals import stop_message
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,7 +47,7 @@ def download(
     wanted = DownloadRequest(repository or DEFAULT_REPOSITORY, revision, variant, endpoint)  # type: ignore[arg-type]
     out = Output(as_json, quiet)
     with (
-        stop_says(lambda: "stopped; fetched files are kept; run the same command to resume"),
+        stop_message(lambda: "stopped; fetched files are kept; run the same command to resume"),
         out.bar("downloading") as advance,
     ):
         report = fetch(wanted, output, offline=offline, dry_run=dry_run, progress=advance)

@@ -65,10 +65,10 @@ def finetune(
     began = time.monotonic()
     from gptj_ft.cli.several import sharing
     from gptj_ft.config.run_folder import Run, stopped
-    from gptj_ft.system.signals import stop_says
+    from gptj_ft.system.signals import stop_message
 
     run = Run(resume) if resume is not None else None
-    with stop_says(lambda: stopped(run)), sharing(nproc) as group:
+    with stop_message(lambda: stopped(run)), sharing(nproc) as group:
         if group.rank > 0:
             from gptj_ft.distributed.worker import follow_run
             from gptj_ft.training.loop import Session

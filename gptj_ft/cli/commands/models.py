@@ -26,7 +26,7 @@ def list_models(as_json: Json = False) -> None:
     """List models: family, parameters, type, size, origin."""
     from gptj_ft.cli.terminal.screen import console_for, table
     from gptj_ft.system.paths import models as home_of_models
-    from gptj_ft.training.models import model_rows, models_in_home
+    from gptj_ft.training.inventory import model_rows, models_in_home
 
     entries = models_in_home()
     if as_json:
@@ -47,7 +47,7 @@ def remove_model(
 ) -> None:
     """Remove a model from the disk."""
     from gptj_ft.system.units import gigabytes
-    from gptj_ft.training.models import find, remove_entry, runs_that_need
+    from gptj_ft.training.inventory import find, remove_entry, runs_that_need
 
     entry = find(name)
     needed_by = [str(run.folder) for run in runs_that_need(Path(entry.folder))]

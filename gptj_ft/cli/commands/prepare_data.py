@@ -9,10 +9,10 @@ from gptj_ft.cli.options import Assignments, Config, Given, Json, Offline, Quiet
 from gptj_ft.cli.terminal.output import Output, asking
 from gptj_ft.config.resolve import Resolved, resolve
 from gptj_ft.errors import UsageError
-from gptj_ft.system.signals import stop_says
+from gptj_ft.system.signals import stop_message
 
 if TYPE_CHECKING:
-    from gptj_ft.training.prepare_data import Preparation
+    from gptj_ft.training.prepare_command import Preparation
 
 
 @takes_options("recipe", "model", "map", "max_length", "max_bad_rows", "cache", "on_long", "seed")
@@ -63,7 +63,7 @@ def prepare_data(
 
     done = asking(resolved, out, prepared)
     if report is not None:
-        with stop_says(done.targets.stopped):
+        with stop_message(done.targets.stopped):
             write_preparation(report, done, show or 0)
     folder = str(done.targets.folder)
     out.finish(done.to_dict(), folder, lambda console: show_preparation(console, done, report, show))

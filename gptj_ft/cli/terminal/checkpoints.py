@@ -25,7 +25,7 @@ from gptj_ft.models.registry import NAMES_SHOWN
 from gptj_ft.system import paths
 from gptj_ft.system.machine import free_disk
 from gptj_ft.system.plain_text import command_line
-from gptj_ft.system.signals import stop_says
+from gptj_ft.system.signals import stop_message
 from gptj_ft.system.units import gigabytes
 
 
@@ -38,7 +38,7 @@ def run_conversion(source: Path, target: Path, conversion: Conversion, out: Outp
     ]
     panel(out.notes, "The conversion", rows)
     with (
-        stop_says(lambda: "stopped; converted files are kept; run the same command to resume"),
+        stop_message(lambda: "stopped; converted files are kept; run the same command to resume"),
         out.bar("converting") as advance,
     ):
         report = convert_model(source, target, conversion, advance)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gptj_ft.config.options import Recipe
     from gptj_ft.data.dataset import Prepared, Report
     from gptj_ft.training.finetune import PreparedRun
-    from gptj_ft.training.prepare_data import Preparation
+    from gptj_ft.training.prepare_command import Preparation
 
 LINES_SHOWN = 6  # of an abridged row, without its heading
 
