@@ -30,7 +30,7 @@ from gptj_ft.planning.memory import Free, Requirements, keeps_gradients
 from gptj_ft.planning.plan import DoesNotFit, Plan, choose
 from gptj_ft.planning.probe import Rates
 from gptj_ft.planning.workload import Workload, exported_elements
-from gptj_ft.training.finetune import Forecast
+from gptj_ft.training.forecast import Forecast
 
 SOLD = (1e8, 1e9, 2.5e9, 5e9, 1e10, 2.5e10, 4e10, 1e11, 2e11, 4e11)  # bits/s of networks on the market
 MOST_MORE = 64  # most times as many rows a step to advise

@@ -1,21 +1,22 @@
-"""Save and restore the state of a run, without memory for the model, and so that no crash loses a step.
+"""Save and restore the state of a run layer by layer, so that no crash loses a step.
 
-A run whose whole state is on disk needs no checkpoints: its state folder is one, at any instant. Which of the two a
-run goes on from, commit or newest checkpoint, is noted in its ``run.json`` once there is one; so what a kill leaves
-before anything was saved, which is scratch, differs from a run of which a file was lost, which is left as it is.
+A run whose whole state is on disk needs no checkpoints: its state folder is one at any time. This is its commit
+protocol:
 
-1.  Step t+1 has written every gradient, each stamped t+1; then ``commit.json`` is replaced: step t+1, with the update
-    that turns the gradients into weights. That is the commit of step t+1.
-2.  The updates follow as a redo: a layer's new state is a new file, stamped t+1, renamed over the old. No gradient of
-    step t+2 replaces one of t+1 before every layer has got there.
+1.  Step t+1 writes every gradient, stamped t+1. Then it replaces ``commit.json``, which holds step t+1 and the update
+    that turns the gradients into weights. Now step t+1 is committed.
+2.  The update is a redo log: each layer's new state is a new file, stamped t+1, renamed over the old one. No gradient
+    of step t+2 replaces a gradient of t+1 before every layer is updated.
 
-After a crash, layers stamped t are updated from their stored gradients, layers stamped t+1 are done, and gradients of a
-step without its commit are of no interest.
+After a crash, layers stamped t are updated again from their stored gradients, layers stamped t+1 are done, and
+gradients of an uncommitted step are ignored.
 
-``checkpoints/step-000120/`` has the same file for each layer and, written last, ``manifest.json``. It is made under a
-temporary name and renamed when everything in it is on the disk: a folder of that name is whole. A run on disk makes it
-of hard links, for a layer's file is never changed, only replaced: that takes no time, and space only as the run moves
-on. Which checkpoints are made and kept is decided in `retention`.
+Other runs save checkpoints. ``checkpoints/step-000120/`` has one file per layer and, written last, ``manifest.json``.
+The folder gets its name when all its files are on disk, so a folder with that name is whole. A run on disk makes it of
+hard links: a layer's file is never changed, only replaced. `retention` decides which checkpoints are made and kept.
+
+``run.json`` records whether the newest state is a commit or a checkpoint. So a lost file (an error) differs from a run
+that was killed before it saved anything (a fresh start).
 """
 
 from __future__ import annotations
@@ -56,43 +57,37 @@ from gptj_ft.training.run_state import RunState
 
 
 def commit(run: Run, state: RunState, update: Update | None) -> None:
-    """Make a step of a run on disk permanent, once everything it wrote is there (see `LayerStore.then`).
+    """Commit a step of a run on disk; call it when the step's gradients are on disk (see `LayerStore.then`).
+
+    A failure leaves the previous commit in place.
 
     Args:
-        run: run whose state folder is committed.
-        state: step, losses, digests.
-        update: pending update of the step's gradients; ``None`` at the start.
-
-    Raises:
-        ResourceError: the disk is full or fails; the commit before this one stands.
+        update: turns the step's gradients into weights; ``None`` at the start.
     """
     if run.writes:
         write_sealed(run.state / COMMIT, {**state.to_dict(), "update": asdict(update) if update else None})
 
 
 def commit_together(run: Run, group: Group, state: RunState, update: Update | None) -> None:
-    """Make a step permanent that several processes have computed, when the gradients of all are on the disk.
-
-    No process goes on to write what is of this step before its commit is there. Args and errors: as `commit`.
-
-    Raises:
-        PeerFailed: another process has failed; then the commit before this one may be the last.
-    """
+    """Commit a step when all processes of the run have their gradients on disk (two-phase commit)."""
     group.gather("prepared", {"step": state.step})
     commit(run, state, update)
+    # No process may overwrite its part of the old state before the commit is on disk.
     group.gather("committed", {"step": state.step})
 
 
 def layers_behind(run: Run, offloaded: OffloadedModel, step: int) -> set[int]:
-    """Return the layers that the update of a committed step had not reached.
+    """Return the layers that the update of the committed step has not reached.
 
     Raises:
-        DataError: a file is missing, cut short or of a step that it cannot be of.
+        DataError: a file is missing, truncated, or has an impossible step.
     """
     behind, gradients = set(), _forms(offloaded, ("grad",))
     for layer, form in _forms(offloaded, state_kinds(offloaded.dtypes)).items():
         path = layer_path(run.state / "layer", layer)
         stamp, _ = form.check(path)
+        # The crash came before this layer's update: its gradient must be that of the committed step, to redo the
+        # update.
         if stamp == step - 1:
             behind.add(layer)
             gradient = layer_path(run.state / "gradient", layer)
@@ -104,29 +99,20 @@ def layers_behind(run: Run, offloaded: OffloadedModel, step: int) -> set[int]:
 
 
 def save_checkpoint(run: Run, group: Group, offloaded: OffloadedModel, state: RunState) -> None:
-    """Write a checkpoint. Pending updates must have been flushed.
+    """Write a checkpoint of a flushed model; a failure leaves earlier checkpoints in place.
 
     Args:
-        run: run that gets the checkpoint.
-        group: processes that share its layers.
-        offloaded: model with its optimizer state.
-        state: step, losses, digests.
-
-    Raises:
-        ResourceError: no space, or the disk fails; earlier checkpoints are still there.
+        group: processes that share the layers.
     """
-    if not _is_there(run, group, state):
+    if not _exists(run, group, state):
         with _new_checkpoint(run, group, state) as folder:
             _write_layers(folder, offloaded, state.step)
     run.note_saved(run.checkpoint(state.step) / MANIFEST)
 
 
 def link(run: Run, group: Group, offloaded: OffloadedModel, state: RunState) -> None:
-    """Make a checkpoint of a run on disk, of links to its state. Pending updates must have been flushed.
-
-    Args and errors: as `save`.
-    """
-    if not _is_there(run, group, state):
+    """Make a checkpoint of a flushed run on disk from hard links to its state."""
+    if not _exists(run, group, state):
         with _new_checkpoint(run, group, state) as folder:
             are_links = _link_layers(run.state, folder, offloaded)
         if not are_links:
@@ -134,14 +120,11 @@ def link(run: Run, group: Group, offloaded: OffloadedModel, state: RunState) -> 
 
 
 def adopt(run: Run, group: Group, offloaded: OffloadedModel, step: int) -> None:
-    """Make a checkpoint the state of a run on disk, of links to it; the state folder must be empty.
-
-    Raises:
-        ResourceError, DataError: as `save` and `Run.manifest`.
-    """
+    """Fill the empty state folder of a run on disk with hard links to a checkpoint, and commit it."""
     folder = run.checkpoint(step)
     state = RunState.of(run.manifest(step))
     try:
+        # Links before the commit: a kill in between leaves scratch that the next start discards.
         _link_layers(folder, run.state, offloaded)
         sync_path(run.state)
     except OSError as error:
@@ -150,17 +133,15 @@ def adopt(run: Run, group: Group, offloaded: OffloadedModel, step: int) -> None:
 
 
 def turn_into_checkpoint(run: Run, state: RunState) -> None:
-    """Make the state folder of a run on disk a checkpoint, for a session that keeps the state elsewhere.
-
-    Every layer must have been updated.
-    """
+    """Turn the state folder of a flushed run on disk into a checkpoint, for a session with its state elsewhere."""
     if not run.writes:
         return
+    # Gradients are spent, and ``*.new`` files are incomplete: a checkpoint has neither.
     for path in {*run.state.glob("gradient-*"), *run.state.glob("*.new")}:
         path.unlink()
     final = run.checkpoint(state.step)
-    run.note_saved(final / MANIFEST)  # before the commit goes
-    if (final / MANIFEST).is_file():  # of the same files, by links
+    run.note_saved(final / MANIFEST)  # before the commit disappears, so that a kill in between loses nothing
+    if (final / MANIFEST).is_file():  # a checkpoint of the same files, by hard links
         remove_folder(run.state)
         return
     keep_folder(run.checkpoints)
@@ -171,10 +152,11 @@ def restore(folder: Path, offloaded: OffloadedModel, step: int) -> None:
     """Fill the stores from a checkpoint.
 
     Raises:
-        DataError: a file is missing, damaged, of another step, or of another model.
+        DataError: a file is missing, damaged, or belongs to another step or model.
     """
     kinds = state_kinds(offloaded.dtypes)
     forms = _forms(offloaded, kinds)
+    # Check every header before the first write: a bad checkpoint must not leave stores half filled.
     for layer, form in forms.items():
         path = layer_path(folder / "layer", layer)
         if form.check(path)[0] != step:
@@ -203,11 +185,7 @@ def _read(form: StateFile, descriptor: int, kind: Kind, digests: Digests, start:
 
 
 def parameters(folder: Path, layouts: Sequence[Layout]) -> Iterator[dict[str, Tensor]]:
-    """Yield each layer's trained parameters, fp32, from a checkpoint's folder; of a layer without any, nothing.
-
-    Raises:
-        DataError: a file is missing or damaged.
-    """
+    """Yield each layer's trained parameters in fp32 from a checkpoint; an empty dict for a frozen layer."""
     for layer, layout in enumerate(layouts):
         if not layout.numel:
             yield {}
@@ -217,7 +195,7 @@ def parameters(folder: Path, layouts: Sequence[Layout]) -> Iterator[dict[str, Te
 
 
 def _host_memory(part: Tensor) -> Tensor:
-    """Return memory for a part that files can be read into and written from, past the page cache: its own on a CPU."""
+    """Return page-aligned host memory for direct I/O of a part; on a CPU, the part itself."""
     return part if part.device.type == "cpu" else allocate(len(part), part.dtype, torch.device("cpu"))
 
 
@@ -239,36 +217,36 @@ def _write_layers(folder: Path, offloaded: OffloadedModel, step: int) -> None:
 
 
 def _link_layers(source: Path, target: Path, offloaded: OffloadedModel) -> bool:
-    """Give each layer's file a second name; tell whether all are links, not copies."""
+    """Link each layer's file into another folder; return False if some had to be copied."""
     names = [layer_path(source / "layer", layer).name for layer in offloaded.trained]
     are_links = [link_or_copy(source / name, target / name) for name in names]
     return all(are_links)
 
 
-def _is_there(run: Run, group: Group, state: RunState) -> bool:
-    """Tell whether a step has its checkpoint already; then only its manifest changes: it has become the best."""
+def _exists(run: Run, group: Group, state: RunState) -> bool:
+    """Tell whether the checkpoint of a step exists; if so, update its manifest, since it may now be the best."""
     manifest = run.checkpoint(state.step) / MANIFEST
-    said = group.gather("has checkpoint", {"is_there": manifest.is_file()})
-    is_there = all(each["is_there"] for each in said)
-    if run.writes and is_there:
+    facts = group.gather("has checkpoint", {"is_there": manifest.is_file()})
+    exists = all(each["is_there"] for each in facts)
+    if run.writes and exists:
         write_sealed(manifest, state.to_dict())
     elif run.writes:
-        remove_folder(manifest.parent)  # there was a kill when it was published on some machines, not on all
-    return is_there
+        remove_folder(manifest.parent)  # a kill can leave it published on some machines only
+    return exists
 
 
 @contextmanager
 def _new_checkpoint(run: Run, group: Group, state: RunState) -> Iterator[Path]:
-    """Yield a folder to fill, each process with its layers; it then becomes the checkpoint."""
+    """Yield a folder for the layers of all processes; publish it as the checkpoint at the end."""
     final = run.checkpoint(state.step)
     temporary = doomed_name(final)
     try:
         if run.writes:
             keep_folder(final.parent)
             create_folder(temporary)
-        group.barrier("checkpoint begun")
+        group.barrier("checkpoint begun")  # the folder exists: all processes may write into it
         yield temporary
-        group.barrier("checkpoint written")
+        group.barrier("checkpoint written")  # all layers are on disk: it may be published
         if run.writes:
             _publish(temporary, final, state)
         group.barrier("checkpoint published")
@@ -279,7 +257,8 @@ def _new_checkpoint(run: Run, group: Group, state: RunState) -> Iterator[Path]:
 
 
 def _publish(temporary: Path, final: Path, state: RunState) -> None:
-    """Complete a checkpoint's folder and give it its name."""
+    """Write the manifest and rename the folder; the name is durable when this returns."""
+    # Manifest, rename, sync, in this order: after a power cut, a folder with the final name is whole.
     write_sealed(temporary / MANIFEST, state.to_dict())
     temporary.rename(final)
     for folder in (final.parent, final.parent.parent):
@@ -287,7 +266,7 @@ def _publish(temporary: Path, final: Path, state: RunState) -> None:
 
 
 def _forms(offloaded: OffloadedModel, kinds: tuple[Kind, ...]) -> dict[int, StateFile]:
-    """Return the form of each file, by the number of its layer; layers that are not trained have none."""
+    """Return the file format of each trained layer."""
     dtypes = {kind: offloaded.dtypes[kind] for kind in kinds}
     return {
         layer: StateFile(offloaded.layouts[layer], dtypes, offloaded.budget.chunk_numel) for layer in offloaded.trained

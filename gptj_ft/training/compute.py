@@ -1,4 +1,4 @@
-"""Compute an optimizer step of a run: its rows, in micro-batches; its figures; where a number that is not finite is."""
+"""Compute one optimizer step of a run: choose its rows, pack them, train on them, and report the step."""
 
 from __future__ import annotations
 
@@ -26,15 +26,11 @@ from gptj_ft.training.throughput import Stopwatch, Throughput
 
 
 def compute_step(setup: TrainSetup, offloaded: OffloadedModel, optimizer: AdamW) -> tuple[StepReport, StepWork]:
-    """Take the next optimizer step; return its figures, and how fast this process has done its part of it.
-
-    Raises:
-        NotFinite, DataError: as `guarded_step`.
-    """
+    """Run the next optimizer step; return its report, and the work of this rank, which reveals stragglers."""
     recipe, stopwatch, waited = setup.recipe, Stopwatch(offloaded), setup.parallel.world.waited.seconds
     rows = rows_of_step(optimizer.step, len(setup.train), recipe.batch_size, recipe.seed)
     batches = batches_of_step(setup, offloaded.exchange, rows, optimizer.step)
-    # As in the Trainer of `transformers`, a skipped step takes its rows and its number, but no place in the schedule.
+    # As in the Trainer of `transformers`, a skipped step uses up its rows and its number, but no learning rate.
     lr, scale = setup.schedule.lr(optimizer.num_updates + 1), optimizer.loss_scale
     optimizer.begin_step(lr)
     loss, grad_norm = guarded_step(setup, offloaded, optimizer, batches)
@@ -52,14 +48,13 @@ def compute_step(setup: TrainSetup, offloaded: OffloadedModel, optimizer: AdamW)
 
 
 def batches_of_step(setup: TrainSetup, exchange: Exchange, rows: Sequence[int], step: int) -> list[PackedBatch]:
-    """Pack the rows of a step into micro-batches; return the local ones.
+    """Pack the rows of a step into micro-batches; return those of this rank.
 
     Args:
-        rows: rows of the step.
         step: optimizer steps done.
     """
     recipe, tokens = setup.recipe, setup.recipe.micro_batch_tokens
-    # A document's dropout seed has its place among those of the step: the packing does not matter.
+    # A document's number within the step seeds its dropout, so that packing does not change its masks.
     firsts = list(accumulate((len(setup.train.row(row)) for row in rows), initial=0)) if setup.drops else []
 
     def packed(places: Sequence[int]) -> list[PackedBatch]:
@@ -79,17 +74,19 @@ def guarded_step(
     optimizer: AdamW,
     batches: Sequence[PackedBatch],
 ) -> tuple[StepLoss, float]:
-    """Take one optimizer step; return its loss and gradient norm.
+    """Run one optimizer step; return its loss and gradient norm.
 
     Raises:
-        NotFinite: one of them; says where it appeared. Nothing of this step is kept.
-        DataError: a weight of the model that training starts from.
+        NotFinite: the loss or a gradient; the message names the tensor, and the step changes no state.
+        DataError: a weight of the model that training starts from is not finite.
     """
     try:
         loss = train_step(offloaded, optimizer, batches, setup.objective)
     except NotFinite:
         if setup.parallel.world.size > 1:
-            raise  # where it appeared is found by passes in which all would have to take part
+            raise  # locating the tensor takes forward passes that all processes would have to join
+        # The failed forward pass was applying the pending update layer by layer. Complete it, so that the repeated pass
+        # uses the same weights.
         optimizer.flush()
         again = partial(evaluate_losses, offloaded, batches, setup.objective)
         raise explain_loss("loss", optimizer.step, setup, offloaded, again) from None
@@ -98,7 +95,7 @@ def guarded_step(
     except GptjFtError as error:
         if setup.parallel.world.size > 1:
             raise
-        if not math.isfinite(loss.mean):  # so forward overflows fp16, where no scale of the loss is of any help
+        if not math.isfinite(loss.mean):  # forward overflows fp16; a smaller loss scale would not help
             done = optimizer.step - 1 if optimizer.num_updates else 0
             again = partial(evaluate_losses, offloaded, batches, setup.objective)
             raise explain_loss("loss", done, setup, offloaded, again) from None

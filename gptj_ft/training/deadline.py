@@ -1,57 +1,63 @@
-"""Keep a session within ``max_time``: expect of activities what they took before."""
+"""Keep a session within ``max_time``: estimate each activity by its earlier durations."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from gptj_ft.training.schedule import is_multiple
 from gptj_ft.training.setup import TrainSetup
 
-_MARGIN = 1.1  # on what is expected
-RECENT = 10  # steps differ in length: the longest of so many is expected
+_MARGIN = 1.1  # factor on estimates
+RECENT = 10  # durations kept; the estimate is the longest, because steps differ
 
 
 class Deadline:
-    """Time limit of a session, and measured durations of its activities.
+    """Time limit of a session, and durations of its activities.
 
     Args:
-        limit: seconds of the session; ``None`` is no limit.
-        began: time at which the session began, by `time.monotonic`.
-        expected: seconds of each activity, until it has been measured.
+        limit: seconds.
+        start: value of ``clock`` at the start of the session; default clock: `time.monotonic`.
+        expected: seconds of each activity, used until it is measured.
     """
 
-    def __init__(self, limit: float | None, began: float, expected: Mapping[str, float]) -> None:
-        self._limit, self._began, self._expected = limit, began, expected
+    def __init__(
+        self,
+        limit: float | None,
+        start: float,
+        expected: Mapping[str, float],
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        self._limit, self._start, self._expected, self._clock = limit, start, expected, clock or time.monotonic
         self._measured: dict[str, deque[float]] = {}
 
     def record(self, activity: str, seconds: float) -> None:
-        """Note how long an activity took."""
+        """Record the duration of an activity."""
         self._measured.setdefault(activity, deque(maxlen=RECENT)).append(seconds)
 
     @contextmanager
     def measure(self, activity: str) -> Iterator[None]:
-        """Note how long what is done inside takes, unless it fails."""
-        start = time.monotonic()
+        """Record the duration of the block, unless it fails."""
+        start = self._clock()
         yield
-        self.record(activity, time.monotonic() - start)
+        self.record(activity, self._clock() - start)
 
     def expected(self, activity: str) -> float:
-        """Return the seconds that an activity may take."""
+        """Estimate the seconds of an activity."""
         return max(self._measured.get(activity) or [self._expected[activity]])
 
     def allows(self, *activities: str) -> bool:
-        """Tell whether these, one after the other, end in time."""
+        """Tell whether the activities, one after the other, end within the limit."""
         if self._limit is None:
             return True
         needed = _MARGIN * sum(self.expected(activity) for activity in activities)
-        return time.monotonic() - self._began + needed <= self._limit
+        return self._clock() - self._start + needed <= self._limit
 
 
 def next_activities(setup: TrainSetup, step: int) -> list[str]:
-    """Return the activities of a session after a step until it can stop again: one more step at least."""
+    """Return the activities from a step to the next possible stop: at least one more step."""
     validates, every = len(setup.validation) > 0, setup.recipe.validate_every
     activities = ["flush", "validation"] if validates and is_multiple(step, every) else []
     activities.append("step")
@@ -61,7 +67,7 @@ def next_activities(setup: TrainSetup, step: int) -> list[str]:
 
 
 def forecast_seconds(setup: TrainSetup) -> dict[str, float]:
-    """Forecast the seconds of a run's activities; measured ones take their place later."""
+    """Forecast the seconds of each activity, for use until it is measured."""
     costs = setup.plan.costs
     return {
         "step": costs.seconds_per_step,

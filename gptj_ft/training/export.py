@@ -1,4 +1,4 @@
-"""Export a run: the tuned model, or the adapter and, if asked for, the model with it merged in."""
+"""Export a run as a tuned model, or as an adapter and optionally the merged model."""
 
 from __future__ import annotations
 
@@ -30,15 +30,10 @@ from gptj_ft.training.verify import Checker
 
 @dataclass(frozen=True)
 class ExportedState:
-    """The state of a run that its tuned model has.
+    """The state of a run that becomes the tuned model."""
 
-    Attributes:
-        step: optimizer steps behind it.
-        validation_loss: nats per target token; ``None`` without validation rows.
-    """
-
-    step: int
-    validation_loss: float | None
+    step: int  # optimizer steps
+    validation_loss: float | None  # nats per target token; None without validation rows
 
 
 def export_model(
@@ -47,14 +42,10 @@ def export_model(
     """Write the tuned model of a run.
 
     Args:
-        setup: recipe, base model and rows.
-        run: run folder; has the checkpoint of the exported state if that is not the last.
-        offloaded: model in its last state, with nothing pending.
+        run: has a checkpoint of the exported state, unless that is the last state.
+        offloaded: flushed model in its last state.
         state: last state of the run.
         exported: state to write.
-
-    Raises:
-        GptjFtError: it could not be written.
     """
     data = {"sha256": setup.data_sha256, "rows": len(setup.train), "validation_rows": len(setup.validation)}
     metrics = {
@@ -66,6 +57,7 @@ def export_model(
     }
     trained = TunedModel(setup.recipe, setup.model, setup.architecture, data, metrics)
     is_last, whole = exported.step == state.step, setup.whole or setup.selection
+    # The best state may be older than the stores: read it from its checkpoint.
     own = trained_parameters(offloaded) if is_last else parameters(run.checkpoint(exported.step), offloaded.layouts)
     layers = offloaded.exchange.gather_layers(own, whole.trained)
     if setup.parallel.world.rank == 0:
@@ -76,16 +68,12 @@ def export_model(
 
 
 def write_outcome(target: Path, trained: TunedModel, selection: Selection, layers: Iterator[dict[str, Tensor]]) -> None:
-    """Write what was trained.
+    """Write a tuned model, or an adapter and the merged model if the recipe wants it.
 
     Args:
-        target: the folder of the model, or of the adapter; it must not exist.
-        trained: recipe, base model, data and metrics.
-        selection: parameters that were trained.
+        target: new folder.
+        selection: trained parameters.
         layers: trained parameters by layer, fp32.
-
-    Raises:
-        UsageError, DataError, ResourceError: as `write_model` and `write_adapter`.
     """
     files, family, base = metadata_files(trained), trained.architecture.family, trained.base
     if not selection.adapters:
@@ -102,14 +90,14 @@ def write_outcome(target: Path, trained: TunedModel, selection: Selection, layer
     )
     write_adapter(draft, base, peft_settings(trained, selection), named, metadata_files(trained, is_adapter=True))
     if merges:
-        # The adapter comes last: where it is, everything is.
+        # Rename the adapter last: its folder marks the run as finished.
         discard(target.with_name(MERGED))
         write_merged(target.with_name(MERGED), trained, draft, files)
         draft.rename(target)
 
 
 def write_merged(target: Path, trained: TunedModel, adapter: Path, files: Mapping[str, str]) -> None:
-    """Write a model with an adapter merged in, tensor by tensor, in the types of the model's folder."""
+    """Write the base model with an adapter merged in, tensor by tensor, in the base model's types."""
     architecture = trained.architecture
     with open_checkpoint(trained.base) as base:
         merged = MergedCheckpoint(base, open_adapter(adapter, architecture))
@@ -118,9 +106,9 @@ def write_merged(target: Path, trained: TunedModel, adapter: Path, files: Mappin
 
 
 def peft_settings(trained: TunedModel, selection: Selection) -> dict[str, Any]:
-    """Build PEFT's configuration of an adapter made here.
+    """Build PEFT's configuration of an adapter.
 
-    PEFT takes names of linear layers, whole or from any dot on, but no shell patterns.
+    PEFT matches whole names of linear layers or their endings after a dot, and no shell patterns.
     """
     lora, architecture = trained.recipe.lora, trained.architecture
     targets, places = lora.targets or architecture.family.lora_targets, targets_in(architecture)
@@ -139,17 +127,15 @@ def peft_settings(trained: TunedModel, selection: Selection) -> dict[str, Any]:
 
 
 def export_checkpoint(run: Run, name: str, target: Path) -> int:
-    """Write the state of a checkpoint as a model, like the one that a run ends with; return its step.
+    """Write a checkpoint as a tuned model; return its step.
 
     Args:
-        run: run that has the checkpoint.
         name: name of the checkpoint, see `retention.find_checkpoint`.
-        target: the model folder; it must not exist.
+        target: new model folder.
 
     Raises:
-        UsageError: no such checkpoint, the target exists, or the model that the run started from has moved.
+        UsageError: no such checkpoint, the target exists, or the base model has moved.
         DataError: the checkpoint is damaged.
-        ResourceError: the disk is full.
     """
     recipe, step = run.recipe(), find_checkpoint(run, name)
     run.check_recipe(recipe)

@@ -1,8 +1,7 @@
-"""Train a run, top to bottom: `train` is the loop, `Training` has its verbs."""
+"""Train a run. Read `train` first: it is the loop; `Training` has the state and the body of each line."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -26,8 +25,8 @@ from gptj_ft.training import checkpoint
 from gptj_ft.training.compute import compute_step
 from gptj_ft.training.deadline import Deadline, forecast_seconds, next_activities
 from gptj_ft.training.export import ExportedState, export_model
-from gptj_ft.training.nonfinite import LossWatch, explain_loss
-from gptj_ft.training.parallel import NO_WORK, StepWork, Validated
+from gptj_ft.training.nonfinite import LossWatch
+from gptj_ft.training.parallel import NO_WORK, StepWork
 from gptj_ft.training.reporter import RecentSteps, Reporter, reporting, step_log_line
 from gptj_ft.training.restore import open_state
 from gptj_ft.training.retention import CheckpointRetention
@@ -36,57 +35,34 @@ from gptj_ft.training.schedule import is_multiple
 from gptj_ft.training.setup import TrainSetup
 from gptj_ft.training.throughput import StepCounts, Throughput, summarize
 from gptj_ft.training.trackers import tracking
-from gptj_ft.training.validation import (
-    LabelledValidation,
-    ValidationSample,
-    ValidationSamples,
-    validate,
-    validation_samples,
-)
+from gptj_ft.training.validation import Validator
 
 
 @dataclass(frozen=True)
 class Session:
-    """The process that trains.
-
-    Attributes:
-        started: beginning by `time.monotonic`, from which ``max_time`` counts; default: when training is called.
-        owns_process: whether signals may end the process; else only a first Ctrl-C is taken, see `StopRequest`.
-    """
+    """The process that trains."""
 
     started: float | None = None
+    """Value of `time.monotonic` from which ``max_time`` counts; default: the call of `train`."""
     owns_process: bool = False
+    """Whether signals may end the process; else only the first Ctrl-C is handled, see `StopRequest`."""
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """A finished run.
+    """A finished run."""
 
-    Attributes:
-        run: run folder.
-        model: folder of the tuned model.
-        steps: optimizer steps done.
-        exported_step: optimizer steps behind the tuned model.
-        loss_before: validation loss before training, nats per target token; ``None`` without validation rows.
-        loss_after: the same of the tuned model.
-        best: best validated state; ``None`` without validation rows.
-        best_checkpoint: checkpoint of that state; ``None`` if it is not kept, or was exported.
-        seconds: wall time of this session's training.
-        counts: all steps of the run together.
-        throughput: their mean rates.
-    """
-
-    run: str
-    model: str
-    steps: int
-    exported_step: int
-    loss_before: float | None
-    loss_after: float | None
-    best: BestState | None
-    best_checkpoint: str | None
-    seconds: float
-    counts: StepCounts
-    throughput: Throughput
+    run: str  # run folder
+    model: str  # folder of the tuned model
+    steps: int  # optimizer steps
+    exported_step: int  # step of the tuned model
+    loss_before: float | None  # validation loss before training, nats per target token; None without validation rows
+    loss_after: float | None  # validation loss of the tuned model
+    best: BestState | None  # None without validation rows
+    best_checkpoint: str | None  # checkpoint of the best state; None if not kept, or exported
+    seconds: float  # wall time of this session
+    counts: StepCounts  # totals of all steps of the run
+    throughput: Throughput  # mean rates of all steps
 
     def to_dict(self) -> dict[str, Any]:
         """Return the object of ``--json``."""
@@ -96,21 +72,14 @@ class TrainResult:
 
 
 def train(setup: TrainSetup, run: Run, reporter: Reporter | None = None, session: Session | None = None) -> TrainResult:
-    """Train a run, from its newest checkpoint if it has one, and export the model.
-
-    Args:
-        setup: recipe, model, rows and plan.
-        run: run folder.
-        reporter: receiver of events; default: none.
-        session: process that trains; default: one that is not ours, and begins now.
+    """Train a run from its newest saved state, and export the model.
 
     Raises:
-        Interrupted, OutOfTime: asked to stop; the state is saved and the message says how to go on.
-        ResourceError: memory or disk ran out; what could be saved was, else the last checkpoint is intact.
-        NotFinite: a loss or a gradient; the last commit or checkpoint is intact.
-        DataError: a weight of the model.
+        Interrupted, OutOfTime: the run was stopped; its state is saved and the message says how to resume.
+        ResourceError: memory or disk ran out; the state is saved if possible, and the last checkpoint is intact.
+        NotFinite: a loss or gradient; the last commit or checkpoint is intact.
     """
-    began, session = time.monotonic(), session or Session()
+    start, session = time.monotonic(), session or Session()
     with open_session(setup, run, reporter or Reporter(), session) as training:
         while True:
             training.validate_if_due()
@@ -121,12 +90,12 @@ def train(setup: TrainSetup, run: Run, reporter: Reporter | None = None, session
             training.save_if_due()
             training.stop_if_late()
         training.export()
-    return training.finish(began)
+    return training.finish(start)
 
 
 @contextmanager
 def open_session(setup: TrainSetup, run: Run, reporter: Reporter, session: Session) -> Iterator[Training]:
-    """Open the stores of a run, restore its state, and take signals while it trains."""
+    """Open the stores of a run, restore its state, and handle signals while it trains."""
     started = time.monotonic() if session.started is None else session.started
     deadline = Deadline(setup.recipe.max_time, started, forecast_seconds(setup))
     chosen = {"placement": str(setup.plan.placement), "precision": setup.plan.precision}
@@ -135,23 +104,21 @@ def open_session(setup: TrainSetup, run: Run, reporter: Reporter, session: Sessi
     limit_memory(setup.device, allocator_limit(setup.plan.have.device))
     open_saved = partial(open_state, setup, run, partial(warn, run, reporter))
     with setup.parallel.opened(setup, run, open_saved) as (offloaded, optimizer, state):
-        return_freed_memory()  # what loading took; steps take buffers of other sizes
+        return_freed_memory()  # loading and training use buffers of different sizes
         recent = RecentSteps(setup.num_steps, state.step, setup.plan.costs.seconds_per_step)
         retention = CheckpointRetention(setup, run, offloaded, optimizer)
-        samples = validation_samples(setup, run)
-        tracked = (
-            setup.recipe if setup.parallel.world.rank == 0 else setup.recipe.model_copy(update={"report_to": "none"})
-        )
+        validator = Validator(setup, run)
+        is_first = setup.parallel.world.rank == 0
+        tracked = setup.recipe if is_first else setup.recipe.model_copy(update={"report_to": "none"})
         with (
             reporting(reporter, recent.progress),
             tracking(run, tracked, partial(warn, run, reporter)) as record,
             StopRequest(reporter.on_stop_request, partial(what_is_saved, run), session.owns_process) as stop,
         ):
             losses = [line["loss"] for line in step_lines(run) if line["loss"] is not None]
-            watch = LossWatch(setup.num_classes, losses)
             training = Training(
-                setup, run, reporter, offloaded, optimizer, state, retention, samples, deadline, stop, record, watch,
-                recent,
+                setup, run, reporter, offloaded, optimizer, state, retention, validator, deadline, stop, record,
+                LossWatch(setup.num_classes, losses), recent,
             )  # fmt: skip
             with training.rescuing():
                 training.state = retention.begin(state)
@@ -161,139 +128,82 @@ def open_session(setup: TrainSetup, run: Run, reporter: Reporter, session: Sessi
 
 @dataclass
 class Training:
-    """A run in progress, and what is done between its steps.
-
-    Attributes:
-        setup: recipe, model, rows and plan.
-        run: run folder.
-        reporter: receiver of events.
-        offloaded: model with its optimizer state.
-        optimizer: optimizer with its pending update.
-        state: step, losses and best, as the next commit or checkpoint will hold them.
-        retention: checkpoints made and kept.
-        samples: validation rows that are answered, all of them where they are labelled; ``None``: none.
-        deadline: time of the session.
-        stop: whether a signal has asked to stop.
-        record: writer of a line of ``metrics.jsonl``.
-        watch: detector of exploding losses.
-        recent: means over the latest steps.
-        validation_loss: loss of the latest validation; ``None`` before the first.
-        work: seconds and FLOPs of this rank in the latest step.
-        is_done: whether no step is to follow.
-    """
+    """State of a run in progress, and the actions of its loop."""
 
     setup: TrainSetup
     run: Run
     reporter: Reporter
     offloaded: OffloadedModel
     optimizer: AdamW
-    state: RunState
+    state: RunState  # step, losses and best, as the next commit or checkpoint will contain them
     retention: CheckpointRetention
-    samples: LabelledValidation | ValidationSamples | None
+    validator: Validator
     deadline: Deadline
     stop: StopRequest
-    record: Callable[[Mapping[str, Any]], None]
-    watch: LossWatch
+    record: Callable[[Mapping[str, Any]], None]  # writes a line of ``metrics.jsonl``
+    loss_watch: LossWatch
     recent: RecentSteps
-    validation_loss: float | None = None
-    work: StepWork = NO_WORK
+    validation_loss: float | None = None  # latest
+    work: StepWork = NO_WORK  # of this rank in the latest step
     is_done: bool = False
 
     def validate_if_due(self) -> None:
-        """Validate before the first step, after the last, and as often as the recipe says; end a run out of patience.
+        """Validate before the first step, after the last, and every ``validate_every`` steps.
 
-        Raises:
-            NotFinite: the loss; says where it appeared.
-            DataError: a weight of the model that training starts from.
+        Keeps the best state, and ends a run whose patience is exhausted.
         """
-        step, rows, recipe = self.state.step, self.setup.validation, self.setup.recipe
+        step, recipe = self.state.step, self.setup.recipe
         self.is_done = step == self.setup.num_steps
-        if not len(rows) or not (self.is_done or step == 0 or is_multiple(step, recipe.validate_every)):
+        is_due = self.is_done or step == 0 or is_multiple(step, recipe.validate_every)
+        if not len(self.setup.validation) or not is_due:
             return
-        self.reporter.on_activity(f"validating on {len(rows):,} rows")
+        self.reporter.on_activity(f"validating on {len(self.setup.validation):,} rows")
         self.flush()
         with self.deadline.measure("validation"):
-            loss, sample = self.setup.parallel.validate(self.setup, self.offloaded, self._compute_validation)
-        self._after_validation(loss, sample)
-
-    def _compute_validation(self) -> Validated:
-        """Validate the model of this rank.
-
-        Raises:
-            NotFinite: the loss.
-        """
-        setup, step, rows, parallel = self.setup, self.state.step, self.setup.validation, self.setup.parallel
-        # Other replicas wait for the loss: before it, they cannot agree to stop.
-        before_pass = self.stop_if_asked if parallel.replicas.size == 1 else lambda: None
-        tokens = setup.recipe.micro_batch_tokens
-        measure = partial(validate, self.offloaded, rows, tokens, objective=setup.objective)
-        if isinstance(self.samples, LabelledValidation):
-            losses, sample = self.samples.measure(self.offloaded, before_pass)
-            loss = losses.mean
-        else:
-            loss, sample = measure(before_pass).mean, None
-        if not math.isfinite(loss):
-            if parallel.world.size > 1:  # all ranks would have to take part in the passes that find the place
-                raise NotFinite(f"the validation loss after step {step} is not finite")
-            raise explain_loss("validation loss", step, setup, self.offloaded, measure)
-        if self.samples and not isinstance(self.samples, LabelledValidation):
-            sample = self.samples.take(self.offloaded, step)
-        return loss, sample
-
-    def _after_validation(self, loss: float, sample: ValidationSample | None) -> None:
-        """Record a validation, and keep the state if it is the best."""
-        step, recipe = self.state.step, self.setup.recipe
+            loss, sample = self.validator.validate(self.offloaded, step, self.stop_if_asked)
         self.validation_loss = loss
         if step == 0:
             self.state = replace(self.state, loss_before=loss)
         scores = sample.scores if sample else {}
         self.record({"step": step, LOSS: loss, **({"scores": scores} if scores else {})})
         self.reporter.on_validation(step, loss, sample)
-        self.warn(self.watch.after_validation(loss, self.state.loss_before))
+        self.warn(self.loss_watch.after_validation(loss, self.state.loss_before))
         self.state = self.retention.after_validation(self.state, loss, scores)
         patience = {"is_out": self.retention.is_out_of_patience(self.state)}
         if not self.is_done and self.setup.parallel.world.broadcast("patience", patience)["is_out"]:
-            end = f"ended after step {step}: no better state in {recipe.patience} validations"
-            self.run.log(end)
-            self.reporter.on_message(end)
+            message = f"ended after step {step}: no better state in {recipe.patience} validations"
+            self.run.log(message)
+            self.reporter.on_message(message)
             self.is_done = True
 
     def take_step(self) -> None:
-        """Compute an optimizer step and record it; of a run on disk, commit it when its gradients are there.
-
-        Raises:
-            NotFinite, DataError: as `guarded_step`.
-        """
+        """Compute one optimizer step and record it; commit it if the state is on disk."""
         self.reporter.on_activity(f"computing step {self.state.step + 1}")
         report, self.work = compute_step(self.setup, self.offloaded, self.optimizer)
         self.state = replace(self.state, step=report.step, loss_scale=self.optimizer.loss_scale)
         self.warn_unmoved()
-        self.warn(self.watch.after_step(report.loss))
-        # Before the commit: a line too many is dropped on resume, a line too few would be missing for good.
+        self.warn(self.loss_watch.after_step(report.loss))
+        # Record before the commit: a resume drops a metrics line too many, but cannot recreate a missing one.
         self.record(report.to_dict())
         progress = self.recent.add(report)
         self.run.log(step_log_line(report, progress))
         self.reporter.on_step(report, progress)
         if self.setup.plan.placement.is_durable:
-            # The next step may begin meanwhile: whatever it writes comes after this.
+            # The store commits when all gradients of this step are on disk, before any write of the next step.
             commit, group = checkpoint.commit_together, self.setup.parallel.pipeline
             self.offloaded.stores["grad"].then(partial(commit, self.run, group, self.state, self.optimizer.pending))
         self.deadline.record("step", report.counts.seconds)
 
     def save_if_due(self) -> None:
-        """Make a checkpoint if one is due."""
+        """Make a checkpoint every ``save_every`` steps or ``save_minutes`` minutes."""
         self.reporter.on_activity(f"saving after step {self.state.step}")
-        before = time.monotonic()
+        start = time.monotonic()
         is_late = bool(self.setup.parallel.world.broadcast("late", {"is": self.retention.is_late})["is"])
         if self.retention.save_if_due(self.state, is_late):
-            self.deadline.record("save", time.monotonic() - before)
+            self.deadline.record("save", time.monotonic() - start)
 
     def export(self) -> None:
-        """Write the tuned model: the last state, or the best.
-
-        Raises:
-            GptjFtError: it could not be written.
-        """
+        """Write the tuned model: the last state, or the best."""
         self.reporter.on_message(f"all steps are done; writing {self.run.model}")
         self.reporter.on_activity("writing the tuned model")
         self.flush()
@@ -305,20 +215,19 @@ class Training:
 
     @property
     def exported(self) -> ExportedState:
-        """The state that the tuned model has."""
         best = self.state.best
         if best and self.setup.recipe.export == "best":
             return ExportedState(best.step, best.validation_loss)
         return ExportedState(self.state.step, self.validation_loss)
 
-    def finish(self, began: float) -> TrainResult:
-        """Remove what only an unfinished run needs, and sum up what was done since `time.monotonic` was ``began``.
+    def finish(self, start: float) -> TrainResult:
+        """Remove the files that only an unfinished run needs, and sum up the session since ``start``.
 
         Raises:
-            Interrupted: a signal came while the model was being written, which is sooner done than a checkpoint.
+            Interrupted: a signal came while the model was written; writing it is faster than making a checkpoint.
         """
         run, state, exported = self.run, self.state, self.exported
-        self.setup.parallel.world.barrier("finished")  # nobody has files of it open any more
+        self.setup.parallel.world.barrier("finished")  # no process has a file of the state open any more
         run.discard_state()
         kept = self.retention.prune(state, is_finished=True)
         if run.writes:
@@ -336,25 +245,23 @@ class Training:
             loss_after=exported.validation_loss,
             best=state.best,
             best_checkpoint=str(kept[state.best.step]) if state.best and is_apart else None,
-            seconds=time.monotonic() - began,
+            seconds=time.monotonic() - start,
             counts=counts,
             throughput=throughput,
         )
 
     def stop_if_asked(self) -> None:
-        """Stop if a signal has asked; called where the state is that after a step, between passes over the weights.
+        """Save and raise `Interrupted` if a signal has asked to stop.
 
-        Raises:
-            Interrupted: it has.
+        Call it only between passes over the weights, where the model is in the state after a whole step.
         """
         if self.setup.parallel.world.any("stop", self.stop.requested):
             self._stop(Interrupted, "")
 
     def stop_if_late(self) -> None:
-        """Stop if what comes next might not end in time, unless that is only the end of the run; warn of slow machines.
+        """Save and raise `OutOfTime` if the next step might exceed ``max_time``; warn of slow processes.
 
-        Raises:
-            OutOfTime, Interrupted: it might not; or a signal has asked, too.
+        After the last step the run continues: only validation and export are left.
         """
         step, limit = self.state.step, self.setup.recipe.max_time
         allows = self.deadline.allows(*next_activities(self.setup, step)) if step < self.setup.num_steps else True
@@ -367,24 +274,22 @@ class Training:
     def _stop(self, kind: type[Interrupted], reason: str) -> None:
         step = self.state.step
         self.retention.save_now(self.state)
-        end = (
-            f"stopped after step {step} of {self.setup.num_steps}{reason}" if step else "stopped before the first step"
-        )
-        self.run.log(end)
+        where = f"after step {step} of {self.setup.num_steps}{reason}" if step else "before the first step"
+        self.run.log(f"stopped {where}")
         saved = "everything is saved" if step else "nothing was trained yet"
-        raise kind(f"{end}; {saved}; resume with\n{resume_command(self.run)}")
+        raise kind(f"stopped {where}; {saved}; resume with\n{resume_command(self.run)}")
 
     @contextmanager
     def rescuing(self) -> Iterator[None]:
-        """Save before an error ends the run, where that can be done: what is in memory would be lost."""
+        """Save the state in memory before an error ends the run, if the state is whole."""
         try:
             yield
-        except (Interrupted, NotFinite, DataError):  # saved; or resumed, the run would get here again
+        except (Interrupted, NotFinite, DataError):  # saved already; or a resumed run would fail here again
             raise
         except BaseException:
             if self.setup.parallel.pipeline.size > 1 or not self.run.writes:
-                raise  # the state is in several processes, or a copy
-            with suppress(BaseException):  # what ended the run is what is to be told
+                raise  # other processes have parts of the state, or this one has only a copy
+            with suppress(BaseException):  # report the first error, not a second one from saving
                 is_durable = self.setup.plan.placement.is_durable
                 if not is_durable and self.optimizer.is_whole and self._is_recorded():
                     now = replace(self.state, step=self.optimizer.step, loss_scale=self.optimizer.loss_scale)
@@ -392,34 +297,33 @@ class Training:
             raise
 
     def _is_recorded(self) -> bool:
-        """Tell whether the last step has its line in the metrics: resumed after it, the run would never write that."""
+        """Tell whether the last step has its line in the metrics; a resume after it would never write one."""
         return any(line["step"] == self.optimizer.step for line in step_lines(self.run))
 
     def flush(self) -> None:
         """Apply the pending update to every layer."""
-        if self.optimizer.pending is None:  # it takes no time, and the next one would be expected to take none either
+        if self.optimizer.pending is None:  # do not measure: a flush without an update takes no time
             self.optimizer.flush()
             return
         with self.deadline.measure("flush"):
             self.optimizer.flush()
 
     def warn_unmoved(self) -> None:
-        """Warn of tensors that the first step has left as they were, once its update has reached every layer."""
+        """Warn of tensors that the first update has not changed, once it has reached every layer."""
         movement, lr = self.optimizer.take_unchanged(), self.setup.schedule.lr(1)
         self.warn(movement.warning(self.setup.architecture.family, lr) if movement and lr > 0 else None)
 
     def warn(self, warning: str | None) -> None:
-        """Log and report a warning, if there is one."""
         warn(self.run, self.reporter, warning)
 
 
 def step_lines(run: Run) -> list[dict[str, Any]]:
-    """Return the lines of ``metrics.jsonl`` that are optimizer steps, not validations."""
+    """Return the lines of ``metrics.jsonl`` that record optimizer steps."""
     return [line for line in run.metrics() if "loss" in line]
 
 
 def warn(run: Run, reporter: Reporter, warning: str | None) -> None:
-    """Log and report a warning, if there is one."""
+    """Log and report a warning, unless it is None."""
     if warning:
         run.log(warning)
         reporter.on_warning(warning)

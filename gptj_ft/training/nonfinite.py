@@ -1,4 +1,4 @@
-"""Locate the first tensor that is not finite after a failure; detect a finite loss that explodes."""
+"""Detect an exploding loss, and locate the first tensor that is not finite."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ BEST_OF_STEPS = 50
 
 
 class LossWatch:
-    """Notices, once, that a loss has exploded though it is finite.
+    """Warn once if the loss explodes but stays finite.
 
-    Steps differ: a batch of one short row may well have ten times the loss of the one before. So a step alone says
-    nothing, and a mean little. What says something is that *every one* of several steps in a row is worse:
+    The losses of single steps differ too much: one short row may have ten times the loss of the batch before. So every
+    one of several successive steps must be worse:
 
-    * three of them by a nat than the run's first step and than guessing among all tokens, ln(vocabulary); or
-    * fifteen of them than the best that the run has been at, the lowest median of up to 50 steps before them, by a nat
-      and by as much as the loss usually changes from one step to the next.
+    * three steps by a nat than the first step and than guessing, ln(vocabulary); or
+    * fifteen steps than the best, which is the lowest median of up to 50 earlier steps, by a nat and by the median
+      change from step to step.
 
-    On losses drawn from normal, exponential and two-valued distributions this stays quiet for thousands of steps; with
-    fewer steps in a row, or with their mean, it does not. A jump from 2.5 to 7.5 is told after fifteen steps.
+    On losses drawn from normal, exponential and two-valued distributions this gives no warning for thousands of steps;
+    fewer steps, or their mean, do. It reports a jump from 2.5 to 7.5 after fifteen steps.
 
     Args:
         vocabulary: number of tokens.
-        earlier: losses of the run's steps in earlier sessions, which said then what was to be said.
+        earlier: losses of earlier sessions, which are not reported again.
     """
 
     def __init__(self, vocabulary: int, earlier: Iterable[float] = ()) -> None:
@@ -51,7 +51,7 @@ class LossWatch:
             self.after_step(loss)
 
     def after_step(self, loss: float) -> str | None:
-        """Take note of a step's loss, unless it overflowed fp16; return the warning if there is one."""
+        """Add a step's loss, unless it overflowed fp16; return the warning, if any."""
         if not math.isfinite(loss):
             return None
         if not self._recent:
@@ -61,6 +61,7 @@ class LossWatch:
         before, last = losses[:-ABOVE_BEST_STEPS], losses[-ABOVE_BEST_STEPS:]
         if len(before) >= 5:
             self._best = min(self._best, median(before))
+        # Noisy losses need a larger margin than a nat: use the median change between successive steps.
         limit = self._best + max(GROWTH, median(abs(a - b) for a, b in pairwise(losses)) if before else 0.0)
         if (
             len(losses) >= WORSE_THAN_GUESSING_STEPS
@@ -72,7 +73,7 @@ class LossWatch:
         return None
 
     def after_validation(self, loss: float, before: float | None) -> str | None:
-        """Compare a validation loss with that before training; return the warning if there is one."""
+        """Compare a validation loss with that before training; return the warning, if any."""
         if before is not None and loss > before + GROWTH:
             return self._warn(f"the validation loss was {before:.2f} before training and is {loss:.2f}")
         return None
@@ -85,7 +86,7 @@ class LossWatch:
 
 
 class NonFiniteTensor(Exception):
-    """The first thing in a forward pass that is not finite."""
+    """The first tensor of a forward pass that is not finite."""
 
     def __init__(self, layer: int, name: str, is_weight: bool) -> None:
         super().__init__(layer, name)
@@ -100,33 +101,32 @@ def explain_loss(
     Args:
         what: "loss" or "validation loss".
         step: optimizer steps done before it.
-        setup: recipe and model of the run.
-        offloaded: model with the weights it was computed with.
-        forward: callback that computes it once more.
+        offloaded: model with the weights of the failed pass.
+        forward: repeats the pass.
     """
-    found = find_in_forward(setup, offloaded, forward)
-    if found and found.is_weight and step == 0:
+    tensor = find_in_forward(setup, offloaded, forward)
+    if tensor and tensor.is_weight and step == 0:
         if setup.dtype == torch.float16:
-            return DataError(f"{setup.model}: {found.name} has values that fp16 does not hold: try --precision fp32")
-        return DataError(f"{setup.model}: {found.name} has values that are not finite: this model cannot be trained")
-    place = f", first in layer {found.layer} counted from the embedding, in {found.name}" if found else ""
+            return DataError(f"{setup.model}: {tensor.name} has values beyond the range of fp16: try --precision fp32")
+        return DataError(f"{setup.model}: {tensor.name} has values that are not finite: this model cannot be trained")
+    place = f", first in layer {tensor.layer} counted from the embedding, in {tensor.name}" if tensor else ""
     when = f"after step {step}" if step else "before anything was trained"
     if step == 0:
-        help_ = "try another --model" + (", or --precision fp32" if setup.dtype != torch.float32 else "")
+        remedy = "try another --model" + (", or --precision fp32" if setup.dtype != torch.float32 else "")
     else:
-        help_ = advice(setup)
-    return NotFinite(f"the {what} {when} is not finite{place}\n{help_}")
+        remedy = advice(setup)
+    return NotFinite(f"the {what} {when} is not finite{place}\n{remedy}")
 
 
 def explain_gradient(error: GptjFtError, setup: TrainSetup, offloaded: OffloadedModel) -> GptjFtError:
-    """Return the error of an optimizer that was given a gradient that is not finite, with the tensors it is in."""
+    """Add the names of the tensors to the optimizer's error about a gradient that is not finite."""
     names = find_in_gradients(setup, offloaded)
     where = f"; in {listed(names, 3)}" if names else ""
     return NotFinite(f"{error}{where}\n{advice(setup)}")
 
 
 def advice(setup: TrainSetup) -> str:
-    """Suggest remedies for a run whose numbers have grown out of bounds."""
+    """Suggest remedies for a diverging run."""
     knobs = ["a lower --lr"]
     if setup.recipe.clip_norm is None:
         knobs.append("--set clip_norm=1.0")
@@ -138,11 +138,11 @@ def advice(setup: TrainSetup) -> str:
 def find_in_forward(
     setup: TrainSetup, offloaded: OffloadedModel, forward: Callable[[], object]
 ) -> NonFiniteTensor | None:
-    """Return the first module whose weights or output are not finite in a forward pass."""
+    """Repeat a forward pass; return the first weight or module output that is not finite."""
 
     def watch(layer: int, local: str) -> Callable[[nn.Module, Any, Tensor], None]:
         def look(module: nn.Module, inputs: Any, output: Tensor) -> None:
-            # Of a layer as a whole, every weight, because it may use some without calling the module they are in.
+            # A layer may use a weight without calling its module: check all weights when the layer itself is done.
             for name, weight in module.named_parameters(recurse=not local):
                 if not is_finite(weight):
                     called = _name(setup, offloaded, layer, f"{local}.{name}".lstrip("."))
@@ -154,21 +154,23 @@ def find_in_forward(
 
         return look
 
+    # Hooks exist only during this diagnosis; training itself uses none.
     with ExitStack() as hooks:
         for layer, module in enumerate(offloaded.layers):
             for local, part in module.named_modules():
                 hooks.enter_context(part.register_forward_hook(watch(layer, local)))
         try:
             forward()
-        except NonFiniteTensor as found:
-            return found
+        except NonFiniteTensor as tensor:
+            return tensor
     return None
 
 
 def find_in_gradients(setup: TrainSetup, offloaded: OffloadedModel) -> list[str]:
-    """Return the tensors whose gradients are not finite, in the layer that backward came to first; none if not kept."""
+    """Return the tensors whose stored gradients are not finite, in the first such layer of backward."""
     if "grad" not in offloaded.stores:
         return []
+    # Backward visits layers from the top: the first bad layer is the origin, lower layers inherit its values.
     for layer in reversed(offloaded.trained):
         gradients = flat_views(offloaded, "grad", layer)
         if names := [name for name, gradient in gradients.items() if not is_finite(gradient)]:
@@ -177,7 +179,7 @@ def find_in_gradients(setup: TrainSetup, offloaded: OffloadedModel) -> list[str]
 
 
 def is_finite(values: Tensor) -> bool:
-    """Tell whether every element is; without a copy, since a layer may be as large as what is left of the memory."""
+    """Tell whether all elements are finite, without a copy: a layer may be as large as the free memory."""
     return not values.numel() or bool(torch.stack(values.detach().aminmax()).isfinite().all())
 
 

@@ -1,4 +1,4 @@
-"""Report the progress of a run as events: a terminal, a notebook or a program may show them."""
+"""Report the progress of a run as events for a terminal, a notebook or a program."""
 
 from __future__ import annotations
 
@@ -21,35 +21,24 @@ RECENT_STEPS = 20
 
 @dataclass(frozen=True)
 class StepReport:
-    """One optimizer step, as written to ``metrics.jsonl``.
+    """One optimizer step, as written to ``metrics.jsonl``."""
 
-    Attributes:
-        step: number, from 1.
-        loss: cross-entropy in nats, mean over the step's target tokens, before the update.
-        z_loss: weighted z-loss, which is added to it.
-        lr: learning rate.
-        grad_norm: global gradient norm before clipping.
-        counts: tokens, seconds, bytes and memory.
-        throughput: rates.
-        loss_scale: factor of the loss in fp16; ``None``: another type.
-    """
-
-    step: int
-    loss: float
-    z_loss: float
-    lr: float
-    grad_norm: float
+    step: int  # from 1
+    loss: float  # cross-entropy in nats, mean over the step's target tokens, before the update
+    z_loss: float  # weighted z-loss, which is added to the loss
+    lr: float  # learning rate
+    grad_norm: float  # global norm before clipping
     counts: StepCounts
     throughput: Throughput
-    loss_scale: float | None = None
+    loss_scale: float | None = None  # fp16 only
 
     @property
     def is_skipped(self) -> bool:
-        """Whether the step changed nothing, because its gradients overflowed fp16."""
+        """Whether gradients overflowed fp16, so that the step changed nothing."""
         return self.loss_scale is not None and not math.isfinite(self.grad_norm)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the line of ``metrics.jsonl``: all figures side by side, ``None`` for what overflowed fp16."""
+        """Return the line of ``metrics.jsonl``; numbers that overflowed fp16 are ``None``."""
         names = ("step", "loss", "z_loss", "lr", "grad_norm")
         own = {name: value if math.isfinite(value := getattr(self, name)) else None for name in names}
         scaling = {} if self.loss_scale is None else {"loss_scale": self.loss_scale, "skipped": self.is_skipped}
@@ -58,28 +47,20 @@ class StepReport:
 
 @dataclass(frozen=True)
 class Progress:
-    """Position in a run.
+    """Position in a run."""
 
-    Attributes:
-        step: optimizer steps done.
-        num_steps: optimizer steps of the whole run.
-        seconds_left: estimated seconds to the last step.
-        throughput: mean rates of the latest steps; ``None`` before the first of this session.
-    """
-
-    step: int
-    num_steps: int
-    seconds_left: float
-    throughput: Throughput | None = None
+    step: int  # optimizer steps done
+    num_steps: int  # of the whole run
+    seconds_left: float  # estimate, to the last step
+    throughput: Throughput | None = None  # mean rates of the latest steps; None before the session's first step
 
 
 class RecentSteps:
     """Means over the latest steps.
 
     Args:
-        num_steps: optimizer steps of the run.
         step: optimizer steps done before this session.
-        seconds_per_step: forecast, used until a step has been measured.
+        seconds_per_step: forecast, used until a step is measured.
     """
 
     def __init__(self, num_steps: int, step: int, seconds_per_step: float) -> None:
@@ -87,7 +68,6 @@ class RecentSteps:
         self.progress = Progress(step, num_steps, (num_steps - step) * seconds_per_step)
 
     def add(self, report: StepReport) -> Progress:
-        """Take a step into the means."""
         self._recent.append(report)
         seconds = [each.counts.seconds for each in self._recent]
         left = (self._num_steps - report.step) * sum(seconds) / len(seconds)
@@ -97,22 +77,21 @@ class RecentSteps:
 
 
 class Reporter:
-    """Receiver of the events of preparing, training and evaluating. Methods do nothing: override those of interest.
+    """Receive the events of preparing, training and evaluating; override the methods of interest.
 
-    All are called in the thread that trains, so the next step waits for them; only `on_stop_request` may interrupt
-    another one.
+    The training thread calls them, so the next step waits until they return. Only `on_stop_request` may interrupt
+    another method.
     """
 
     def on_activity(self, text: str) -> None:
-        """Report the beginning of something that takes time, in a few words."""
+        """Report the start of an activity that takes time, in a few words."""
 
     def on_count(self, what: str, done: int, total: int | None, unit: str) -> None:
-        """Report how much of something is done.
+        """Report the progress of an activity.
 
         Args:
-            what: things counted: ``rows``, ``downloading``, ``model``, ``baseline``.
-            done: number done so far.
-            total: number in all; ``None``: unknown.
+            what: the activity: ``rows``, ``downloading``, ``model``, ``baseline``.
+            total: ``None`` if unknown.
             unit: ``bytes``, ``rows``, ``questions``.
         """
 
@@ -123,7 +102,7 @@ class Reporter:
         """Report something that needs attention."""
 
     def on_start(self, progress: Progress) -> None:
-        """Report that training begins, or goes on."""
+        """Report that training starts or resumes."""
 
     def on_step(self, step: StepReport, progress: Progress) -> None:
         """Report an optimizer step."""
@@ -134,19 +113,19 @@ class Reporter:
         Args:
             step: optimizer steps done.
             loss: nats per target token.
-            sample: scores and an answer; ``None`` unless the recipe has ``sample_rows``.
+            sample: scores and an answer, if the recipe has ``sample_rows``.
         """
 
     def on_stop_request(self) -> None:
-        """Report a signal that asks to stop: the run ends when its state is saved. Called by the signal's handler."""
+        """Report a stop signal, from its handler; the run ends when its state is saved."""
 
     def on_end(self) -> None:
-        """Report that training has ended, whether all steps are done or not."""
+        """Report that training has ended, complete or not."""
 
 
 @contextmanager
 def reporting(reporter: Reporter, progress: Progress) -> Iterator[None]:
-    """Report the beginning and the end of training."""
+    """Report start and end of training."""
     reporter.on_start(progress)
     try:
         yield
@@ -155,7 +134,7 @@ def reporting(reporter: Reporter, progress: Progress) -> Iterator[None]:
 
 
 def describe_losses(report: StepReport) -> str:
-    """Return loss, learning rate and gradient norm of a step as text."""
+    """Format loss, learning rate and gradient norm of a step."""
     z_loss = f"{_GAP}z-loss {report.z_loss:.2g}" if report.z_loss else ""
     scale = "" if report.loss_scale is None else f"{_GAP}loss scale {report.loss_scale:g}"
     skipped = f"{_GAP}overflow: skipped, and the scale halved" if report.is_skipped else ""
@@ -164,7 +143,7 @@ def describe_losses(report: StepReport) -> str:
 
 
 def step_log_line(report: StepReport, progress: Progress) -> str:
-    """Return the line of ``log.txt`` for a step."""
+    """Format the line of ``log.txt`` for a step."""
     assert progress.throughput is not None
     step, left = f"step {report.step}/{progress.num_steps}", f"{clock(progress.seconds_left)} left"
     rates = describe_throughput(report.counts, progress.throughput, verbose=True)

@@ -1,4 +1,4 @@
-"""Restore the state of a run: from the model it starts from, a checkpoint, or the last commit of a run on disk."""
+"""Restore the state of a run from its base model, a checkpoint, or the last commit of a run on disk."""
 
 from __future__ import annotations
 
@@ -28,38 +28,40 @@ from gptj_ft.training.setup import TrainSetup
 
 
 def open_state(
-    setup: TrainSetup, run: Run, say: Callable[[str | None], None] = lambda _: None
+    setup: TrainSetup, run: Run, warn: Callable[[str | None], None] = lambda _: None
 ) -> tuple[OffloadedModel, AdamW, RunState]:
-    """Open the stores of a run and fill them: from where it stopped, else from the model it starts from.
+    """Open the stores of a run and fill them from its newest saved state, else from its base model.
 
     Args:
-        setup: plan of the run: processes, layers and places of its state.
-        run: run folder.
-        say: takes the line of a run that goes back to its mirrors; default: nobody hears it.
+        warn: receives the note that the run returns to a mirrored checkpoint.
 
-    Returns: the model, the optimizer at the run's step, and the state that goes into every commit and checkpoint.
+    Returns: the model, the optimizer at the run's step, and the state to store in commits and checkpoints.
 
     Raises:
-        DataError: what it goes on from is missing or damaged, or is that of another run; nothing was removed.
+        DataError: the saved state is missing, damaged or belongs to another run; nothing was removed.
     """
     saved_as = setup.parallel.find_resume_point(setup, run)
-    say(saved_as.note)
+    warn(saved_as.note)
     if saved_as.bytes_moved:
         run.log(f"{gigabytes(saved_as.bytes_moved)} of layers have come from other machines")
+    # Fail before anything is removed if the recorded newest state is missing.
     run.check_saved()
     commit, saved, is_durable = saved_as.commit, saved_as.checkpoint, setup.plan.placement.is_durable
-    if commit and not is_durable:  # the session before had the state on disk, this one has not
+    # A commit, a checkpoint or neither is the newest state, and this session keeps its state on disk or in memory.
+    # First bring the files into the form that this session needs; each branch is safe to repeat after a kill.
+    if commit and not is_durable:  # the session before kept the state on disk
         settle(setup, run, commit)
         commit, saved = None, int(saved_as.commit["step"]) if saved_as.commit else None
     group = setup.parallel.pipeline
     if not commit and (run.writes or group.size == 1):
-        discard(run.state)  # what is saved is elsewhere: scratch, or half of a beginning
+        discard(run.state)  # without a commit it is scratch, or a start that was killed
     group.barrier("state cleared")
     offloaded = open_offloaded(setup, run, setup.plan.placement)
     if run.state.is_dir() and not takes_direct(run.state):
         run.log(f"{run.state} is on a file system without direct I/O: transfers go through the page cache")
     try:
         if is_durable and not commit and saved is not None:
+            # The session before kept its state in memory: its newest checkpoint becomes the state on disk.
             checkpoint.adopt(run, group, offloaded, saved)
             commit = run.last_commit()
         if commit:
@@ -77,8 +79,7 @@ def open_state(
                 checkpoint.commit_together(run, group, state, None)
         if is_durable:
             run.note_saved(run.state / COMMIT)
-        # This has the name of the state folder on the disk, too.
-        run.forget_metrics_after(optimizer.step)
+        run.forget_metrics_after(optimizer.step)  # last: its fsync also covers the name of the state folder
     except BaseException:
         offloaded.close()
         raise
@@ -86,11 +87,7 @@ def open_state(
 
 
 def checked_state(setup: TrainSetup, run: Run, saved: dict[str, Any]) -> RunState:
-    """Return the state of a commit or a checkpoint.
-
-    Raises:
-        DataError: it was made with other options than the session's.
-    """
+    """Return the state of a commit or a checkpoint; raise `DataError` if it was made with other options."""
     state = RunState.of(saved)
     if state.recipe_sha256 != recipe_digest(setup.recipe):
         raise DataError(
@@ -101,7 +98,7 @@ def checked_state(setup: TrainSetup, run: Run, saved: dict[str, Any]) -> RunStat
 
 
 def load_start(setup: TrainSetup, offloaded: OffloadedModel) -> int:
-    """Fill the stores with the model that a run starts from; return the updates that its moments have seen."""
+    """Fill the stores from the base model; return the number of updates in its moments."""
     recipe, architecture = setup.recipe, setup.architecture
     with open_checkpoint(setup.model) as weights:
         if setup.updates_before is None:
@@ -113,13 +110,13 @@ def load_start(setup: TrainSetup, offloaded: OffloadedModel) -> int:
 
 
 def open_offloaded(setup: TrainSetup, run: Run, placement: Placement) -> OffloadedModel:
-    """Open the stores of a run, filled or not."""
+    """Open the stores of a run, without filling them."""
     keep_gradients = keeps_gradients(setup.recipe, placement, setup.dtype)
     recipe = setup.recipe
     dtypes = training_dtypes(setup.dtype, PRECISIONS[recipe.moments], PRECISIONS[recipe.gradients])
-    # Planned are the blocks of this process that keep their activations; the engine counts those of the model.
+    # The plan counts this process's blocks that keep activations, the engine counts all blocks of the model.
     planned, group = setup.plan.budget, setup.parallel.pipeline
-    # A pass is one of all processes: the one with the least memory decides how many tokens share it.
+    # All processes run the same passes, so the process with the least memory decides their size.
     pass_tokens = min(each["tokens"] for each in group.gather("pass", {"tokens": planned.pass_tokens}))
     budget = replace(planned, num_kept_layers=planned.num_kept_layers * group.size, pass_tokens=pass_tokens)
     most_tokens, width = most_padded(setup.most_step_tokens), setup.architecture.config.n_embd
@@ -147,13 +144,13 @@ def open_offloaded(setup: TrainSetup, run: Run, placement: Placement) -> Offload
 
 
 def lowest_trained(setup: TrainSetup) -> int:
-    """Return the lowest layer of the model that is trained, whichever process has it."""
+    """Return the lowest trained layer of the model, local or not."""
     layouts = (setup.whole or setup.selection).trained
     return next((layer for layer, layout in enumerate(layouts) if layout.numel), len(layouts))
 
 
 def make_optimizer(setup: TrainSetup, offloaded: OffloadedModel, state: RunState) -> AdamW:
-    """Make the optimizer of a run at its step; some blocks are updated in forward and again in backward."""
+    """Make the optimizer of a run at its step; the plan says for how many blocks it defers the update."""
     costs = setup.plan.costs
     optimizer = AdamW(offloaded, optimizer_config(setup.recipe), state.step, costs.num_deferred, state.updates_before)
     optimizer.loss_scale = state.loss_scale or optimizer.loss_scale
@@ -169,7 +166,7 @@ def optimizer_config(recipe: Recipe) -> AdamWConfig:
 
 
 def resume_optimizer(setup: TrainSetup, run: Run, offloaded: OffloadedModel, commit: dict[str, Any]) -> AdamW:
-    """Return the optimizer of a run on disk as of its last commit."""
+    """Return the optimizer of a run on disk in the state of its last commit."""
     state = RunState.of(commit)
     optimizer = make_optimizer(setup, offloaded, state)
     behind = checkpoint.layers_behind(run, offloaded, state.step)
@@ -178,7 +175,7 @@ def resume_optimizer(setup: TrainSetup, run: Run, offloaded: OffloadedModel, com
 
 
 def settle(setup: TrainSetup, run: Run, commit: dict[str, Any]) -> None:
-    """Bring every layer of a run on disk to its last commit, and make the folder a checkpoint."""
+    """Apply the committed update of a run on disk to every layer, and turn its state folder into a checkpoint."""
     offloaded = open_offloaded(setup, run, Placement("disk", "disk", frozen="disk"))
     try:
         state = checked_state(setup, run, commit)

@@ -1,4 +1,4 @@
-"""Make the checkpoints of a run when they are due, and remove those that are not kept."""
+"""Make the checkpoints of a run, and remove those that the recipe does not keep."""
 
 from __future__ import annotations
 
@@ -25,14 +25,8 @@ from gptj_ft.training.setup import TrainSetup
 class CheckpointRetention:
     """Make checkpoints when they are due, and remove those that the recipe does not keep.
 
-    The newest is always kept while the run goes on; a run on disk has it in its state folder. When the run has ended,
-    the tuned model is the last state.
-
-    Args:
-        setup: recipe, number of steps, and who has which layer.
-        run: run that the checkpoints are of.
-        offloaded: model with its optimizer state.
-        optimizer: optimizer with its pending update.
+    During the run the newest checkpoint is always kept; a run on disk has it in its state folder. After the run, the
+    tuned model is the last state.
     """
 
     def __init__(self, setup: TrainSetup, run: Run, offloaded: OffloadedModel, optimizer: AdamW) -> None:
@@ -44,26 +38,27 @@ class CheckpointRetention:
         self._mirrors = Mirrors()
 
     def begin(self, state: RunState) -> RunState:
-        """Apply the recipe to the checkpoints that are there; return the state without a best that was not kept.
+        """Apply the recipe to the existing checkpoints; return the state, without a best whose checkpoint is missing.
 
-        The recipe may have changed since, and a crash may have come between a step and its checkpoint, or its mirrors.
+        The recipe may have changed since, and a crash may have prevented a checkpoint or its mirrors.
         """
         if state.best and self._recipe.keeps_best:
-            is_there = self._parallel.is_replica or state.best.step in self._run.whole_checkpoints()
-            if not all(each["is_there"] for each in self._parallel.world.gather("best", {"is_there": is_there})):
-                state = replace(state, best=None)  # it was not kept then, or the run has gone back behind it
+            exists = self._parallel.is_replica or state.best.step in self._run.whole_checkpoints()
+            if not all(each["is_there"] for each in self._parallel.world.gather("best", {"is_there": exists})):
+                state = replace(state, best=None)  # not kept at the time, or the run returned to an earlier step
         self._mirrors = self._parallel.open_mirrors(self._setup, self._run)
         if self._mirrors.is_active:
             self._mirrors.mirror_existing(state.best.step if state.best and self._recipe.keeps_best else None)
             if self._mirrors.newest is None and state.step:
                 self._save(state)
+        # A crash may have come after the commit of a step and before its checkpoint.
         if self._is_durable and state.step:
             self.save_if_due(state)
         self.prune(state)
         return state
 
     def after_validation(self, state: RunState, loss: float, scores: Mapping[str, float]) -> RunState:
-        """Return the state after a validation; if it is the best so far, by the recipe's score, keep a checkpoint."""
+        """Return the state after a validation; make a checkpoint if it is the best by the recipe's score."""
         name, best = self._recipe.best_by, state.best
         value = loss if name == LOSS else scores[name]
         is_best = math.isfinite(value) and (best is None or is_better(name, value, best.score(name)))
@@ -75,64 +70,65 @@ class CheckpointRetention:
         return state
 
     def is_out_of_patience(self, state: RunState) -> bool:
-        """Tell whether as many validations as the recipe's ``patience`` have passed since the best."""
+        """Tell whether ``patience`` validations have passed since the best."""
         patience, best = self._recipe.patience, state.best
         if patience is None or best is None:
             return False
-        # Counted in the file, so that a run that was resumed counts as one that was not.
+        # Count in the file: a resumed run must end at the same step as an uninterrupted one.
         since = [line for line in self._run.metrics() if LOSS in line and line["step"] > best.step]
         return len(since) >= patience
 
     @property
     def is_late(self) -> bool:
-        """Whether the time between checkpoints is over."""
+        """Whether ``save_minutes`` have passed since the last checkpoint."""
         return time.monotonic() - self._saved_at > self._recipe.save_minutes * 60
 
     def save_if_due(self, state: RunState, is_late: bool = False) -> bool:
-        """Make a checkpoint if one is due, by steps or, if it is late, by time; tell whether it was."""
+        """Make a checkpoint if one is due by steps or, with ``is_late``, by time; return True if it was made."""
         recipe, step = self._recipe, state.step
         is_regular = is_multiple(step, recipe.save_every)
         if step == self._num_steps:
-            return False  # the model comes next
+            return False  # the export follows
         is_kept = is_regular and recipe.num_newest_kept != 0
-        # A run on disk is its own checkpoint, but not for another disk.
+        # A run on disk is its own checkpoint, unless checkpoints are mirrored to other disks.
         is_due = is_kept if self._is_durable and not self._mirrors.is_active else is_regular or is_late
         if is_due:
             self._save(state)
         return is_due
 
     def save_now(self, state: RunState) -> None:
-        """Have the state after the last step on the disk, if anything was trained yet."""
+        """Save the state after the last step, if there was one."""
         if self._is_durable:
             self._offloaded.drain()
         elif state.step:
             self._save(state)
 
     def prune(self, state: RunState, is_finished: bool = False) -> dict[int, Path]:
-        """Remove the checkpoints that are not kept; return those that are, in the process that writes the run."""
+        """Remove the checkpoints that are not kept; return the kept ones, in the process that writes the run."""
         if not self._run.writes:
-            return {}  # not even looked for: they are just being removed
-        found = self._run.whole_checkpoints()
-        kept = kept_steps(self._recipe, found, state.best.step if state.best else None)
-        if found and not self._is_durable and not is_finished:
-            kept.add(max(found))
+            return {}  # do not look: another process is removing them
+        checkpoints = self._run.whole_checkpoints()
+        kept = kept_steps(self._recipe, checkpoints, state.best.step if state.best else None)
+        if checkpoints and not self._is_durable and not is_finished:
+            kept.add(max(checkpoints))
         if self._mirrors.newest is not None and not is_finished:
             kept.add(self._mirrors.newest)
-        for step, folder in found.items():
+        for step, folder in checkpoints.items():
             if step not in kept:
                 remove_folder(folder)
-        if is_finished and not kept & found.keys():
+        if is_finished and not kept & checkpoints.keys():
             discard(self._run.checkpoints)
-        return {step: folder for step, folder in found.items() if step in kept}
+        return {step: folder for step, folder in checkpoints.items() if step in kept}
 
     def _save(self, state: RunState) -> None:
         group = self._parallel.pipeline
+        # A checkpoint has no pending update: apply it to every layer first.
         self._optimizer.flush()
         if self._parallel.is_replica:
-            pass  # what is saved is the first one's
+            pass  # the first replica saves
         elif self._is_durable:
             checkpoint.link(self._run, group, self._offloaded, state)
-            # From now on the state names this checkpoint; no other may be removed before that is known.
+            # Commit the name of this best checkpoint before `prune` removes the one before.
             checkpoint.commit_together(self._run, group, state, self._optimizer.pending)
         else:
             checkpoint.save_checkpoint(self._run, group, self._offloaded, state)
@@ -143,18 +139,12 @@ class CheckpointRetention:
 
     @property
     def note(self) -> str | None:
-        """Why there are no mirrors although the recipe has them."""
+        """Reason why the mirrors that the recipe wants are not made."""
         return self._mirrors.note
 
 
 def kept_steps(recipe: Recipe, steps: Iterable[int], best: int | None) -> set[int]:
-    """Return the steps of the checkpoints that are kept for good.
-
-    Args:
-        recipe: options; ``keep`` and ``save_every`` decide.
-        steps: steps of all checkpoints.
-        best: step of the best state.
-    """
+    """Return the steps of the checkpoints that ``keep`` and ``save_every`` keep."""
     regular = sorted(step for step in steps if is_multiple(step, recipe.save_every))
     count = len(regular) if recipe.num_newest_kept is None else recipe.num_newest_kept
     kept = set(regular[max(0, len(regular) - count) :])
@@ -164,22 +154,17 @@ def kept_steps(recipe: Recipe, steps: Iterable[int], best: int | None) -> set[in
 
 
 def is_better(name: str, value: float, other: float) -> bool:
-    """Tell whether a value is better than another: of losses the lower, of scores the higher; any is than NaN."""
+    """Compare two values: lower losses and higher scores are better, and any value is better than NaN."""
     return math.isnan(other) or (value < other if name == LOSS else value > other)
 
 
 def check_keep(recipe: Recipe, num_validation_rows: int) -> None:
-    """Refuse to keep what there will not be, and to wait for it.
-
-    Raises:
-        UsageError: the best without validations during the run, the best by a score that is not taken, patience without
-            validations, or the newest N or all without ``save_every``.
-    """
+    """Raise `UsageError` if ``keep``, ``best_by`` or ``patience`` need validations or saves that never happen."""
     if recipe.patience and not (num_validation_rows and recipe.validate_every):
         raise UsageError("patience counts validations during the run: add --validate-every N, and rows to validate on")
     if recipe.sample_rows and recipe.task == "language-model" and not (num_validation_rows and recipe.metrics):
         raise UsageError(
-            "sample_rows are validation rows, scored by the recipe's metrics: there is none of the one or other"
+            "sample_rows are validation rows, scored by the recipe's metrics: this run lacks validation rows or metrics"
         )
     is_labelled = recipe.task != "language-model"
     names = score_names(recipe.metrics, recipe.task) if recipe.sample_rows or is_labelled else []
@@ -187,7 +172,7 @@ def check_keep(recipe: Recipe, num_validation_rows: int) -> None:
         hint = did_you_mean(recipe.best_by, [LOSS, *names])
         more = "" if names else "; scores need --set sample_rows=N and a recipe with metrics"
         raise UsageError(
-            f"best_by: '{recipe.best_by}' is not measured{hint}; there are {', '.join([LOSS, *names])}{more}"
+            f"best_by: '{recipe.best_by}' is not measured{hint}; choose from {', '.join([LOSS, *names])}{more}"
         )
     if recipe.keeps_best and not num_validation_rows:
         raise UsageError("the best state is the one with the lowest validation loss: add --val-data FILE, or a holdout")
@@ -198,36 +183,39 @@ def check_keep(recipe: Recipe, num_validation_rows: int) -> None:
 
 
 def find_checkpoint(run: Run, name: str) -> int:
-    """Return the step of the checkpoint that a user means: ``best``, ``last``, ``step-000120`` or ``120``.
+    """Return the step of a checkpoint named ``best``, ``last``, ``step-000120`` or ``120``.
 
     Raises:
-        UsageError: there is none of that name; says which there are.
+        UsageError: no such checkpoint; the message lists the existing ones.
     """
-    found = run.whole_checkpoints()
+    checkpoints = run.whole_checkpoints()
     number = STEP_FOLDER.fullmatch(f"step-{name.removeprefix('step-')}")
-    if name == "last" and found:
-        return max(found)
-    if name == "best" and (best := _best_of(run, found)) is not None:
+    if name == "last" and checkpoints:
+        return max(checkpoints)
+    if name == "best" and (best := _best_of(run, checkpoints)) is not None:
         return best
-    if number and int(number[1]) in found:
+    if number and int(number[1]) in checkpoints:
         return int(number[1])
-    there = ", ".join(folder.name for folder in found.values()) or "none: --keep best,last or --save-every makes some"
-    raise UsageError(f"no checkpoint '{name}' in {run.checkpoints}; there are {there}")
+    names = ", ".join(folder.name for folder in checkpoints.values())
+    existing = names or "none: --keep best,last or --save-every makes some"
+    raise UsageError(f"no checkpoint '{name}' in {run.checkpoints}; it has {existing}")
 
 
 def go_back(run: Run, step: int) -> None:
-    """Forget what a run did after a checkpoint: it is the newest from now on. After step 0, that is everything."""
-    run.note_saved(run.checkpoint(step) / MANIFEST if step else None)  # until the commit goes, that one counts
+    """Return a run to a checkpoint: remove all later state. Step 0 removes everything."""
+    # Order: note the checkpoint, remove later checkpoints from the newest down, remove the commit last. A kill at any
+    # point leaves a state that the run can resume from.
+    run.note_saved(run.checkpoint(step) / MANIFEST if step else None)
     for later, folder in reversed(run.whole_checkpoints().items()):
         if later > step:
             remove_folder(folder)
-    if (run.state / COMMIT).is_file():  # without it the state is rebuilt from the newest checkpoint
+    if (run.state / COMMIT).is_file():  # without it, the next start rebuilds the state from the newest checkpoint
         (run.state / COMMIT).unlink()
         sync_path(run.state)
 
 
-def _best_of(run: Run, found: dict[int, Path]) -> int | None:
-    """Return the step that the run knows as its best, if there is a checkpoint of it."""
-    newest = run.last_commit() or (run.manifest(max(found)) if found else None)
+def _best_of(run: Run, checkpoints: dict[int, Path]) -> int | None:
+    """Return the step of the best state, if it has a checkpoint."""
+    newest = run.last_commit() or (run.manifest(max(checkpoints)) if checkpoints else None)
     best = RunState.of(newest).best if newest else None
-    return best.step if best and best.step in found else None
+    return best.step if best and best.step in checkpoints else None

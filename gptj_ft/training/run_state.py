@@ -1,4 +1,4 @@
-"""State of a run beside its tensors, as each commit and each checkpoint holds it."""
+"""The state of a run without its tensors, as stored in each commit and each checkpoint."""
 
 from __future__ import annotations
 
@@ -14,54 +14,37 @@ LOSS = "validation_loss"
 
 @dataclass(frozen=True)
 class BestState:
-    """The best validated state of a run.
+    """The best validated state of a run."""
 
-    Attributes:
-        step: optimizer steps behind it.
-        validation_loss: nats per target token.
-        by: name of the score it was chosen by; default: the loss.
-        value: value of that score.
-    """
-
-    step: int
-    validation_loss: float
-    by: str
-    value: float
+    step: int  # optimizer steps
+    validation_loss: float  # nats per target token
+    by: str  # name of the deciding score
+    value: float  # of the deciding score
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> BestState:
-        """Read the mapping that `to_dict` makes."""
+        """Read the mapping from `to_dict`."""
         by = next((name for name in values if name not in ("step", LOSS)), LOSS)
         return cls(values["step"], values[LOSS], by, values[by])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return step, loss and score under their names."""
         return {"step": self.step, LOSS: self.validation_loss, self.by: self.value}
 
     def score(self, name: str) -> float:
-        """Return a score by its name; NaN if this state was chosen by another."""
+        """Return a score, or NaN if another score chose this state."""
         return self.validation_loss if name == LOSS else self.value if name == self.by else math.nan
 
 
 @dataclass(frozen=True)
 class RunState:
-    """All that resuming needs beside tensors.
+    """Everything that a resume needs except tensors."""
 
-    Attributes:
-        step: optimizer steps done.
-        recipe_sha256: digest of the options that decide numbers.
-        loss_before: validation loss before training, nats per target token; ``None`` without validation rows.
-        updates_before: updates that the moments had seen before the run.
-        best: best validated state so far.
-        loss_scale: scale of the next step's loss in fp16, and steps skipped so far; ``None``: another type.
-    """
-
-    step: int
-    recipe_sha256: str | None
-    loss_before: float | None = None
-    updates_before: int = 0
-    best: BestState | None = None
-    loss_scale: LossScale | None = None
+    step: int  # optimizer steps done
+    recipe_sha256: str | None  # digest of the options that decide numbers
+    loss_before: float | None = None  # validation loss before training, nats per target token
+    updates_before: int = 0  # updates of the moments before the run
+    best: BestState | None = None  # so far
+    loss_scale: LossScale | None = None  # of the next step, and steps skipped so far; fp16 only
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> RunState:
@@ -72,7 +55,7 @@ class RunState:
         return cls(saved["step"], facts.get("recipe"), loss, updates, best, LossScale.of(facts.get("loss_scale")))
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to the values of a commit or a manifest; files of earlier versions have the same keys."""
+        """Return the values of a commit or manifest; the keys are those of earlier versions."""
         facts = {
             "loss_before": self.loss_before,
             "updates_before": self.updates_before,

@@ -1,4 +1,4 @@
-"""List runs: progress, losses, size on the disk; find and remove files that they no longer need."""
+"""List runs with their progress, losses and size; find and remove files that they no longer need."""
 
 from __future__ import annotations
 
@@ -23,79 +23,60 @@ from gptj_ft.system.units import gigabytes
 
 @dataclass(frozen=True)
 class Summary:
-    """A run at a glance.
+    """Summary of a run."""
 
-    Attributes:
-        folder: run folder.
-        recipe: name of its preset.
-        status: ``finished``, ``stopped``, or what a process is doing with it now: ``training``.
-        process: process that works on it; ``None`` if there is none.
-        step: steps done, or if the run is stopped those that it goes on from.
-        steps: optimizer steps of the whole run; ``None`` if its rows are not there.
-        saved_at: time at which its state or model was last written, seconds since 1970; ``None``: never.
-        loss_before: validation loss before training.
-        loss_after: the newest validation loss after that.
-        checkpoints: steps of those there are.
-        bytes: size on the disk.
-        problem: reason why nothing more is known of it.
-    """
-
-    folder: str
-    recipe: str
-    status: str
-    process: int | None
-    step: int
-    steps: int | None
-    saved_at: float | None
-    loss_before: float | None
-    loss_after: float | None
-    checkpoints: list[int]
-    bytes: int
-    problem: str | None = None
+    folder: str  # run folder
+    recipe: str  # name of its preset
+    status: str  # ``finished``, ``stopped``, or the activity of the process that uses it, such as ``training``
+    process: int | None  # number of the process that uses it
+    step: int  # steps done; of a stopped run, those that a resume keeps
+    steps: int | None  # of the whole run; None if its rows are missing
+    saved_at: float | None  # last write of state or model, seconds since 1970
+    loss_before: float | None  # validation loss before training
+    loss_after: float | None  # newest validation loss after training started
+    checkpoints: list[int]  # steps of the checkpoints
+    bytes: int  # size on disk
+    problem: str | None = None  # damage that hides the other fields
 
     @property
     def name(self) -> str:
         return Path(self.folder).resolve().name
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to JSON values; times as ISO 8601."""
+        """Return the object of `--json`, with times in ISO 8601."""
         saved_at = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(self.saved_at)) if self.saved_at else None
         return {"name": self.name, **asdict(self), "saved_at": saved_at}
 
 
 @dataclass(frozen=True)
 class Leftovers:
-    """What a run does not need, and the disk space that is free without it."""
+    """Files that a run does not need, and the disk space that their removal frees."""
 
     run: str
     paths: list[Path]
     bytes: int
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to JSON values."""
         return {"run": self.run, "paths": [str(path) for path in self.paths], "bytes": self.bytes}
 
 
 def find_runs(folders: Sequence[Path]) -> list[Run]:
-    """Return the runs in some folders, each of them a run or a folder of runs; oldest first.
+    """Return the runs in folders, oldest first.
 
     Args:
-        folders: none: ``runs`` in the working folder.
-
-    Raises:
-        UsageError: there is no such folder.
+        folders: each is a run or a folder of runs; empty: ``runs`` in the working folder.
     """
-    found = []
+    runs = []
     for folder in folders or [RUNS]:
         if folders and not folder.is_dir():
             raise UsageError(f"{folder} is not a folder: name a run, or a folder of runs")
         inside = [folder] if Run(folder).recipe_file.is_file() else folder.glob("*")
-        found += [run for path in inside if (run := Run(path)).recipe_file.is_file() and path.name[:1] != "."]
-    return sorted(found, key=lambda run: run.recipe_file.stat().st_mtime)
+        runs += [run for path in inside if (run := Run(path)).recipe_file.is_file() and path.name[:1] != "."]
+    return sorted(runs, key=lambda run: run.recipe_file.stat().st_mtime)
 
 
 def summarize_run(run: Run) -> Summary:
-    """Look at a run, which may be changing meanwhile; a damaged one is described as far as it can be read."""
+    """Summarize a run that may be changing; describe a damaged run as far as it can be read."""
     worker = holder(run.folder)
     is_finished = is_tuned(run.model)
     status = worker.work if worker else "finished" if is_finished else "stopped"
@@ -113,6 +94,7 @@ def summarize_run(run: Run) -> Summary:
         step = commit["step"] if commit else max(checkpoints, default=0)
     except (GptjFtError, KeyError) as error:
         problem = str(error)
+    # While a process trains, metrics are newer than the last checkpoint.
     if is_finished or worker:
         step = max((line["step"] for line in lines if "loss" in line), default=step)
     return Summary(
@@ -124,7 +106,7 @@ def summarize_run(run: Run) -> Summary:
 
 
 def run_rows(runs: Sequence[Summary]) -> list[tuple[str, ...]]:
-    """Return runs as rows of a table, under the names of its columns."""
+    """Return runs as rows of a table, after a row of column names."""
     rows: list[tuple[str, ...]] = [("run", "recipe", "step", "saved", "status", "validation loss", "disk")]
     for run in runs:
         losses = [f"{loss:.4f}" for loss in (run.loss_before, run.loss_after) if loss is not None]
@@ -141,14 +123,14 @@ def run_rows(runs: Sequence[Summary]) -> list[tuple[str, ...]]:
 
 @contextmanager
 def leftovers(runs: Sequence[Run]) -> Iterator[list[Leftovers]]:
-    """Find what runs do not need any more; nobody works on any of them before the end of the ``with`` block.
+    """Find the files that runs do not need; the runs stay locked until the end of the ``with`` block.
 
-    A finished run needs neither state nor checkpoints. One that goes on needs everything but what a crash left behind.
-    Of one that was killed before it had its name, there is nothing but what the crash left.
+    A finished run needs neither state nor checkpoints. An unfinished run needs everything except the leftovers of a
+    crash. A run that was killed before it got its name needs nothing.
 
     Raises:
-        UsageError: one of them is not a run, or in use.
-        DataError: one holds a link to elsewhere.
+        UsageError: a folder is not a run, or is in use.
+        DataError: a run contains a link out of its folder.
     """
     with ExitStack() as stack:
         for run in runs:
@@ -161,18 +143,14 @@ def leftovers(runs: Sequence[Run]) -> Iterator[list[Leftovers]]:
 
 
 def tidy(run: Run) -> None:
-    """Remove what a run that is finished has left if it was cut off in its last moments; what it keeps stays."""
+    """Remove state and temporary files of a finished run that was killed before it could do so."""
     for path in (*run.states, *_beside(run), *files.leftovers_in(run.folder)):
         files.discard(path)
 
 
-def remove_leftovers(found: Leftovers) -> None:
-    """Remove what `leftovers` has found.
-
-    Raises:
-        UsageError: it cannot be removed.
-    """
-    for path in found.paths:
+def remove_leftovers(leftovers: Leftovers) -> None:
+    """Remove the files that `leftovers` found; raise `UsageError` if one cannot be removed."""
+    for path in leftovers.paths:
         try:
             files.remove(path)
         except OSError as error:
@@ -189,6 +167,7 @@ def _written_at(path: Path) -> float | None:
 def _not_needed(run: Run) -> list[Path]:
     whole = [path for path in (*run.states, run.checkpoints) if is_tuned(run.model) and path.exists()]
     if run.recipe_file.is_file() and not is_tuned(run.model):
+        # Without this check a lost commit would look like scratch, and cleaning would remove the state.
         run.check_saved()
         if run.state.exists() and not (run.state / COMMIT).is_file():
             whole = [run.state]
@@ -197,14 +176,15 @@ def _not_needed(run: Run) -> list[Path]:
 
 
 def _beside(run: Run) -> list[Path]:
-    """Return the unfinished folders of a run of this name."""
+    """Return the hidden folder of a run with this name that was killed while starting."""
     draft = hidden_name(run.folder, "starting")
     return [draft] if os.path.lexists(draft) else []
 
 
 def _freed_bytes(paths: Sequence[Path]) -> int:
-    """Return the space that is free once files are removed: not that of a file which keeps another name elsewhere."""
+    """Return the space that removing files frees; a file with another hard link elsewhere frees none."""
     files = [file for path in paths for file in (files_in(path) if path.is_dir() else [path])]
-    found = {file: file.lstat() for file in files}
-    names = Counter((status.st_dev, status.st_ino) for status in found.values())
-    return disk_bytes(file for file, status in found.items() if names[status.st_dev, status.st_ino] == status.st_nlink)
+    statuses = {file: file.lstat() for file in files}
+    links = Counter((status.st_dev, status.st_ino) for status in statuses.values())
+    removed = (file for file, status in statuses.items() if links[status.st_dev, status.st_ino] == status.st_nlink)
+    return disk_bytes(removed)

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: segments, one after the other."""
+"""Learning-rate schedules as sequences of segments."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from gptj_ft.errors import UsageError
 
 @dataclass(frozen=True)
 class Segment:
-    """Part of a schedule: from ``start``, the rate of its first step, towards ``end``, that of the step after it.
+    """Part of a schedule.
 
-    ``inverse_sqrt`` falls with the root of the step, counted with the ``before`` steps that precede the segment, and
-    has no end (https://arxiv.org/abs/1706.03762, section 5.3).
+    ``inverse_sqrt`` divides by the root of the step, counted with the ``before`` steps before the segment, and has no
+    end (https://arxiv.org/abs/1706.03762, section 5.3).
     """
 
     shape: NamedShape
-    start: float
-    end: float
+    start: float  # learning rate of the first step
+    end: float  # learning rate of the step after the segment
     steps: int
     before: int = 0
 
     def lr(self, since: int) -> float:
-        """Return the learning rate ``since`` steps after the first one of the segment."""
+        """Return the learning rate ``since`` steps after the segment's first."""
         if self.shape == "constant":
             return self.end
         if self.shape == "inverse_sqrt":
@@ -38,17 +38,13 @@ class Segment:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning rates of a run; after the last segment the rate stays at its end."""
+    """The learning rates of a run; after the last segment the rate stays constant."""
 
     segments: tuple[Segment, ...]
 
     @classmethod
     def of(cls, recipe: Recipe, num_steps: int) -> Schedule:
-        """Derive the schedule of a run of so many steps.
-
-        Raises:
-            UsageError: the run goes on where the rate is 0.
-        """
+        """Derive the schedule of a run; raise `UsageError` if the last step would have a rate of 0."""
         if isinstance(recipe.schedule, str):
             schedule = cls(_stretched(recipe, recipe.schedule, num_steps))
         else:
@@ -57,7 +53,7 @@ class Schedule:
             length = sum(segment.steps for segment in schedule.segments)
             raise UsageError(
                 f"the learning rate of the last step, {num_steps}, is 0, so that it would train nothing: the schedule "
-                f"has {length:,} steps; take another --max-steps, or --set schedule=cosine, which fits any"
+                f"has {length:,} steps; use another --max-steps, or --set schedule=cosine, which fits any"
             )
         return schedule
 
@@ -81,13 +77,14 @@ def _as_written(pieces: Sequence[SchedulePiece], peak: float) -> tuple[Segment, 
 
 
 def _stretched(recipe: Recipe, shape: NamedShape, num_steps: int) -> tuple[Segment, ...]:
-    """Stretch a named shape over a run: warm-up, peak, decay. A warm-up below 1 is a share of the steps.
+    """Stretch a named shape over a run: warm-up, peak, decay.
 
-    The warm-up does not start at 0, which would waste a step, and its last step has the peak rate; the step after the
-    run would have the final one.
+    The warm-up does not start at 0, which would waste a step, and its last step has the peak rate. The final rate would
+    be that of the step after the run.
     """
     peak = recipe.lr
     warmup = recipe.num_warmup_steps(num_steps)
+    # A linear segment reaches its end one step late, so the peak is a constant segment of one step.
     rise = [Segment("linear", peak / warmup, peak, warmup - 1), Segment("constant", peak, peak, 1)] if warmup else []
     fall = Segment(
         shape, peak, peak if shape == "constant" else peak * recipe.final_lr, max(1, num_steps - warmup), warmup
@@ -96,5 +93,5 @@ def _stretched(recipe: Recipe, shape: NamedShape, num_steps: int) -> tuple[Segme
 
 
 def is_multiple(step: int, every: int) -> bool:
-    """Tell whether something done ``every`` so many steps is due; 0 is never."""
+    """Tell whether a step is a multiple of ``every``; 0 means never."""
     return every > 0 and step % every == 0

@@ -1,4 +1,4 @@
-"""Measure optimizer steps: tokens, seconds, bytes, and the rates that follow from them."""
+"""Measure optimizer steps: tokens, seconds, bytes, and rates."""
 
 from __future__ import annotations
 
@@ -13,65 +13,46 @@ if TYPE_CHECKING:
     from gptj_ft.planning.flops import Flops
     from gptj_ft.streaming.offloaded_model import OffloadedModel
 
-WAITING_NOTICED = 0.05  # share of the time
+SHOWN_STALL = 0.05  # share of the time
 
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Tokens, seconds, bytes and memory of one step, or of many together.
-
-    Attributes:
-        tokens: tokens computed.
-        target_tokens: tokens with a loss.
-        seconds: wall time.
-        waited_seconds: seconds of them that the computation waited for the stores.
-        bytes_read: bytes read by the stores.
-        bytes_written: bytes written by the stores.
-        memory_bytes: peak resident memory of the process so far.
-        device_memory_bytes: peak allocated on an accelerator so far; 0 on a CPU.
-        device_reserved_bytes: peak that its allocator has taken for that; 0 on a CPU.
-    """
+    """Tokens, seconds, bytes and memory of one step, or of several."""
 
     tokens: int
-    target_tokens: int
-    seconds: float
-    waited_seconds: float
-    bytes_read: int
-    bytes_written: int
-    memory_bytes: int
-    device_memory_bytes: int
-    device_reserved_bytes: int = 0
+    target_tokens: int  # tokens with a loss
+    seconds: float  # wall time
+    waited_seconds: float  # of it, the computation waited for the stores
+    bytes_read: int  # by the stores
+    bytes_written: int  # by the stores
+    memory_bytes: int  # peak resident memory of the process so far
+    device_memory_bytes: int  # peak allocated on an accelerator so far; 0 on a CPU
+    device_reserved_bytes: int = 0  # peak reserved by the accelerator's allocator; 0 on a CPU
 
     @classmethod
-    def total(cls, tallies: Sequence[StepCounts]) -> StepCounts:
-        """Add up what was done; of memory, take the most."""
-        columns = {field.name: [getattr(counts, field.name) for counts in tallies] for field in fields(cls)}
+    def total(cls, steps: Sequence[StepCounts]) -> StepCounts:
+        """Sum the counts of steps; memory is the peak."""
+        columns = {field.name: [getattr(counts, field.name) for counts in steps] for field in fields(cls)}
         peaks = ("memory_bytes", "device_memory_bytes", "device_reserved_bytes")
         return cls(**{name: max(column) if name in peaks else sum(column) for name, column in columns.items()})
 
 
 @dataclass(frozen=True)
 class Throughput:
-    """Rates. Each is a mean over time, so those of many steps are the means of theirs, weighted by seconds.
+    """Rates, each a mean over time.
 
-    Attributes:
-        target_tokens_per_second: tokens with a loss.
-        tokens_per_second: all tokens.
-        model_gflops: GFLOP/s of what every way of training the model computes.
-        hardware_gflops: GFLOP/s with recomputation counted as work.
-        mfu: ``model_gflops`` as a share of the rate of a large matrix product, measured here. (MFU and HFU as in
-            https://arxiv.org/abs/2205.05198, which takes the data sheet's rate.)
-        hfu: ``hardware_gflops``, likewise.
-        stall: share of the time that the computation stood still for the stores.
+    MFU and HFU follow https://arxiv.org/abs/2205.05198, but relate to the rate of a large matrix product measured on
+    this machine instead of the data sheet's rate.
     """
 
-    target_tokens_per_second: float
-    tokens_per_second: float
-    model_gflops: float
-    hardware_gflops: float
-    mfu: float
-    hfu: float
-    stall: float
+    target_tokens_per_second: float  # tokens with a loss
+    tokens_per_second: float  # all tokens
+    model_gflops: float  # GFLOP/s without recomputation
+    hardware_gflops: float  # GFLOP/s with recomputation
+    mfu: float  # model_gflops as a share of a matrix product's rate
+    hfu: float  # hardware_gflops as a share of a matrix product's rate
+    stall: float  # share of the time that the computation waited for the stores
 
     @classmethod
     def of(cls, counts: StepCounts, flops: Flops, matmul_rate: float) -> Throughput:
@@ -89,7 +70,7 @@ class Throughput:
 
     @classmethod
     def mean(cls, throughput: Sequence[Throughput], seconds: Sequence[float]) -> Throughput:
-        """Average over the time that each was measured in."""
+        """Return the means, weighted by seconds."""
         total = sum(seconds)
         return cls(
             **{
@@ -101,15 +82,15 @@ class Throughput:
 
 
 def summarize(lines: Sequence[Mapping[str, Any]]) -> tuple[StepCounts, Throughput]:
-    """Put the steps of a run together, from their lines in ``metrics.jsonl``; of those that lack something, nothing."""
+    """Sum up the steps of a run from ``metrics.jsonl``, without incomplete lines."""
     names = {field.name for form in (StepCounts, Throughput) for field in fields(form) if field.default is MISSING}
     lines = [line for line in lines if names <= line.keys()]
-    if not lines:  # all were damaged
+    if not lines:  # all lines are damaged
         return StepCounts(0, 0, 0.0, 0.0, 0, 0, 0, 0), Throughput(**{field.name: 0.0 for field in fields(Throughput)})
-    counted = [field.name for field in fields(StepCounts)]  # versions before wrote fewer
-    tallies = [StepCounts(**{name: line[name] for name in counted if name in line}) for line in lines]
+    counted = [field.name for field in fields(StepCounts)]  # earlier versions wrote fewer
+    steps = [StepCounts(**{name: line[name] for name in counted if name in line}) for line in lines]
     throughput = [Throughput(**{field.name: line[field.name] for field in fields(Throughput)}) for line in lines]
-    return StepCounts.total(tallies), Throughput.mean(throughput, [counts.seconds for counts in tallies])
+    return StepCounts.total(steps), Throughput.mean(throughput, [counts.seconds for counts in steps])
 
 
 class Stopwatch:
@@ -119,11 +100,12 @@ class Stopwatch:
         self._offloaded, self._start, self._before = offloaded, time.monotonic(), _counters(offloaded)
 
     def read(self, tokens: int, target_tokens: int) -> StepCounts:
-        """Return the counts of a step with so many tokens."""
-        # Not above: a terminal shows progress before torch is needed.
+        """Return the counts of a step; the arguments are its tokens."""
+        # Not at the top of the file: the terminal imports this module without torch.
         from gptj_ft.system import machine
         from gptj_ft.system.accelerator import peak_device_memory
 
+        # Counters are totals of the process: a step's values are differences.
         seconds = time.monotonic() - self._start
         waited, read, written = (now - then for now, then in zip(_counters(self._offloaded), self._before, strict=True))
         on_device = peak_device_memory(self._offloaded.device)
@@ -137,13 +119,7 @@ def _counters(offloaded: OffloadedModel) -> tuple[float, int, int]:
 
 
 def describe_throughput(counts: StepCounts, throughput: Throughput, verbose: bool = False) -> list[str]:
-    """Return the rates of a step as people read them; what does not apply is left out.
-
-    Args:
-        counts: counts of one step or of a whole run.
-        throughput: rates of the same.
-        verbose: whether the engine's FLOPs and bytes moved are shown.
-    """
+    """Format the rates of a step or a run; ``verbose`` adds FLOP/s and bytes moved."""
     memory = f"{gigabytes(counts.memory_bytes)} of memory"
     if counts.device_memory_bytes:
         reserved = f" ({gigabytes(counts.device_reserved_bytes)} reserved)" if verbose else ""
@@ -152,7 +128,7 @@ def describe_throughput(counts: StepCounts, throughput: Throughput, verbose: boo
     texts = [f"{all_tokens} tokens/s ({trained} trained on), {memory}"]
     if verbose:
         texts.append(f"{throughput.hardware_gflops:,.1f} GFLOP/s, {throughput.hfu:.0%} of matmul")
-    if throughput.stall >= (0.005 if verbose else WAITING_NOTICED):
+    if throughput.stall >= (0.005 if verbose else SHOWN_STALL):
         texts.append(f"waiting for the stores {throughput.stall:.0%}")
     if verbose and (counts.bytes_read or counts.bytes_written):
         texts.append(f"read {gigabytes(counts.bytes_read)}, wrote {gigabytes(counts.bytes_written)}")

@@ -18,35 +18,30 @@ if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
 
 PROJECT = "gptj-ft"
-WORDS = ("recipe", "method", "precision", "moments", "gradients", "weights", "optimizer_state")  # no path, no text
+# No paths and no text.
+SENT_OPTIONS = ("recipe", "method", "precision", "moments", "gradients", "weights", "optimizer_state")
 
-# It would send what is printed (rows, answers), command lines with their paths, code, and who and where the user is.
+# By default, wandb sends printed rows and answers, command lines with paths, code, and facts of user and machine.
 WANDB_PRIVATE = {
     "console": "off", "disable_code": True, "disable_git": True, "x_disable_machine_info": True, "x_disable_meta": True,
 }  # fmt: skip
 
 
 def check_tracker(name: str) -> None:
-    """Check that a tracker is installed.
-
-    Raises:
-        UsageError: it is not.
-    """
+    """Raise `UsageError` if the tracker's package is not installed."""
     if name != "none" and find_spec(name) is None:
         raise UsageError(f"--report-to {name}: its package is not installed; type `pip install {name}`")
 
 
 @contextmanager
 def tracking(run: Run, recipe: Recipe, warn: Callable[[str], None]) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """Yield the receiver of each line of ``metrics.jsonl``: the file, and then the recipe's tracker.
+    """Yield a function that writes a line to ``metrics.jsonl`` and sends it to the recipe's tracker.
 
-    Whatever a tracker does wrong is said once; it gets nothing more, and the run goes on. What it prints
-    goes to stderr.
+    After a failure of the tracker the run continues without it. Output that it prints goes to stderr.
 
     Args:
-        run: run that the lines are of.
-        recipe: options; ``report_to`` names the tracker.
-        warn: callback for a failure of the tracker.
+        recipe: ``report_to`` names the tracker.
+        warn: called after a failure of the tracker.
     """
     tracker: GeneralTracker | None = None
 
@@ -61,17 +56,18 @@ def tracking(run: Run, recipe: Recipe, warn: Callable[[str], None]) -> Iterator[
         try:
             with redirect_stdout(sys.stderr):
                 action()
-        except Exception as error:  # of libraries and services that nobody here knows
+        except Exception as error:  # trackers raise errors of their own libraries
             tracker, reason = None, (str(error).splitlines() or [""])[0]
             warn(
-                f"{recipe.report_to} gets no more figures: {type(error).__name__}: {reason}; training goes on, and all "
-                "of them are in metrics.jsonl"
+                f"{recipe.report_to} gets no more metrics: {type(error).__name__}: {reason}; training continues, and "
+                "metrics.jsonl has all of them"
             )
 
     def record(line: Mapping[str, Any]) -> None:
+        # The file first: a failing tracker must not lose a line.
         run.append_metrics(line)
         if tracker:
-            attempt(partial(tracker.log, figures(line), step=line["step"]))
+            attempt(partial(tracker.log, sent_numbers(line), step=line["step"]))
 
     if recipe.report_to != "none":
         attempt(start)
@@ -83,7 +79,7 @@ def tracking(run: Run, recipe: Recipe, warn: Callable[[str], None]) -> Iterator[
 
 
 def make_tracker(run: Run, recipe: Recipe) -> GeneralTracker:
-    """Return the tracker of a run, not started; a resumed run goes on in the same place."""
+    """Return the tracker of a run, not started; a resumed run continues the same record."""
     from accelerate.tracking import TensorBoardTracker, TrackioTracker, WandBTracker
 
     if recipe.report_to == "tensorboard":
@@ -91,19 +87,19 @@ def make_tracker(run: Run, recipe: Recipe) -> GeneralTracker:
     facts = {"name": run.folder.name, "config": settings(recipe), "resume": "allow"}
     if recipe.report_to == "trackio":
         return TrackioTracker(PROJECT, **facts)
-    began = run.recipe_file.stat().st_mtime_ns  # two runs of the same name are two
-    identity = hashlib.sha256(f"{run.folder.name} {began}".encode()).hexdigest()[:16]
+    created = run.recipe_file.stat().st_mtime_ns  # distinguishes runs of the same name
+    identity = hashlib.sha256(f"{run.folder.name} {created}".encode()).hexdigest()[:16]
     return WandBTracker(PROJECT, id=identity, dir=str(run.folder), settings=WANDB_PRIVATE, **facts)
 
 
 def settings(recipe: Recipe) -> dict[str, Any]:
-    """Return the options of a run that say how it learns: numbers and choices, no path and no template."""
+    """Return the options to send to a tracker: numbers and choices, no paths and no templates."""
     options = recipe.to_dict()
     numbers = {key: value for key, value in options.items() if isinstance(value, int | float)}
-    return {**{key: options[key] for key in WORDS}, **numbers}
+    return {**{key: options[key] for key in SENT_OPTIONS}, **numbers}
 
 
-def figures(line: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a line of ``metrics.jsonl`` by their names there; scores as ``scores/rougeL``."""
+def sent_numbers(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a line of ``metrics.jsonl``, scores under names like ``scores/rougeL``."""
     scores = {f"scores/{name}": value for name, value in line.get("scores", {}).items()}
     return {key: value for key, value in {**line, **scores}.items() if key != "step" and isinstance(value, int | float)}

@@ -1,4 +1,4 @@
-"""Verify a run: read every file and compare it with its recorded checksum."""
+"""Verify a run: read every file and compare its checksum."""
 
 from __future__ import annotations
 
@@ -29,41 +29,39 @@ from gptj_ft.system.paths import is_adapter, is_model, is_tuned
 from gptj_ft.training.run_state import RunState
 from gptj_ft.training.setup import trained_architecture
 
-STATE_KINDS = {"weight", "exp_avg", "exp_avg_sq"}  # and ``master``, where the computation is not in fp32
+STATE_KINDS = {"weight", "exp_avg", "exp_avg_sq"}  # with ``master`` if the computation is not in fp32
 _Progress = Callable[[int, int | None], None]
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What a check has found: a line for each damaged file or tensor, and what could not be compared."""
+    """Result of a verification."""
 
     run: str
-    files: int
-    bytes: int
-    problems: list[str]
-    notes: list[str] = field(default_factory=list)
+    files: int  # checked
+    bytes: int  # checked
+    problems: list[str]  # one line per damaged file or tensor
+    notes: list[str] = field(default_factory=list)  # files that could not be compared
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to JSON values."""
         return asdict(self)
 
 
 def verify(run: Run, progress: _Progress | None = None) -> Verification:
-    """Check every file that a run holds: form, size, step and digests.
+    """Check format, size, step and checksums of every file of a run.
 
     Args:
-        run: run that no process is working on.
-        progress: called with (bytes checked, bytes to check).
+        progress: called with (bytes checked, total bytes).
 
     Raises:
-        UsageError: not a run, in use, or neither its model nor the one it started from is there to tell its form.
+        UsageError: not a run, in use, or both its model and its base model are missing.
     """
     recipe = run.recipe()
     base = next((folder for folder in (Path(recipe.model or ""), run.model) if is_model(folder)), None)
     if base is None:
         raise UsageError(
-            f"{run.folder} started from {recipe.model}, which is not there to tell what belongs into the run; if it is "
-            f"elsewhere now, write so under `model:` in {run.recipe_file}"
+            f"{run.folder} started from {recipe.model}, which is missing and needed to know the layers of the run; if "
+            f"the model has moved, write its folder under `model:` in {run.recipe_file}"
         )
     with locked(run.folder, "verifying"):
         checker = Checker(run, select(_architecture(run, recipe, base), recipe).trained, progress)
@@ -71,27 +69,27 @@ def verify(run: Run, progress: _Progress | None = None) -> Verification:
         if is_tuned(run.model) and not run.record_file.is_file():
             notes.append(f"{run.folder} was trained by an earlier version of gptj-ft: model and rows have no digests")
         else:
-            problems += _said(lambda: run.check_recipe(recipe))
-            problems += _said(lambda: _check_base(run, Path(recipe.model or "")))
+            problems += _problems(lambda: run.check_recipe(recipe))
+            problems += _problems(lambda: _check_base(run, Path(recipe.model or "")))
     return Verification(str(run.folder), checker.files, checker.bytes, list(dict.fromkeys(problems)), notes)
 
 
 class Checker:
-    """Goes through a run's files, and counts them; one that several checkpoints share is read once."""
+    """Check and count the files of a run; a file that several checkpoints share is read once."""
 
     def __init__(self, run: Run, layouts: Sequence[Layout], progress: _Progress | None = None) -> None:
         self._run = run
-        self._layouts = {layer: layout for layer, layout in enumerate(layouts) if layout.numel}  # others have no file
+        self._layouts = {layer: layout for layer, layout in enumerate(layouts) if layout.numel}  # frozen: no file
         self._progress = progress or (lambda done, total: None)
         self._damage: dict[tuple[int, int], list[str]] = {}  # by device and inode
         self._total = sum(path.stat().st_size for path in run.folder.rglob("*.safetensors"))
         self.files, self.bytes = 0, 0
 
     def problems(self) -> Iterator[str]:
-        """Yield a line for each damaged file or tensor of state, checkpoints, model, rows and metrics."""
+        """Yield a line for each damaged file or tensor of the run."""
         run = self._run
         if not is_tuned(run.model):
-            yield from _said(run.check_saved)
+            yield from _problems(run.check_saved)
         if (run.state / COMMIT).is_file():  # without a commit it is scratch
             yield from self.state()
         for step in run.whole_checkpoints():
@@ -101,27 +99,29 @@ class Checker:
                 yield from self.model(folder)
         for rows in (run.data / "train", run.data / "validation"):
             if rows.exists() and run.record_file.is_file():
-                yield from _said(lambda rows=rows: load_dataset(rows))  # type: ignore[misc]
+                yield from _problems(lambda rows=rows: load_dataset(rows))  # type: ignore[misc]
         if (run.folder / "environment.json").is_file():
-            yield from _said(lambda: read_json(run.folder / "environment.json"))
+            yield from _problems(lambda: read_json(run.folder / "environment.json"))
         try:
             yield from run.metrics_problems(0 if is_tuned(run.model) else steps_done(run))
         except DataError as error:
             yield str(error)
 
     def state(self) -> Iterator[str]:
-        """Check the layers of a run on disk, and the gradients of those that its last update has not reached."""
+        """Check the layers of a run on disk, and the gradients of layers that the last update has not reached."""
         try:
             commit = self._run.last_commit()
         except DataError as error:
             yield str(error)
             return
         step = commit["step"] if commit else 0
+        # The loss scale decides the bits of later fp16 steps, so it must match the recorded steps.
         yield from self._loss_scale(self._run.state / COMMIT, commit) if commit else ()
         for layer, layout in self._layouts.items():
             path = layer_path(self._run.state / "layer", layer)
             stamp, problems = self._file(path, layout, STATE_KINDS)
             yield from problems
+            # The last update has not reached this layer: a resume needs its gradient.
             if stamp == step - 1:
                 path = layer_path(self._run.state / "gradient", layer)
                 stamp, problems = self._file(path, layout, {"grad"})
@@ -130,7 +130,6 @@ class Checker:
                 yield f"{path} is of step {stamp}, the run is at step {step}"
 
     def checkpoint(self, step: int) -> Iterator[str]:
-        """Check a checkpoint."""
         folder = self._run.checkpoint(step)
         try:
             yield from self._loss_scale(folder / MANIFEST, self._run.manifest(step))
@@ -144,13 +143,13 @@ class Checker:
                 yield f"{path} is of step {stamp}"
 
     def _loss_scale(self, path: Path, saved: Mapping[str, Any]) -> Iterator[str]:
-        """Check that the loss scale of a commit or a checkpoint is the one that the run's steps lead to."""
+        """Check that the loss scale of a commit or checkpoint follows from the run's steps."""
         step, scale = saved["step"], RunState.of(saved).loss_scale
         lines = [line for line in self._run.metrics() if "loss_scale" in line and line["step"] <= step]
         if [line["step"] for line in lines] != list(range(1, step + 1)):
-            return  # a run of another type, or one of whose lines some are damaged
+            return  # not fp16, or some lines are damaged
         if scale is None:
-            yield f"{path} has no loss scale, which a run in fp16 goes on from"
+            yield f"{path} has no loss scale, which a run in fp16 needs to resume"
         elif scale != (expected := replay_loss_scale(lines, scale)):
             yield (
                 f"{path} has a loss scale of {scale.scale:g} after {scale.num_skipped} skipped steps, not of "
@@ -158,23 +157,24 @@ class Checker:
             )
 
     def model(self, folder: Path) -> Iterator[str]:
-        """Check a tuned model: every file against its digest, and its form."""
+        """Check the files of a tuned model against their checksums, and its format."""
         problems = damaged_files(folder)
         if self._run.record_file.is_file() and not (folder / FOLDER_DIGESTS).is_file():
             problems.append(f"{folder / FOLDER_DIGESTS} is missing: the files of the model cannot be compared")
         for path in sorted(folder.glob("*.safetensors")):
-            problems = problems or _said(lambda path=path: open_shard(path))  # type: ignore[misc]
+            problems = problems or _problems(lambda path=path: open_shard(path))  # type: ignore[misc]
             self._count(path)
-        yield from problems or [*_said(lambda: _check_model(folder)), *_said(lambda: read_metadata(folder))]
+        yield from problems or [*_problems(lambda: _check_model(folder)), *_problems(lambda: read_metadata(folder))]
 
     def _file(self, path: Path, layout: Layout, kinds: set[str]) -> tuple[int | None, list[str]]:
-        """Check a state file; return its step, ``None`` if that is not to be had, and its problems."""
+        """Check a state file; return its step, if readable, and its problems."""
         try:
             form = stored_form(path, layout)
             if form.kinds.keys() - {"master"} != kinds:
-                raise DataError(f"{path} holds {', '.join(form.kinds)}, not {', '.join(sorted(kinds))}")
+                raise DataError(f"{path} contains {', '.join(form.kinds)}, not {', '.join(sorted(kinds))}")
             stamp, _ = form.check(path)
             status = path.stat()
+            # Hard-linked checkpoints share files: check each inode once.
             key = status.st_dev, status.st_ino
             if key not in self._damage:
                 self._damage[key] = form.damage(path)
@@ -189,7 +189,7 @@ class Checker:
 
 
 def replay_loss_scale(lines: Sequence[Mapping[str, Any]], last: LossScale) -> LossScale:
-    """Return the loss scale that the steps of ``metrics.jsonl`` lead to; ``last`` has the interval of its growth."""
+    """Recompute the loss scale from the steps of ``metrics.jsonl``; ``last`` gives the growth interval."""
     scale = LossScale(lines[0]["loss_scale"] if lines else last.scale, growth_interval=last.growth_interval)
     for line in lines:
         scale = scale.after_step(line["skipped"])
@@ -197,20 +197,16 @@ def replay_loss_scale(lines: Sequence[Mapping[str, Any]], last: LossScale) -> Lo
 
 
 def stored_form(path: Path, layout: Layout) -> StateFile:
-    """Return the form that a state file says it has.
-
-    Raises:
-        DataError: it is missing, cut short, or no such file.
-    """
+    """Read the format of a state file; raise `DataError` if it is missing, truncated or another kind of file."""
     kinds = {kind: entry.dtype for kind, entry in open_shard(path).entries.items()}
     return StateFile(layout, kinds, CHUNK_NUMEL)  # type: ignore[arg-type]
 
 
 def _check_base(run: Run, model: Path) -> None:
-    """Check the model that a run started from, if it is there, and that the run knows it."""
-    began_with = read_sealed(run.base_file)
+    """Check the recorded fingerprint of the base model, and the model itself if it exists."""
+    fingerprint = read_sealed(run.base_file)
     if is_model(model):
-        check_unchanged(model, began_with)
+        check_unchanged(model, fingerprint)
 
 
 def _check_model(folder: Path) -> None:
@@ -222,16 +218,16 @@ def _check_model(folder: Path) -> None:
 
 
 def _architecture(run: Run, recipe: Recipe, base: Path) -> Architecture:
-    """Return the architecture of a run, of the model that it started from or of the one that it has made."""
+    """Return the architecture of a run, from its base model or its tuned model."""
     if recipe.task == "language-model" or base == run.model:
         return read_architecture(base)
     return trained_architecture(recipe, base, load_dataset(run.data / "train").report.labels)
 
 
-def _said(check_tensors: Callable[[], object]) -> list[str]:
-    """Return the problems that a check finds."""
+def _problems(check: Callable[[], object]) -> list[str]:
+    """Run a check; return its error as a list of problems."""
     try:
-        check_tensors()
+        check()
     except (DataError, UsageError) as error:
         return [str(error)]
     return []

@@ -1,4 +1,4 @@
-"""List and remove the models in the home: family, size, origin, and the runs that need them."""
+"""List and remove the models in the home folder; find the runs that need them."""
 
 from __future__ import annotations
 
@@ -22,40 +22,29 @@ from gptj_ft.system.units import gigabytes
 
 @dataclass(frozen=True)
 class Entry:
-    """A model in the home.
+    """A model in the home folder."""
 
-    Attributes:
-        name: name of its folder, by which commands know it.
-        folder: model folder.
-        family: architecture; empty if that cannot be read.
-        parameters: number of parameters; ``None`` if that cannot be read.
-        dtype: type in which they are stored, or ``mixed``.
-        bytes: size on the disk.
-        origin: repository or model that it was made from.
-        problem: reason why it cannot be used; ``None``: it can.
-    """
-
-    name: str
+    name: str  # of its folder, as commands take it
     folder: str
-    family: str
-    parameters: int | None
-    dtype: str
-    bytes: int
-    origin: str
-    problem: str | None = None
+    family: str  # architecture; empty if unreadable
+    parameters: int | None  # None if unreadable
+    dtype: str  # of the stored weights, or ``mixed``
+    bytes: int  # size on disk
+    origin: str  # repository or model that it was made from
+    problem: str | None = None  # reason why it cannot be used
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def models_in_home() -> list[Entry]:
-    """Return the models that `download` and `convert` have put there, half-done downloads too, by name."""
-    there = sorted(models().iterdir()) if models().is_dir() else []
-    return [_entry(path) for path in there if _is_ours(path)]
+    """Return the models from `download` and `convert`, and incomplete downloads, sorted by name."""
+    folders = sorted(models().iterdir()) if models().is_dir() else []
+    return [_entry(path) for path in folders if _is_ours(path)]
 
 
 def model_rows(entries: Sequence[Entry]) -> list[tuple[str, ...]]:
-    """Return models as rows of a table, under the names of its columns."""
+    """Return models as rows of a table, after a row of column names."""
     rows: list[tuple[str, ...]] = [("model", "family", "parameters", "dtype", "disk", "origin")]
     for entry in entries:
         count = f"{entry.parameters:,}" if entry.parameters is not None else "-"
@@ -65,31 +54,27 @@ def model_rows(entries: Sequence[Entry]) -> list[tuple[str, ...]]:
 
 
 def find(name: str) -> Entry:
-    """Return the model of a name.
-
-    Raises:
-        UsageError: there is none in the home.
-    """
+    """Return a model of the home folder by name; raise `UsageError` if there is none."""
     folder = models() / name
     if Path(name).name != name or not folder.is_dir() or not _is_ours(folder):
         known = [entry.name for entry in models_in_home()]
         raise UsageError(
             f"no model '{name}' in {models()}{did_you_mean(name, known)}; `gptj-ft models` lists them. "
-            "What lies elsewhere is not removed"
+            "This command removes models of that folder only"
         )
     return _entry(folder)
 
 
 def remove_entry(entry: Entry, force: bool = False) -> None:
-    """Remove a model from the disk; of a link, the link.
+    """Remove a model, or only the link if its folder is one.
 
     Raises:
-        UsageError: a run still needs it and it is not forced, or it cannot be removed.
+        UsageError: a run needs it and ``force`` is not set, or it cannot be removed.
     """
     if needing := [] if force else [str(run.folder) for run in runs_that_need(Path(entry.folder))]:
         raise UsageError(
             f"{listed(needing, 1)} was started from {entry.name} and cannot be resumed or exported without it; "
-            "--force removes it all the same"
+            "--force removes it anyway"
         )
     folder = Path(entry.folder)
     try:
@@ -102,10 +87,10 @@ def remove_entry(entry: Entry, force: bool = False) -> None:
 
 
 def runs_that_need(model: Path) -> list[Run]:
-    """Return the runs that read a model when they go on or are exported, of those in ``runs`` and beside the newest."""
+    """Return the runs that need a model for a resume or an export; searches ``runs`` and the newest run's folder."""
     newest = newest_run()
     folders = {folder.resolve() for folder in (RUNS, *((newest.parent,) if newest else ())) if folder.is_dir()}
-    found = []
+    runs = []
     for run in (Run(path) for folder in sorted(folders) for path in sorted(folder.iterdir())):
         if not run.recipe_file.is_file() or (is_model(run.model) and not run.whole_checkpoints()):
             continue
@@ -114,8 +99,8 @@ def runs_that_need(model: Path) -> list[Run]:
         except GptjFtError:
             continue
         if base and Path(base).resolve() == model.resolve():
-            found.append(run)
-    return found
+            runs.append(run)
+    return runs
 
 
 def _is_ours(path: Path) -> bool:
@@ -128,7 +113,7 @@ def _entry(folder: Path) -> Entry:
         source = read_origin(folder)
         origin = _origin_of(folder, source)
         if not is_model(folder):
-            problem = f"not all there: `gptj-ft download {source.repository if source else ''}` goes on"
+            problem = f"incomplete: `gptj-ft download {source.repository if source else ''}` resumes the download"
         else:
             family, parameters, dtype = _contents(folder)
     except GptjFtError as error:
@@ -138,7 +123,7 @@ def _entry(folder: Path) -> Entry:
 
 
 def _contents(folder: Path) -> tuple[str, int, str]:
-    """Return family, parameters and type; the files' headers say so, no weights are read."""
+    """Read family, number of parameters and type from the headers of the weight files."""
     architecture = read_architecture(folder)
     with open_checkpoint(folder) as checkpoint:
         dropped = set(check_tensors(architecture, checkpoint))

@@ -1,4 +1,4 @@
-"""Prepare rows as a folder of tokens: repair them if asked to, tokenize them, write them."""
+"""Run the command `prepare-data`: repair rows on request, tokenize them, and write them to a folder."""
 
 from __future__ import annotations
 
@@ -25,28 +25,20 @@ from gptj_ft.training.reporter import Reporter
 
 @dataclass(frozen=True)
 class Targets:
-    """What is to be written.
+    """Output paths."""
 
-    Attributes:
-        folder: the prepared rows.
-        fixed: the mended rows, if they are asked for.
-    """
-
-    folder: Path
-    fixed: Path | None
+    folder: Path  # prepared rows
+    fixed: Path | None  # repaired rows, with ``--fix``
 
     @classmethod
     def of(cls, data: str, output: Path | None, fix: bool, fixed: Path | None) -> Targets:
-        """Choose them, and check that none of them is there.
+        """Choose the output paths and check that they do not exist.
 
         Args:
             data: the rows, as the user named them.
-            output: folder; by default beside the rows.
-            fix: whether rows are mended.
-            fixed: file for these; by default beside the rows.
-
-        Raises:
-            UsageError: one exists, or nothing can be written so.
+            output: folder; default: next to the rows.
+            fix: whether rows are repaired.
+            fixed: file of repaired rows; default: next to the rows.
         """
         if fixed is not None and not fix:
             raise UsageError("--fixed names the file that --fix writes: add --fix")
@@ -62,61 +54,42 @@ class Targets:
         return cls(folder, target)
 
     def stopped(self) -> str:
-        """Return the message after a signal: the files that are there, all of them whole, and how to go on."""
+        """Return the message after a signal: the complete files, and how to continue."""
         if self.folder.exists():
             return f"stopped; the rows are in {self.folder}, and only the report on them is missing"
         if self.fixed is not None and self.fixed.exists():
             command = command_line("prepare-data", "--data", self.fixed)
-            return f"stopped; the mended rows are in {self.fixed}: go on with the options of before and\n{command}"
-        return "stopped; nothing was written, and the same command begins again"
+            return f"stopped; the repaired rows are in {self.fixed}: continue with the same options and\n{command}"
+        return "stopped; nothing was written; repeat the command to start again"
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """What was done.
+    """Prepared rows."""
 
-    Attributes:
-        recipe: options, with the columns if they were asked for.
-        targets: folder and files written.
-        model: model folder whose tokenizer was used.
-        tokenizer: tokenizer of that model.
-        prepared: the rows.
-        fixes: report on repaired rows; ``None`` without ``--fix``.
-    """
-
-    recipe: Recipe
-    targets: Targets
-    model: Path
+    recipe: Recipe  # options, with columns that the user was asked for
+    targets: Targets  # written files
+    model: Path  # folder of the model whose tokenizer was used
     tokenizer: RowTokenizer
     prepared: Prepared
-    fixes: RepairReport | None
+    fixes: RepairReport | None  # None without ``--fix``
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to JSON values, those that `--json` prints."""
+        """Return the object of `--json`."""
         return {**self.origin, **self.prepared.report.to_dict()}
 
     @property
     def origin(self) -> dict[str, Any]:
-        """Where the rows are, whose tokens they are, and what was mended."""
+        """Folder of the rows, model of the tokenizer, and repairs."""
         origin = {"folder": str(self.targets.folder), "model": str(self.model)}
         return {**origin, **({"fixes": self.fixes.to_dict()} if self.fixes else {})}
 
     def write(self) -> None:
-        """Write the rows."""
         save_dataset(self.prepared, self.targets.folder)
 
 
 def prepare_rows(recipe: Recipe, targets: Targets, reporter: Reporter) -> Preparation:
-    """Mend rows if that is asked for, and turn them into tokens.
-
-    Args:
-        recipe: options; ``data`` names the rows.
-        targets: folder and files to write.
-        reporter: receiver of the rows done.
-
-    Raises:
-        UsageError, DataError: as its parts.
-    """
+    """Repair the rows that ``data`` names, if ``targets`` says so, and tokenize them."""
     source = data_path(recipe.data)
     if is_prepared(source):
         raise UsageError(f"{source} is prepared already: give it to `gptj-ft finetune --data`")

@@ -1,0 +1,109 @@
+"""Forecast the memory, disk and time of a run before it starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gptj_ft.checkpoints.architecture import read_architecture
+from gptj_ft.checkpoints.base_model import choose_model
+from gptj_ft.config.options import Recipe
+from gptj_ft.config.resolve import Resolved
+from gptj_ft.config.run_folder import choose_folder
+from gptj_ft.errors import UsageError
+from gptj_ft.models.published import Published, find_published
+from gptj_ft.models.registry import Architecture
+from gptj_ft.models.supported import DEFAULT_REPOSITORY, TINY_MODELS
+from gptj_ft.models.trainable import select
+from gptj_ft.planning.devices import is_published_name
+from gptj_ft.planning.machine_profile import rates
+from gptj_ft.planning.plan import DoesNotFit, Plan, choose
+from gptj_ft.planning.resources import Target
+from gptj_ft.planning.workload import RowLengths, StepTokens, Workload
+from gptj_ft.system.machine import choose_device
+from gptj_ft.training.finetune import planning_activity, prepare_new_run, use_threads
+from gptj_ft.training.parallel import ONE_PROCESS
+from gptj_ft.training.reporter import Reporter
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Forecast cost of a run."""
+
+    plan: Plan  # if none fits, the one that lacks least
+    problem: DoesNotFit | None = None  # reason why it does not fit
+    notes: tuple[str, ...] = ()  # on the treatment of the model
+    published: Published | None = None  # facts of a model known by name
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the object of `--json`."""
+        published = self.published.to_dict() if self.published else None
+        problem = {"error": str(self.problem), "exit_code": self.problem.exit_code} if self.problem else {}
+        return {**self.plan.to_dict(), "notes": list(self.notes), "published": published, **problem}
+
+
+def forecast_run(resolved: Resolved, measure_again: bool = False, reporter: Reporter | None = None) -> Forecast:
+    """Plan a run from its rows, or without ``data`` for rows of ``max_length`` tokens.
+
+    Without rows, a published model need not be downloaded, see `published`. The default model is GPT-J.
+
+    Args:
+        measure_again: measure this machine even if its rates are known.
+    """
+    recipe, reporter = resolved.recipe, reporter or Reporter()
+    use_threads(recipe, ONE_PROCESS, reporter)
+    folder = choose_folder(recipe)
+    is_local = not is_published_name(recipe.device)
+    if measure_again:
+        reporter.on_activity("measuring this machine, up to 10 s")
+        rates(choose_device(recipe.device if is_local else "cpu"), folder, again=True)
+    elif is_local and recipe.data is None:
+        reporter.on_activity(planning_activity(choose_device(recipe.device, recipe.device_memory), folder))
+    if recipe.data is not None:
+        target = None if is_local else Target.of(recipe, folder)
+        name = target.name if target else ""
+        try:
+            setup = prepare_new_run(resolved, reporter, target).setup
+        except DoesNotFit as problem:
+            return Forecast(replace(problem.nearest, device=name), problem)
+        return Forecast(replace(setup.plan, device=name), notes=setup.architecture.notes)
+    if recipe.model in TINY_MODELS:
+        raise UsageError("the tiny model is made from the rows: add --data FILE")
+    published = find_published(recipe.model or DEFAULT_REPOSITORY)
+    architecture = _architecture(recipe, published)
+    architecture = architecture.with_head(recipe.task, tuple(recipe.labels.values()) or ("0", "1"))
+    architecture = architecture.with_dropout(recipe.dropout, recipe.attention_dropout)
+    target = Target.of(recipe, folder)
+    length = min(recipe.max_length, architecture.config.n_positions)
+    tokens = recipe.batch_size * length
+    selection = select(architecture, recipe)
+    workload = Workload(
+        layouts=selection.trained,
+        frozen=selection.frozen,
+        layers=selection.build(),
+        width=architecture.config.n_embd,
+        dtype=torch.float32,
+        step=StepTokens(max(recipe.micro_batch_tokens, length), tokens, tokens, tokens),
+        num_steps=recipe.max_steps,
+        rows=RowLengths(length),
+        context=architecture.config.n_positions,
+    )
+    workload = target.settled(workload, recipe)
+    try:
+        plan = choose(recipe, workload, target.free, target.rates)
+    except DoesNotFit as problem:
+        return Forecast(replace(problem.nearest, device=target.name), problem, architecture.notes, published)
+    return Forecast(replace(plan, device=target.name), None, architecture.notes, published)
+
+
+def _architecture(recipe: Recipe, published: Published | None) -> Architecture:
+    """Return the architecture of a recipe's model: of the local folder, else of the published model."""
+    try:
+        return read_architecture(choose_model(recipe, None))
+    except UsageError:
+        if published is None or (recipe.model is not None and Path(recipe.model).exists()):
+            raise
+        return published.architecture
