@@ -100,9 +100,13 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_invalid_device_selection_is_rejected(shell, lines: list[str], card) -> None:
     for line in lines[1:]:
-        check(shell(f"{line} --quiet --device cuda --device-memory 99GB"), 2, "99.0 GB: cuda:0 has 8.0 GB; name less")
+        check(
+            shell(f"{line} --quiet --device cuda --device-memory 99GB"),
+            2,
+            "99.0 GB: cuda:0 has 8.0 GB; use a lower limit",
+        )
     for line in lines:
-        check(shell(f"{line} --quiet --device cuda:2"), 2, "no such device here; there are cuda:0, cuda:1")
+        check(shell(f"{line} --quiet --device cuda:2"), 2, "this machine has no such device, only cuda:0, cuda:1")
         check(shell(f"{line} --quiet --device cuda:1"), 4, "cuda:1 cannot be used: CUDA error: all CUDA-capable")
     assert not Path("out").exists()
 

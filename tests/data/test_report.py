@@ -22,7 +22,7 @@ from gptj_ft.config.resolve import resolve
 from gptj_ft.data.lengths import bins_of
 from gptj_ft.data.prepare import TokenizeJob, tokenize_rows
 from gptj_ft.errors import ResourceError
-from gptj_ft.training.finetune import gather
+from gptj_ft.training.inputs import gather
 
 TYPED = "prepare-data --recipe summarization --model tiny --data rows.jsonl"
 VOID = {"meta", "link", "br"}

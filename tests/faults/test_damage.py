@@ -88,7 +88,7 @@ def change_digit(path: Path, key: str, value: object) -> None:
 DAMAGE = {
     "no commit": ("disk", lambda run: (run / "state/commit.json").unlink(), "state/commit.json is missing"),
     "no state": ("disk", lambda run: shutil.rmtree(run / "state"), "state/commit.json is missing"),
-    "empty commit": ("disk", lambda run: (run / "state/commit.json").write_text("{}"), "commit.json carries no digest"),
+    "empty commit": ("disk", lambda run: (run / "state/commit.json").write_text("{}"), "commit.json has no checksum"),
     "no checkpoints": ("host", lambda run: shutil.rmtree(run / "checkpoints"), "step-000003/manifest.json is missing"),
     "no record": ("lora", lambda run: (run / "run.json").unlink(), "run.json is missing"),
     "no base": ("lora", lambda run: (run / "base.json").unlink(), "base.json is missing"),

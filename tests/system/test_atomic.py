@@ -1,4 +1,4 @@
-"""Files and folders appear whole or not at all, and what is left of unfinished ones is known by its name."""
+"""Test atomic files and folders, and the names of incomplete ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("resume", [None, {"plan": 1}])
-def test_a_folder_gets_its_name_when_the_block_ends_and_never_that_of_another(tmp_path: Path, resume) -> None:
+def test_folder_is_named_at_block_end(tmp_path: Path, resume) -> None:
     folder = tmp_path / "out" / "model"
     with suppress(ZeroDivisionError), atomic_folder(folder, resume) as draft:
         (draft / "part").write_text("x")
@@ -32,7 +32,7 @@ def test_a_folder_gets_its_name_when_the_block_ends_and_never_that_of_another(tm
         pass
 
 
-def test_what_an_interrupted_block_has_done_is_there_for_the_same_plan_only(tmp_path: Path) -> None:
+def test_draft_resumes_only_for_same_plan(tmp_path: Path) -> None:
     folder = tmp_path / "model"
 
     def interrupted(plan: dict[str, int]) -> list[str]:

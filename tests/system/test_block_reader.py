@@ -1,4 +1,4 @@
-"""Numbers read from files: every type, any place, in blocks; of embeddings just the rows that are used."""
+"""Test reading numbers of any type and offset in blocks, and single rows of embeddings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def write(path: Path, tensors: list[torch.Tensor], begin: int) -> list[Extent]:
 
 
 @pytest.mark.parametrize("begin", [1, 4096, BLOCK - 3])
-def test_numbers_of_any_type_arrive_from_any_place(tmp_path: Path, begin: int) -> None:
+def test_read_converts_any_type_and_offset(tmp_path: Path, begin: int) -> None:
     types = [torch.bfloat16, torch.float32, torch.float16, torch.float64, torch.float32]
     tensors = [torch.randn(size).to(dtype) for size, dtype in zip((700, 1, 40000, 3, 9000), types, strict=True)]
     extents, reader = write(tmp_path / "file", tensors, begin), BlockReader(CPU, BLOCK, 3)
@@ -44,7 +44,7 @@ def test_numbers_of_any_type_arrive_from_any_place(tmp_path: Path, begin: int) -
     reader.close()
 
 
-def test_what_lies_within_a_block_is_one_request_and_no_request_needs_more_memory() -> None:
+def test_block_is_one_bounded_request() -> None:
     path = Path("file")
     pieces = [Extent(path, offset, torch.float32).to(torch.empty(size)) for offset, size in ((30001, 9), (3, 7000))]
     blocks = in_blocks(pieces, BLOCK)
@@ -56,7 +56,7 @@ def test_what_lies_within_a_block_is_one_request_and_no_request_needs_more_memor
         assert -(-end // 4096) * 4096 - begin // 4096 * 4096 <= BLOCK + MARGIN
 
 
-def test_a_file_that_has_become_shorter_is_named_and_reading_goes_on_with_others(tmp_path: Path) -> None:
+def test_truncated_file_is_named_others_read(tmp_path: Path) -> None:
     tensors = [torch.randn(9000), torch.randn(50)]
     (one,), (other,) = (write(tmp_path / str(n), [tensor], 8) for n, tensor in enumerate(tensors))
     one.path.write_bytes(one.path.read_bytes()[:-4])
@@ -73,7 +73,7 @@ def test_a_file_that_has_become_shorter_is_named_and_reading_goes_on_with_others
 
 
 @pytest.mark.parametrize("place", ["host", "disk"])
-def test_of_an_embedding_only_the_rows_in_use_are_read(tmp_path: Path, place: str) -> None:
+def test_only_used_embedding_rows_are_read(tmp_path: Path, place: str) -> None:
     random_gptj(vocab_size=90, n_embd=64, n_layer=2, n_head=2, rotary_dim=4).save_pretrained(tmp_path)
     batches, losses = [pack([[7, 80, 7, 3], [3, 89]], [0, 0]), pack([[0, 7]], [0])], []
     for where in ("device", place):

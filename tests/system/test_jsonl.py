@@ -1,4 +1,4 @@
-"""Files of JSON lines survive a crash at any byte."""
+"""Test that JSON-lines files survive a crash at any byte."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LINES = [{"row": 0, "text": "a\ud800\n"}, {"row": 1, "text": "é"}, {"row": 2}]
 
 
 @pytest.mark.parametrize("is_sealed", [False, True])
-def test_a_file_cut_at_any_byte_holds_the_lines_before_and_goes_on(tmp_path: Path, is_sealed: bool) -> None:
+def test_truncated_file_keeps_complete_lines(tmp_path: Path, is_sealed: bool) -> None:
     file = JsonLines(tmp_path / "a.jsonl", is_sealed)
     assert list(file.read()) == []
     file.append(*LINES[:2])
@@ -27,7 +27,7 @@ def test_a_file_cut_at_any_byte_holds_the_lines_before_and_goes_on(tmp_path: Pat
         assert file.path.read_bytes() == content
 
 
-def test_a_changed_number_in_a_sealed_line_is_noticed_and_the_text_is_kept(tmp_path: Path) -> None:
+def test_checksum_detects_a_changed_line(tmp_path: Path) -> None:
     file = JsonLines(tmp_path / "a.jsonl", is_sealed=True)
     file.append(*LINES)
     file.path.write_bytes(file.path.read_bytes().replace(b'"row": 1', b'"row": 7'))

@@ -1,4 +1,4 @@
-"""Two processes never work in one run folder."""
+"""Test that a run folder is used by one process at a time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def training(rows_file: Path, measured_home: Path, tmp_path: Path) -> Iterator[s
         process.wait()
 
 
-def test_a_run_being_trained_is_refused_to_others_until_its_process_is_dead(training, shell, tmp_path: Path) -> None:
+def test_lock_lasts_until_process_dies(training, shell, tmp_path: Path) -> None:
     name = f"process {training.pid} on host {platform.node()} is training it"
     done = shell("finetune --resume busy")
     assert done.code == 2
@@ -50,9 +50,7 @@ def test_a_run_being_trained_is_refused_to_others_until_its_process_is_dead(trai
     assert shell("finetune --resume busy --dry-run").code == 0, "a killed process leaves no lock"
 
 
-def test_a_run_folder_appears_whole_and_what_a_killed_process_left_of_one_is_not_in_the_way(
-    rows_file: Path, shell, tmp_path: Path
-) -> None:
+def test_killed_start_leaves_no_obstacle(rows_file: Path, shell, tmp_path: Path) -> None:
     left = tmp_path / "runs" / ".new.starting"
     (left / "data" / ".train.writing").mkdir(parents=True)
     (left / "recipe.yaml").write_text("lr: 3")

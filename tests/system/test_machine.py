@@ -1,10 +1,10 @@
-"""Devices: which one a process takes, in which precision it sums, and memory that its kernels keep."""
+"""Test the choice of a device, its accumulation precision, and the memory of compiled kernels."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 
@@ -19,17 +19,22 @@ from gptj_ft.system.accelerator import NARROW_SUMS, sum_in_fp32
 from gptj_ft.system.machine import choose_device
 
 
-def test_a_cuda_device_is_known_by_a_number_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def pretend_cuda(patch: pytest.MonkeyPatch, count: int, current: int = 0, **more: Callable[..., object]) -> None:
+    """Make `torch.cuda` report some devices; ``more`` replaces further functions of the module."""
+    facts = {"is_available": lambda: True, "device_count": lambda: count, "current_device": lambda: current}
+    for name, function in {**facts, "set_device": lambda device: None, **more}.items():
+        patch.setattr(torch.cuda, name, function)
+
+
+def test_cuda_device_number_must_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     current: list[torch.device] = []
-    for name, value in (("is_available", True), ("current_device", 1), ("device_count", 2)):
-        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    pretend_cuda(monkeypatch, count=2, current=1, set_device=current.append)
     assert (
         [choose_device(name) for name in ("cuda", "cuda:0")]
         == current
         == [torch.device("cuda", number) for number in (1, 0)]
     )
-    with pytest.raises(UsageError, match="cuda:2: there is no such device here; there are cuda:0, cuda:1"):
+    with pytest.raises(UsageError, match="cuda:2: this machine has no such device, only cuda:0, cuda:1"):
         choose_device("cuda:2")
 
 
@@ -37,13 +42,9 @@ def test_a_cuda_device_is_known_by_a_number_that_is_there(monkeypatch: pytest.Mo
     ("name", "chosen", "shares"),
     [("auto", [0, 1, 0], [2, 1, 2]), ("cuda", [0, 1, 0], [2, 1, 2]), ("cuda:1", [1, 1, 1], [3, 3, 3])],
 )
-def test_processes_of_a_machine_take_its_accelerators_in_turn(monkeypatch, name, chosen, shares, tmp_path) -> None:
+def test_local_processes_alternate_over_accelerators(monkeypatch, name, chosen, shares, tmp_path) -> None:
     memory = (12 << 30, 12 << 30)
-    for what, value in (
-        ("is_available", True), ("current_device", 0), ("device_count", 2), ("set_device", None),
-        ("mem_get_info", memory),
-    ):  # fmt: skip
-        monkeypatch.setattr(torch.cuda, what, lambda *args, value=value: value)
+    pretend_cuda(monkeypatch, count=2, mem_get_info=lambda device: memory)
     monkeypatch.setattr(accelerator, "default_accelerator", lambda: "cuda")
     members = [Member(Hub(3), rank) for rank in range(3)]
     devices = [choose_device(name, None, member.local_rank) for member in members]
@@ -56,7 +57,7 @@ def test_processes_of_a_machine_take_its_accelerators_in_turn(monkeypatch, name,
 
 @pytest.fixture
 def narrow_sums() -> Iterator[None]:
-    """Let torch sum in narrow types on CUDA, all that it can be told to; it is told even where there is no CUDA."""
+    """Allow accumulation in narrow types on CUDA; the settings exist even without CUDA."""
     products = torch.backends.cuda.matmul
     before = {name: getattr(products, name) for name in NARROW_SUMS}
     for name in NARROW_SUMS:
@@ -67,17 +68,16 @@ def narrow_sums() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("narrow_sums")
-def test_products_are_summed_in_fp32_on_the_device_that_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chosen_device_accumulates_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     allowed = partial(map, partial(getattr, torch.backends.cuda.matmul))
     assert choose_device("cpu") == torch.device("cpu")
     assert all(allowed(NARROW_SUMS)), "another device's are left alone"
-    for name, value in (("is_available", True), ("current_device", 0), ("device_count", 1), ("set_device", None)):
-        monkeypatch.setattr(torch.cuda, name, lambda *args, value=value: value)
+    pretend_cuda(monkeypatch, count=1)
     choose_device("cuda")
     assert not any(allowed(NARROW_SUMS))
 
 
-def test_a_device_without_such_a_switch_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_without_accumulation_setting_works(monkeypatch: pytest.MonkeyPatch) -> None:
     sum_in_fp32(torch.device("mps"))
     only = SimpleNamespace(allow_bf16_reduced_precision_reduction=True)  # an older torch knows no other
     monkeypatch.setattr(torch.backends, "xpu", SimpleNamespace(matmul=only), raising=False)
@@ -85,7 +85,7 @@ def test_a_device_without_such_a_switch_needs_none(monkeypatch: pytest.MonkeyPat
     assert vars(only) == {"allow_bf16_reduced_precision_reduction": False}
 
 
-def test_memory_does_not_grow_with_the_shapes_that_bf16_steps_ask_for() -> None:
+def test_memory_is_bounded_over_bf16_shapes() -> None:
     code = """
 from gptj_ft.system.machine import bound_kernel_caches
 bound_kernel_caches()

@@ -1,4 +1,4 @@
-"""What a conversion is made of: memory that is used again, threads ahead, files written behind."""
+"""Test recycled memory, ordered tasks and asynchronous writing."""
 
 import mmap
 import platform
@@ -10,13 +10,13 @@ import torch
 import xxhash
 
 from gptj_ft.errors import DataError
-from gptj_ft.system import memory, write_behind
+from gptj_ft.system import memory
 from gptj_ft.system.memory import LEAST_BYTES, borrow, return_freed_memory
-from gptj_ft.system.prefetch import AHEAD_TASKS, prefetch
+from gptj_ft.system.ordered_tasks import AHEAD_TASKS, run_ordered
 from gptj_ft.system.write_behind import WriteBehind
 
 
-def test_memory_is_lent_again_when_no_tensor_shares_it_and_not_before() -> None:
+def test_buffer_is_recycled_after_last_use() -> None:
     memory._idle.clear()
     first = borrow(LEAST_BYTES)
     address, view = first.data_ptr(), first.view(torch.float32).reshape(2, -1)[1:].numpy()
@@ -27,7 +27,7 @@ def test_memory_is_lent_again_when_no_tensor_shares_it_and_not_before() -> None:
     assert borrow(LEAST_BYTES).data_ptr() == address
 
 
-def test_idle_memory_is_bounded_and_far_larger_one_is_not_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_buffers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     memory._idle.clear()
     monkeypatch.setattr(memory, "MOST_IDLE_BYTES", 6 * LEAST_BYTES)
     large = borrow(5 * LEAST_BYTES)
@@ -40,7 +40,7 @@ def test_idle_memory_is_bounded_and_far_larger_one_is_not_lent(monkeypatch: pyte
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
-def test_what_tensors_have_freed_between_others_is_returned_to_the_system() -> None:
+def test_freed_heap_returns_to_the_system() -> None:
     def resident_bytes() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
@@ -56,7 +56,7 @@ def test_what_tensors_have_freed_between_others_is_returned_to_the_system() -> N
     assert not memory._idle, "what was to be lent again is not"
 
 
-def test_results_come_in_order_and_no_more_are_made_than_fit() -> None:
+def test_results_keep_order_within_memory_limit() -> None:
     lock, counts = threading.Lock(), {"now": 0, "most": 0}
 
     def make(number: int) -> int:
@@ -66,7 +66,7 @@ def test_results_come_in_order_and_no_more_are_made_than_fit() -> None:
         return number
 
     found = []
-    for number in prefetch(((10, lambda number=number: make(number)) for number in range(50)), num_bytes=35):
+    for number in run_ordered(((10, lambda number=number: make(number)) for number in range(50)), num_bytes=35):
         found.append(number)
         with lock:
             counts["now"] -= 1
@@ -74,24 +74,23 @@ def test_results_come_in_order_and_no_more_are_made_than_fit() -> None:
     assert 1 < counts["most"] <= 3 < AHEAD_TASKS
 
 
-def test_what_a_task_raises_is_raised_in_its_place() -> None:
+def test_task_error_is_raised_in_order() -> None:
     def damaged() -> int:
         raise DataError("damaged")
 
-    results = prefetch([(1, lambda: 1), (1, damaged), (1, lambda: 3)])
+    results = run_ordered([(1, lambda: 1), (1, damaged), (1, lambda: 3)])
     assert next(results) == 1
     with pytest.raises(DataError, match="damaged"):
         next(results)
 
 
-def test_a_file_of_any_types_in_any_order_holds_every_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_behind, "BUFFER_BYTES", 4096)
+def test_written_file_contains_all_types(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"of a process that was killed" * 9000)
     values = [torch.randn(size) for size in (700, 3, 4000, 1, 2500)]
     types = [torch.bfloat16, torch.bfloat16, torch.float32, torch.float16, torch.float64]  # one off its alignment
     finished: list[bool] = []
-    with WriteBehind(2) as files:
+    with WriteBehind(2, buffer_bytes=4096) as files:
         writer, digest = files.open(path), xxhash.xxh3_128()
         for tensor, dtype in zip(values, types, strict=True):
             writer.put(tensor, dtype, digest)

@@ -1,3 +1,7 @@
+"""Test escaping of control characters, secrets and shell words."""
+
+from __future__ import annotations
+
 import subprocess
 from pathlib import Path
 
@@ -6,7 +10,7 @@ import pytest
 from gptj_ft.system.plain_text import command_line, escape_controls, one_line, without_secrets
 
 
-def test_controls_are_written_out_and_other_text_stays() -> None:
+def test_control_characters_are_written_out() -> None:
     text = "naïve 日本\n\ttab \x1b[2J \x9b2J \x07 \r \u202e \x7f"
     assert escape_controls(text) == "naïve 日本\n\ttab \\x1b[2J \\x9b2J \\x07 \\r \\u202e \\x7f"
 
@@ -15,7 +19,7 @@ def test_a_line_stays_one_line() -> None:
     assert one_line("a\nb\r\nc\td\u2028e") == "a\\nb\\r\\nc\\td\\u2028e"
 
 
-def test_secrets_are_left_out_of_a_command_and_nothing_else() -> None:
+def test_only_secrets_are_hidden_in_commands() -> None:
     token = "hf_" + "a1B2" * 8
     typed = [
         "--hub-token",
@@ -33,7 +37,7 @@ def test_secrets_are_left_out_of_a_command_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("name", ["a b", "$(touch pwned)", "-dash", "it's", "b\\s", "a\nb\x1b[2J'\\"])
-def test_a_command_to_copy_names_the_very_path_and_nothing_else(name: str, tmp_path: Path) -> None:
+def test_printed_command_quotes_its_paths(name: str, tmp_path: Path) -> None:
     command = command_line("finetune", "--resume", Path(name))
     assert one_line(command) == command
     script = f'gptj-ft() {{ printf "%s\\0" "$@"; }}\n{command}'

@@ -1,4 +1,4 @@
-"""Signals at any moment of any command: what was done is saved, and the run ends as if nothing had happened."""
+"""Test stop signals at any moment: the state is saved, and the resumed run is bit-equal."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from gptj_ft.system import signals
 from gptj_ft.system.signals import SIGNALS, StopRequest
 from gptj_ft.system.streams import LastingStream, open_missing
 from gptj_ft.training import compute, export, loop, restore, retention, validation
-from gptj_ft.training.finetune import going_on
+from gptj_ft.training.finetune import saved_state_in_errors
 from gptj_ft.training.nonfinite import LossWatch
 from gptj_ft.training.setup import TrainSetup
 
@@ -101,14 +101,14 @@ def begun_run(session: TrainSetup, folder: Path) -> Run:
     ("point", "place", "number"),
     [*FAST, *(pytest.param(*each, marks=pytest.mark.slow) for each in ALL if each not in FAST)],
 )
-def test_a_signal_at_any_point_saves_says_so_and_the_resumed_run_ends_with_the_same_bits(
+def test_signal_at_any_point_resumes_bit_equal(
     point: str, place: str, number: int, model: Path, straight: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     session, (owner, name, call, said) = session_of(model, place), POINTS[point]
     run = begun_run(session, tmp_path)
     with pytest.MonkeyPatch.context() as patch, StopRequest():
         signal_at(patch, owner, name, call, number)
-        with pytest.raises(Interrupted, match=said) as stop, going_on(run):
+        with pytest.raises(Interrupted, match=said) as stop, saved_state_in_errors(run):
             train(session, run)
     assert stop.value.exit_code == 130
     assert run.model.is_dir() == (said == DONE)
@@ -141,7 +141,7 @@ def counting_calls(at: int = 0, number: int = 0) -> Iterator[list[int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
-def test_a_signal_at_60_random_calls_of_functions_loses_nothing(
+def test_signal_at_random_call_loses_nothing(
     place: str, model: Path, straight: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     session, draw, stops = session_of(model, place), random.Random(place), 0
@@ -153,7 +153,7 @@ def test_a_signal_at_60_random_calls_of_functions_loses_nothing(
         run, at = begun_run(session, tmp_path), draw.randrange(1, calls[0])
         said = ""
         try:
-            with StopRequest(), going_on(run), counting_calls(at, SIGNALS[trial % len(SIGNALS)]):
+            with StopRequest(), saved_state_in_errors(run), counting_calls(at, SIGNALS[trial % len(SIGNALS)]):
                 train(session, run)
         except Interrupted as stop:
             said = str(stop)
@@ -172,7 +172,7 @@ def test_a_signal_at_60_random_calls_of_functions_loses_nothing(
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_command_that_is_stopped_before_its_run_begins_says_that_nothing_was_trained(
+def test_stop_before_start_reports_nothing_trained(
     number: int, shell, rows_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from gptj_ft.planning import resources
@@ -187,25 +187,23 @@ def test_a_command_that_is_stopped_before_its_run_begins_says_that_nothing_was_t
     assert not Path("a run").exists()
 
 
-def test_a_signal_while_rows_are_prepared_says_what_is_written(shell, rows_file: Path, monkeypatch) -> None:
-    from gptj_ft.training import prepare_data
+def test_stopped_prepare_data_names_written_files(shell, rows_file: Path, monkeypatch) -> None:
+    from gptj_ft.training import prepare_command
 
     command = "prepare-data --recipe summarization --data rows.jsonl --model tiny --fix --output out"
     for name, said in (
-        ("fix_rows", "stopped; nothing was written, and the same command begins again"),
-        ("prepare_once", "the mended rows are in rows.fixed.jsonl: go on with the options of before and"),
+        ("fix_rows", "stopped; nothing was written; repeat the command to start again"),
+        ("prepare_once", "the repaired rows are in rows.fixed.jsonl: continue with the same options and"),
     ):
         with monkeypatch.context() as patch:
-            signal_at(patch, prepare_data, name, 1, signal.SIGTERM)
+            signal_at(patch, prepare_command, name, 1, signal.SIGTERM)
             done = shell(command)
         assert (done.code, said in done.said) == (130, True), done.said
     assert done.err.endswith("gptj-ft prepare-data --data rows.fixed.jsonl\n")
     assert not Path("out").exists()
 
 
-def test_a_signal_while_the_report_is_written_says_where_the_model_is_and_the_resume_command_is_quoted(
-    shell, rows_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stop_names_model_and_quotes_command(shell, rows_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = "finetune --recipe summarization --data rows.jsonl --model tiny --max-steps 2 --output 'a run'"
     with monkeypatch.context() as patch:
         signal_at(patch, compute, "train_step", 1, signal.SIGHUP)
@@ -240,7 +238,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.mark.parametrize(("place", "save_every"), [("host", 0), ("host", 1), ("disk", 0)])
-def test_a_second_signal_ends_at_once_and_says_what_is_saved(
+def test_second_signal_exits_with_saved_state(
     place: str, save_every: int, model: Path, tmp_path: Path, clock: list[float], capfd: pytest.CaptureFixture[str]
 ) -> None:
     session = small_session(model, STEPS, save_every=save_every, weights=place, optimizer_state=place)
@@ -279,7 +277,7 @@ def test_a_second_signal_ends_at_once_and_says_what_is_saved(
         ((signal.SIGUSR1, signal.SIGTERM), 60.0, False),  # a batch system before it kills
     ],
 )
-def test_a_second_signal_ends_at_once_if_a_person_insists(
+def test_only_users_second_signal_exits(
     numbers: tuple[int, int], seconds: float, ends: bool, clock: list[float]
 ) -> None:
     asked: list[bool] = []
@@ -296,7 +294,7 @@ def test_a_second_signal_ends_at_once_if_a_person_insists(
     assert (asked, request.requested) == ([True], True)
 
 
-def test_in_somebodys_program_only_ctrl_c_is_taken_and_a_second_one_raises(clock: list[float]) -> None:
+def test_library_use_handles_only_ctrl_c(clock: list[float]) -> None:
     asked: list[bool] = []
     terminates = signal.getsignal(signal.SIGTERM)
     with StopRequest(lambda: asked.append(True), owns_process=False) as request:
@@ -308,7 +306,7 @@ def test_in_somebodys_program_only_ctrl_c_is_taken_and_a_second_one_raises(clock
             signal.raise_signal(signal.SIGINT)
 
 
-def test_the_exit_code_of_a_module_is_its_own_even_where_a_text_is_executed(tmp_path: Path) -> None:
+def test_stopped_module_keeps_its_exit_code(tmp_path: Path) -> None:
     code = """
 import os, sys
 from gptj_ft.system.signals import StopRequest
@@ -322,12 +320,12 @@ except KeyboardInterrupt:
     assert subprocess.run([sys.executable, "-m", "stopped_module"], check=False, cwd=tmp_path).returncode == 130
 
 
-def test_a_signal_on_which_the_clean_up_of_a_library_fails_is_still_a_signal() -> None:
+def test_failing_torch_cleanup_is_still_stop() -> None:
     error = RuntimeError("trying to pop from empty mode stack")
     error.__context__ = signals.Stopping()
-    with pytest.raises(Interrupted, match="kept"), signals.stop_says(lambda: "kept"):
+    with pytest.raises(Interrupted, match="kept"), signals.stop_message(lambda: "kept"):
         raise error
-    with pytest.raises(RuntimeError, match="a bug"), signals.stop_says(lambda: "kept"):
+    with pytest.raises(RuntimeError, match="a bug"), signals.stop_message(lambda: "kept"):
         raise RuntimeError("a bug")
 
 
@@ -358,11 +356,9 @@ LOSERS = (lose_in_del, lose_in_weakref_callback, lose_in_except)
 
 
 @pytest.mark.parametrize("lose", LOSERS)
-def test_a_signal_that_is_lost_where_errors_are_ignored_stops_all_the_same_and_nothing_is_said_of_it(
-    lose: Callable[[], None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_swallowed_signal_is_raised_again(lose: Callable[[], None], capsys: pytest.CaptureFixture[str]) -> None:
     def command() -> None:
-        with signals.stop_says(lambda: "kept"), StopRequest():
+        with signals.stop_message(lambda: "kept"), StopRequest():
             lose()
             time.sleep(1)
 
@@ -373,12 +369,12 @@ def test_a_signal_that_is_lost_where_errors_are_ignored_stops_all_the_same_and_n
 
 
 @pytest.mark.parametrize("lose", LOSERS)
-def test_a_signal_that_is_lost_before_training_is_heard_by_the_training(lose: Callable[[], None]) -> None:
+def test_swallowed_signal_reaches_inner_handler(lose: Callable[[], None]) -> None:
     asked: list[bool] = []
     with StopRequest():
         lose()
         with StopRequest(lambda: asked.append(True)) as training:
-            time.sleep(3 * signals.ASK_AGAIN_SECONDS)
+            time.sleep(3 * signals.RAISE_AGAIN_SECONDS)
     assert (asked, training.requested) == ([True], True)
 
 
@@ -402,9 +398,7 @@ main()
 """
 
 
-def test_a_signal_of_which_a_library_makes_another_error_stops_all_the_same(
-    shell, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replaced_stop_error_still_stops(shell, monkeypatch: pytest.MonkeyPatch) -> None:
     def validate(*arguments: object) -> None:  # as pydantic does, in Rust: no context is kept
         try:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -414,7 +408,7 @@ def test_a_signal_of_which_a_library_makes_another_error_stops_all_the_same(
         raise made_of_it
 
     def command() -> None:
-        with signals.stop_says(lambda: "kept"), StopRequest():
+        with signals.stop_message(lambda: "kept"), StopRequest():
             validate()
 
     with pytest.raises(Interrupted, match="kept"):
@@ -425,14 +419,14 @@ def test_a_signal_of_which_a_library_makes_another_error_stops_all_the_same(
 
 
 @pytest.mark.parametrize(("signals", "code"), [("os.kill(os.getpid(), 15)", 130), ("raise TypeError", 1)])
-def test_while_a_command_is_imported_a_signal_is_no_error_and_an_error_no_signal(signals: str, code: int) -> None:
+def test_stop_during_import_is_no_error(signals: str, code: int) -> None:
     text = STOPPED_MODULE.format(signals=signals)
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stderr
     assert ("Traceback" in done.stderr) == (code == 1)
 
 
-def test_what_cleans_up_after_a_signal_is_not_disturbed_however_long_it_takes() -> None:
+def test_slow_cleanup_is_not_interrupted() -> None:
     ended = []
 
     @contextmanager
@@ -440,16 +434,16 @@ def test_what_cleans_up_after_a_signal_is_not_disturbed_however_long_it_takes() 
         try:
             yield
         finally:
-            time.sleep(3 * signals.ASK_AGAIN_SECONDS)
+            time.sleep(3 * signals.RAISE_AGAIN_SECONDS)
             ended.append("a context")
 
     def command() -> None:
-        with signals.stop_says(lambda: "kept"), StopRequest(), slow():
+        with signals.stop_message(lambda: "kept"), StopRequest(), slow():
             try:
                 os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(1)
             except KeyboardInterrupt:
-                time.sleep(3 * signals.ASK_AGAIN_SECONDS)
+                time.sleep(3 * signals.RAISE_AGAIN_SECONDS)
                 ended.append("an except")
                 raise RuntimeError("another error has come of it") from None
 
@@ -458,7 +452,7 @@ def test_what_cleans_up_after_a_signal_is_not_disturbed_however_long_it_takes() 
     assert ended == ["an except", "a context"]
 
 
-def test_other_errors_that_python_ignores_are_still_reported(capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_unraisable_errors_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     class Library:
         def __del__(self) -> None:
             raise ValueError("a bug in a library")
@@ -471,7 +465,7 @@ def test_other_errors_that_python_ignores_are_still_reported(capsys: pytest.Capt
     assert "a bug in a library" in capsys.readouterr().err
 
 
-def test_nohup_is_heeded_and_handlers_are_given_back() -> None:
+def test_nohup_is_respected_and_handlers_restored() -> None:
     before, interrupt = signal.signal(signal.SIGHUP, signal.SIG_IGN), signal.getsignal(signal.SIGINT)
     try:
         with StopRequest() as request:
@@ -483,7 +477,7 @@ def test_nohup_is_heeded_and_handlers_are_given_back() -> None:
     assert signal.getsignal(signal.SIGINT) == interrupt
 
 
-def test_streams_outlive_their_readers_but_not_a_full_disk() -> None:
+def test_stream_survives_closed_reader_not_full_disk() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     stream = LastingStream(os.fdopen(writer, "w"))
@@ -494,7 +488,7 @@ def test_streams_outlive_their_readers_but_not_a_full_disk() -> None:
         LastingStream(full).write("x" * 100_000)
 
 
-def test_a_terminal_that_is_gone_fails_no_run(model: Path, straight: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_closed_terminal_fails_no_run(model: Path, straight: dict[str, torch.Tensor], tmp_path: Path) -> None:
     from rich.console import Console
 
     run = begun_run(session_of(model, "host"), tmp_path)
@@ -506,7 +500,7 @@ def test_a_terminal_that_is_gone_fails_no_run(model: Path, straight: dict[str, t
     assert_same_weights(weights_of(run.model), straight)
 
 
-def test_missing_standard_streams_are_opened_so_that_no_file_of_a_run_gets_their_numbers() -> None:
+def test_missing_standard_streams_are_opened() -> None:
     process = os.fork()
     if process == 0:
         code = 1
@@ -523,12 +517,12 @@ def test_missing_standard_streams_are_opened_so_that_no_file_of_a_run_gets_their
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), OSError(errno.ENOSPC, "No space"), SystemExit(3)])
-def test_an_error_in_a_run_saves_first_and_says_how_to_go_on(
+def test_error_saves_and_explains_resume(
     place: str, error: BaseException, model: Path, straight: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     session = small_session(model, STEPS, weights=place, optimizer_state=place)
     run = begun_run(session, tmp_path)
-    with failing(3, error), pytest.raises(type(error)) as stop, going_on(run):
+    with failing(3, error), pytest.raises(type(error)) as stop, saved_state_in_errors(run):
         train(session, run)
     assert steps_done(run) == 2
     if isinstance(error, Exception):
@@ -538,7 +532,7 @@ def test_an_error_in_a_run_saves_first_and_says_how_to_go_on(
     assert_same_weights(weights_of(run.model), straight, place)
 
 
-def test_a_half_updated_layer_is_never_saved(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_updated_layer_is_never_saved(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from gptj_ft.streaming.adamw import AdamW
 
     session = small_session(model, STEPS, weights="host", optimizer_state="host")
@@ -557,9 +551,7 @@ def test_a_half_updated_layer_is_never_saved(model: Path, tmp_path: Path, monkey
     assert what_is_saved(run).startswith("nothing was saved yet; resume with")
 
 
-def test_a_tuned_model_that_cannot_be_written_leaves_a_checkpoint(
-    model: Path, straight: dict[str, torch.Tensor], tmp_path: Path
-) -> None:
+def test_failed_export_leaves_checkpoint(model: Path, straight: dict[str, torch.Tensor], tmp_path: Path) -> None:
     session = small_session(model, STEPS, weights="host", optimizer_state="host")
     run = begun_run(session, tmp_path)
 
@@ -568,14 +560,14 @@ def test_a_tuned_model_that_cannot_be_written_leaves_a_checkpoint(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(export, "write_outcome", full)
-        with pytest.raises(ResourceError), going_on(run):
+        with pytest.raises(ResourceError), saved_state_in_errors(run):
             train(session, run)
     assert steps_done(run) == STEPS
     train(session, run)
     assert_same_weights(weights_of(run.model), straight)
 
 
-def test_a_full_disk_names_the_next_step_on_the_terminal(shell, rows_file: Path, monkeypatch) -> None:
+def test_full_disk_message_explains_resume(shell, rows_file: Path, monkeypatch) -> None:
     def full(self: Run, values: object) -> None:
         raise ResourceError(f"cannot write {self.metrics_file}: No space left on device")
 
@@ -609,7 +601,7 @@ def warnings_of(losses: list[float]) -> list[int]:
         losses_of((11.5, 0.2, 100)),  # a model that knows nothing
     ],
 )
-def test_ordinary_losses_bring_no_warning(losses: list[float]) -> None:
+def test_ordinary_losses_give_no_warning(losses: list[float]) -> None:
     assert not warnings_of(losses)
 
 
@@ -623,16 +615,14 @@ def test_ordinary_losses_bring_no_warning(losses: list[float]) -> None:
     ],
     ids=["jump", "early jump", "at once", "slow"],
 )
-def test_a_loss_that_explodes_is_warned_about_once_and_not_again_after_a_resume(
-    losses: list[float], latest: int
-) -> None:
+def test_exploding_loss_warns_once(losses: list[float], latest: int) -> None:
     (step,) = warnings_of(losses)
     assert step <= latest
     watch = LossWatch(50_400, losses[:step])
     assert not any(watch.after_step(loss) for loss in losses[step:])
 
 
-def test_an_exploding_run_says_so_on_the_terminal_and_in_its_log(model: Path, tmp_path: Path) -> None:
+def test_exploding_run_warns_terminal_and_log(model: Path, tmp_path: Path) -> None:
     from rich.console import Console
 
     session = small_session(model, 6, lr=10.0, clip_norm=None, warmup=0.0, schedule="constant", weights="device")

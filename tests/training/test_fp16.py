@@ -1,11 +1,10 @@
-"""Runs in fp16: skipped steps are part of a run, resumed, verified and reported like others.
+"""Test runs in fp16: skipped steps, resume, verification and reports.
 
-A large z-loss makes gradients that overflow at the first scales.
+A large z-loss makes gradients overflow at the first loss scales.
 """
 
 from __future__ import annotations
 
-import math
 import shutil
 from contextlib import suppress
 from dataclasses import replace
@@ -22,11 +21,11 @@ from support.small_run import (
     train,
     weights_of,
 )
+from support.steps import failing, infinite_gradient
 
 from gptj_ft.config.run_folder import COMMIT, Run
 from gptj_ft.data.batches import Rows
 from gptj_ft.errors import DataError, NotFinite
-from gptj_ft.streaming.adamw import AdamW
 from gptj_ft.system.digests import read_sealed, write_sealed
 from gptj_ft.training.setup import TrainSetup
 from gptj_ft.training.verify import Checker
@@ -63,9 +62,7 @@ def straight(session: TrainSetup, tmp_path_factory: pytest.TempPathFactory) -> R
     return run
 
 
-def test_a_skipped_step_takes_its_rows_and_its_number_but_no_place_in_the_schedule(
-    session: TrainSetup, straight: Run
-) -> None:
+def test_skipped_step_uses_no_learning_rate(session: TrainSetup, straight: Run) -> None:
     steps = steps_of(straight)
     assert [line[4:] for line in steps] == [(65536.0, True), (32768.0, True), *[(16384.0, False)] * 3]
     assert [line[2] for line in steps] == [session.schedule.lr(number) for number in (1, 1, 1, 2, 3)]
@@ -74,7 +71,7 @@ def test_a_skipped_step_takes_its_rows_and_its_number_but_no_place_in_the_schedu
 
 
 @pytest.mark.parametrize("stride", [37, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_run_killed_around_skipped_steps_repeats_them_and_ends_with_the_same_bits(
+def test_kill_around_skipped_steps_resumes_bit_equal(
     stride: int, session: TrainSetup, straight: Run, tmp_path: Path
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -103,21 +100,10 @@ def scale_problems(run: Run) -> list[str]:
 
 
 @pytest.mark.parametrize("steps_before", [1, 2, 3])
-def test_a_run_in_memory_goes_on_from_the_scale_of_its_checkpoint(
-    steps_before: int, straight: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loss_scale_resumes_from_checkpoint(steps_before: int, straight: Run, tmp_path: Path) -> None:
     session, run = small_session(tmp_path, STEPS, **FULL, **DEVICE, save_every=1), new_run(tmp_path)
-    begin_step = AdamW.begin_step
-
-    def failing(self: AdamW, lr: float) -> None:
-        if self.step == steps_before:
-            raise KeyboardInterrupt
-        begin_step(self, lr)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(AdamW, "begin_step", failing)
-        with pytest.raises(KeyboardInterrupt):
-            train(session, run)
+    with failing(steps_before + 1, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+        train(session, run)
     assert sorted(run.whole_checkpoints()) == [steps_before]
     train(session, run)
     assert_same_weights(weights_of(run.model), weights_of(straight.model))
@@ -125,7 +111,7 @@ def test_a_run_in_memory_goes_on_from_the_scale_of_its_checkpoint(
 
 
 @pytest.mark.parametrize("method", ["adapters", "a part"])
-def test_what_is_trained_in_memory_and_from_disk_has_the_same_bits(method: str, tmp_path: Path) -> None:
+def test_fp16_memory_and_disk_are_bit_equal(method: str, tmp_path: Path) -> None:
     runs = []
     for places in ({}, DEVICE):
         session = small_session(tmp_path, STEPS, **{**METHODS[method], **places})
@@ -136,7 +122,7 @@ def test_what_is_trained_in_memory_and_from_disk_has_the_same_bits(method: str, 
     assert {line[5] for line in steps_of(runs[0])} == {True, False}
 
 
-def test_without_clipping_gradients_are_stored_all_the_same_and_the_plan_says_so(tmp_path: Path) -> None:
+def test_fp16_stores_gradients_without_clipping(tmp_path: Path) -> None:
     sessions = [
         small_session(tmp_path, STEPS, **FULL, **DEVICE, clip_norm=clip, activations="recompute")
         for clip in (1e9, None)
@@ -151,7 +137,7 @@ def test_without_clipping_gradients_are_stored_all_the_same_and_the_plan_says_so
     assert_same_weights(*(weights_of(run.model) for run in runs))
 
 
-def test_fp16_takes_the_memory_and_the_traffic_of_bf16(tmp_path: Path) -> None:
+def test_fp16_plan_equals_bf16_plan(tmp_path: Path) -> None:
     half, other = (small_session(tmp_path, precision=precision).plan for precision in ("fp16", "bf16"))
     assert half.costs.seconds_per_step == pytest.approx(other.costs.seconds_per_step)
     # Seconds of a replay are sums of fractions, whose last bits differ with the kernels of a type.
@@ -161,20 +147,10 @@ def test_fp16_takes_the_memory_and_the_traffic_of_bf16(tmp_path: Path) -> None:
     assert (half.costs.forward, half.costs.backward) == (other.costs.forward, other.costs.backward)
 
 
-def test_gradients_that_overflow_at_every_scale_end_the_run_and_are_named(
-    session: TrainSetup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = AdamW.add_gradient
-
-    def poisoned(self, loaded):
-        if loaded.index == 2 and self.step >= 1:
-            loaded.layout.views(loaded.gradient.flat)["mlp.fc_in.bias"][3] = math.inf
-        original(self, loaded)
-
-    monkeypatch.setattr(AdamW, "add_gradient", poisoned)
+def test_overflow_at_any_scale_ends_run(session: TrainSetup, tmp_path: Path) -> None:
     session = small_session(tmp_path, 30, precision="fp16")
     run = new_run(tmp_path)
-    with pytest.raises(NotFinite) as caught:
+    with infinite_gradient(layer=2, steps=range(2, 31)), pytest.raises(NotFinite) as caught:
         train(session, run)
     said = str(caught.value)
     assert "the gradient of step 18 is not finite in fp16 with any loss scale down to 1, " in said
@@ -185,7 +161,7 @@ def test_gradients_that_overflow_at_every_scale_end_the_run_and_are_named(
     assert "Infinity" not in run.metrics_file.read_text(encoding="utf-8")
 
 
-def test_a_forward_pass_that_overflows_is_told_from_gradients_that_do(tmp_path: Path) -> None:
+def test_forward_overflow_differs_from_gradient_overflow(tmp_path: Path) -> None:
     spoil(tmp_path, "h.1.mlp.fc_out.weight", 1.5e5)
     session = small_session(tmp_path, 30, precision="fp16")
     with pytest.raises(NotFinite, match="the validation loss before anything was trained is not finite"):
@@ -199,9 +175,9 @@ def test_a_forward_pass_that_overflows_is_told_from_gradients_that_do(tmp_path: 
     assert [line[1] for line in steps_of(run)] == [None] * 16
 
 
-def test_a_weight_that_fp16_does_not_hold_is_named(tmp_path: Path) -> None:
+def test_weight_beyond_fp16_range_is_named(tmp_path: Path) -> None:
     spoil(tmp_path, "h.1.mlp.fc_out.weight", 1e7)
-    with pytest.raises(DataError, match=r"transformer.h.1.mlp.fc_out.weight has values that fp16 does not hold"):
+    with pytest.raises(DataError, match=r"transformer.h.1.mlp.fc_out.weight has values beyond the range of fp16"):
         train(small_session(tmp_path, precision="fp16"), new_run(tmp_path))
 
 
@@ -212,7 +188,7 @@ def spoil(folder: Path, name: str, factor: float) -> None:
     model.save_pretrained(folder)
 
 
-def test_verify_compares_the_loss_scale_with_the_steps(session: TrainSetup, tmp_path: Path) -> None:
+def test_verify_recomputes_the_loss_scale(session: TrainSetup, tmp_path: Path) -> None:
     run = new_run(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         Power(patch, 140)
@@ -229,7 +205,7 @@ def test_verify_compares_the_loss_scale_with_the_steps(session: TrainSetup, tmp_
     assert "has no loss scale" in scale_problems(run)[0]
 
 
-def test_the_report_shows_the_scale_and_what_was_skipped(shell, rows_file: Path) -> None:
+def test_report_shows_scale_and_skipped_steps(shell, rows_file: Path) -> None:
     line = (
         "finetune --recipe summarization --data rows.jsonl --model tiny --precision fp16 --max-steps 3 --batch-size 2"
     )

@@ -1,16 +1,16 @@
-"""Which checkpoints of a run are made and kept, and going back to them."""
+"""Test which checkpoints of a run are made and kept, and returning to them."""
 
 from __future__ import annotations
 
 import errno
 import os
 import shutil
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 from support.small_run import assert_same_weights, new_run, small_session, train, weights_of, with_options
-from support.steps import failing
+from support.steps import failing, scripted_losses
 
 from gptj_ft.config.resolve import build
 from gptj_ft.config.run_folder import Run
@@ -27,8 +27,8 @@ PLACES = {"weights": "device", "optimizer_state": "device"}, {"weights": "disk",
 STEPS = 8
 
 
-class Stopped(Exception):
-    """The run ends here, without a word."""
+class Stopped(DataError):
+    """End a run as a kill does: after an error of damaged data, nothing is saved."""
 
 
 @pytest.fixture(scope="module")
@@ -50,20 +50,13 @@ def session(request: pytest.FixtureRequest, model: Path) -> TrainSetup:
 
 def stop_run(session: TrainSetup, run: Run, step: int) -> None:
     """End a run as a kill does: nothing is saved on the way out."""
-    with pytest.MonkeyPatch.context() as patch, failing(step, Stopped()):
-        patch.setattr(loop.Training, "rescuing", lambda self: nullcontext())
-        with pytest.raises(Stopped):
-            train(session, run)
+    with failing(step, Stopped()), pytest.raises(Stopped):
+        train(session, run)
 
 
-def script_losses(patch: pytest.MonkeyPatch, losses: dict[int, float]) -> None:
-    """Let the keeper see these validation losses."""
-    original = retention.CheckpointRetention.after_validation
-    patch.setattr(
-        retention.CheckpointRetention,
-        "after_validation",
-        lambda self, state, loss, scores: original(self, state, losses.get(state.step, loss), scores),
-    )
+def losses_at(losses: dict[int, float]) -> AbstractContextManager[None]:
+    """Let the retention see these validation losses."""
+    return scripted_losses(lambda step, loss: losses.get(step, loss))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +75,7 @@ def test_kept_are_those_that_the_recipe_names(keep: str, best: int | None, kept:
     assert kept_steps(build({"keep": keep, "save_every": 20}), [20, 50, 80, 100, 113, 120], best) == kept
 
 
-def test_best_without_validations_and_all_without_save_every_are_refused(model: Path) -> None:
+def test_keep_needs_validations_and_save_every(model: Path) -> None:
     for options, hint in (
         ({"keep": "best"}, "--validate-every"),
         ({"export": "best"}, "--validate-every"),
@@ -96,7 +89,7 @@ def test_best_without_validations_and_all_without_save_every_are_refused(model: 
 
 
 @pytest.mark.parametrize("place", ["device", "disk"])
-def test_the_plan_has_room_for_what_is_kept(place: str, model: Path) -> None:
+def test_plan_counts_kept_checkpoints(place: str, model: Path) -> None:
     def disk_bytes(**options: object) -> int:
         return small_session(model, STEPS, weights=place, optimizer_state=place, **options).plan.disk_bytes
 
@@ -111,10 +104,9 @@ def test_the_plan_has_room_for_what_is_kept(place: str, model: Path) -> None:
     assert [size / state for size in more] == [1, 1, 4, 4, 0]
 
 
-def test_a_run_leaves_the_checkpoints_it_keeps_and_no_state(session: TrainSetup, straight: Run, tmp_path: Path) -> None:
+def test_finished_run_leaves_only_kept_checkpoints(session: TrainSetup, straight: Run, tmp_path: Path) -> None:
     run = new_run(tmp_path)
-    with pytest.MonkeyPatch.context() as patch:
-        script_losses(patch, {2: float("nan"), 4: 1.0, 6: float("nan"), 8: 3.0})
+    with losses_at({2: float("nan"), 4: 1.0, 6: float("nan"), 8: 3.0}):
         result = train(with_options(session, keep=("best", "2"), save_every=3), run)
     assert list(run.whole_checkpoints()) == [3, 4, 6]
     assert {path.name for path in run.checkpoints.iterdir()} == {"step-000003", "step-000004", "step-000006"}
@@ -125,9 +117,7 @@ def test_a_run_leaves_the_checkpoints_it_keeps_and_no_state(session: TrainSetup,
     assert_same_weights(weights_of(run.model), weights_of(straight.model))
 
 
-def test_a_run_that_keeps_nothing_more_leaves_no_checkpoints(
-    session: TrainSetup, straight: Run, tmp_path: Path
-) -> None:
+def test_keep_nothing_leaves_no_checkpoints(session: TrainSetup, straight: Run, tmp_path: Path) -> None:
     run = new_run(tmp_path)
     result = train(with_options(session, save_every=1), run)
     assert not run.checkpoints.exists()
@@ -136,13 +126,13 @@ def test_a_run_that_keeps_nothing_more_leaves_no_checkpoints(
     assert_same_weights(weights_of(run.model), weights_of(straight.model))
 
 
-def test_while_a_run_goes_on_its_newest_checkpoint_is_there(model: Path, tmp_path: Path) -> None:
+def test_newest_checkpoint_exists_during_the_run(model: Path, tmp_path: Path) -> None:
     run = new_run(tmp_path)
     stop_run(small_session(model, STEPS, save_every=3, **PLACES[0]), run, 8)
     assert list(run.whole_checkpoints()) == [6]
 
 
-def test_a_run_on_disk_makes_checkpoints_of_hard_links(model: Path, tmp_path: Path) -> None:
+def test_disk_checkpoints_are_hard_links(model: Path, tmp_path: Path) -> None:
     session = small_session(model, STEPS, save_every=3, keep="all")
     run = new_run(tmp_path)
     stop_run(session, run, 7)
@@ -152,7 +142,7 @@ def test_a_run_on_disk_makes_checkpoints_of_hard_links(model: Path, tmp_path: Pa
     assert "hard links" not in (run.folder / "log.txt").read_text()
 
 
-def test_without_hard_links_checkpoints_are_copies_and_the_log_says_so(
+def test_checkpoints_are_copied_without_hard_links(
     model: Path, straight: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
@@ -169,9 +159,7 @@ def test_without_hard_links_checkpoints_are_copies_and_the_log_says_so(
     assert_same_weights(weights_of(run.model), weights_of(straight.model))
 
 
-def test_a_full_disk_while_a_checkpoint_is_made_stops_with_exit_4_and_resumes(
-    model: Path, straight: Run, tmp_path: Path
-) -> None:
+def test_full_disk_during_checkpoint_exits_4(model: Path, straight: Run, tmp_path: Path) -> None:
     session = small_session(model, STEPS, save_every=3, keep="all", validate_every=2)
     run, link = new_run(tmp_path), os.link
     links = []
@@ -193,7 +181,7 @@ def test_a_full_disk_while_a_checkpoint_is_made_stops_with_exit_4_and_resumes(
     assert_same_weights(weights_of(run.model), weights_of(straight.model))
 
 
-def test_a_state_that_has_its_checkpoint_is_gone_when_the_run_goes_on_in_memory(model: Path, tmp_path: Path) -> None:
+def test_resume_in_memory_removes_checkpointed_state(model: Path, tmp_path: Path) -> None:
     run = new_run(tmp_path)
     stop_run(small_session(model, STEPS, save_every=2, keep="all", **PLACES[1]), run, 5)
     commit = run.last_commit()
@@ -204,9 +192,7 @@ def test_a_state_that_has_its_checkpoint_is_gone_when_the_run_goes_on_in_memory(
 
 
 @pytest.mark.parametrize("step", [2, 4, 6])
-def test_going_back_to_a_checkpoint_ends_in_the_same_run(
-    step: int, session: TrainSetup, straight: Run, tmp_path: Path
-) -> None:
+def test_return_to_checkpoint_ends_equal(step: int, session: TrainSetup, straight: Run, tmp_path: Path) -> None:
     session = with_options(session, keep=("all",), save_every=2)
     run = new_run(tmp_path)
     stop_run(session, run, 8)
@@ -236,9 +222,7 @@ def test_kept_checkpoints_survive_a_change_of_place(
     assert_same_weights(weights_of(run.model), weights_of(straight.model))
 
 
-def test_a_run_that_goes_on_on_disk_is_saved_there_before_its_first_step(
-    model: Path, straight: Run, tmp_path: Path
-) -> None:
+def test_resume_on_disk_commits_before_stepping(model: Path, straight: Run, tmp_path: Path) -> None:
     run, on_disk = new_run(tmp_path), small_session(model, STEPS, validate_every=2, **PLACES[1])
     stop_run(small_session(model, STEPS, validate_every=2, save_every=2, keep="all", **PLACES[0]), run, 5)
     stop_run(on_disk, run, 5)
@@ -249,7 +233,7 @@ def test_a_run_that_goes_on_on_disk_is_saved_there_before_its_first_step(
     assert_same_weights(weights_of(run.model), weights_of(straight.model))
 
 
-def test_a_checkpoint_that_a_run_in_memory_goes_on_from_is_missed_if_it_is_lost(model: Path, tmp_path: Path) -> None:
+def test_lost_checkpoint_prevents_resume(model: Path, tmp_path: Path) -> None:
     session, run = small_session(model, STEPS, save_every=2, keep="all", **PLACES[0]), new_run(tmp_path)
     stop_run(session, run, 5)
     shutil.rmtree(run.checkpoint(4))
@@ -257,10 +241,9 @@ def test_a_checkpoint_that_a_run_in_memory_goes_on_from_is_missed_if_it_is_lost(
         train(session, run)
 
 
-def test_the_best_state_is_exported_if_asked_for(session: TrainSetup, tmp_path: Path) -> None:
+def test_export_best_writes_best_state(session: TrainSetup, tmp_path: Path) -> None:
     run = new_run(tmp_path)
-    with pytest.MonkeyPatch.context() as patch:
-        script_losses(patch, {2: 5.0, 4: 1.0, 6: 4.0, 8: 3.0})
+    with losses_at({2: 5.0, 4: 1.0, 6: 4.0, 8: 3.0}):
         result = train(with_options(session, export="best"), run)
     assert (result.steps, result.exported_step, result.loss_after) == (8, 4, 1.0)
     assert result.best is not None
@@ -271,7 +254,7 @@ def test_the_best_state_is_exported_if_asked_for(session: TrainSetup, tmp_path: 
     assert abs(loss[8] - loss[4]) > 1e-3
 
 
-def test_buffers_of_steps_are_given_back_before_the_model_is_written(session: TrainSetup, tmp_path: Path) -> None:
+def test_export_first_frees_step_buffers(session: TrainSetup, tmp_path: Path) -> None:
     left, export = list[int](), loop.export_model
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -282,24 +265,22 @@ def test_buffers_of_steps_are_given_back_before_the_model_is_written(session: Tr
     assert left == [0]
 
 
-def test_checkpoints_are_found_by_step_and_as_best_and_last(session: TrainSetup, tmp_path: Path) -> None:
+def test_checkpoints_have_step_best_last_names(session: TrainSetup, tmp_path: Path) -> None:
     run = new_run(tmp_path)
-    with pytest.raises(UsageError, match="there are none: --keep"):
+    with pytest.raises(UsageError, match="it has none: --keep"):
         find_checkpoint(run, "best")
-    with pytest.MonkeyPatch.context() as patch:
-        script_losses(patch, {2: 5.0, 4: 1.0, 6: 4.0})
+    with losses_at({2: 5.0, 4: 1.0, 6: 4.0}):
         stop_run(with_options(session, keep=("best", "all"), save_every=3), run, 8)
     names = {"best": 4, "last": 6, "3": 3, "step-000003": 3}
     assert {name: find_checkpoint(run, name) for name in names} == names
-    with pytest.raises(UsageError, match=r"no checkpoint '5' .* there are step-000003, step-000004, step-000006"):
+    with pytest.raises(UsageError, match=r"no checkpoint '5' .* it has step-000003, step-000004, step-000006"):
         find_checkpoint(run, "5")
 
 
-def test_a_best_that_turns_up_again_after_going_back_is_kept_again(session: TrainSetup, tmp_path: Path) -> None:
+def test_best_is_kept_again_after_return(session: TrainSetup, tmp_path: Path) -> None:
     session = with_options(session, keep=("best", "all"), save_every=4)
     run = new_run(tmp_path)
-    with pytest.MonkeyPatch.context() as patch:
-        script_losses(patch, {2: 2.0, 4: 3.0, 6: 1.0})
+    with losses_at({2: 2.0, 4: 3.0, 6: 1.0}):
         stop_run(session, run, 8)
         assert list(run.whole_checkpoints()) == [4, 6]
         go_back(run, 4)  # it knows 2 as the best so far, which is not kept any more

@@ -1,4 +1,4 @@
-"""`gptj-ft runs`: what is listed, found damaged, cleaned, exported. And `finetune --resume RUN --from CHECKPOINT`."""
+"""Test `gptj-ft runs` (list, verify, clean, export) and `finetune --resume RUN --from CHECKPOINT`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.cli_runner import Shell
 from support.small_run import assert_same_weights, weights_of
+from support.steps import scripted_losses
 from support.stopped_runs import make_runs
 
 from gptj_ft.config.run_folder import Run, environment_changes, record_environment
@@ -44,7 +45,7 @@ def content(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "run.lock"}
 
 
-def test_runs_are_listed_with_how_far_they_are(runs: Path, shell: Shell) -> None:
+def test_runs_are_listed_with_progress(runs: Path, shell: Shell) -> None:
     done = shell("runs --json")
     assert done.code == 0
     finished, stopped = done.json["runs"]
@@ -71,7 +72,7 @@ def test_runs_anywhere_can_be_listed(runs: Path, shell: Shell, tmp_path: Path) -
     assert shell("runs list nowhere").code == 2
 
 
-def test_a_run_being_trained_is_listed_as_such_and_neither_cleaned_nor_verified(runs: Path, shell: Shell) -> None:
+def test_run_in_training_is_only_listed(runs: Path, shell: Shell) -> None:
     before = content(runs / "stopped")
     with locked(runs / "stopped", "training"):
         stopped = shell("runs list runs/stopped --json").json["runs"][0]
@@ -83,7 +84,7 @@ def test_a_run_being_trained_is_listed_as_such_and_neither_cleaned_nor_verified(
     assert (runs / "done" / "checkpoints").exists(), "refused before anything is removed"
 
 
-def test_a_run_that_cannot_be_read_is_listed_with_the_reason(runs: Path, shell: Shell) -> None:
+def test_unreadable_run_is_listed_with_reason(runs: Path, shell: Shell) -> None:
     (runs / "done" / "recipe.yaml").write_text("lr: [", encoding="utf-8")
     assert "recipe.yaml:1: not YAML" in shell("runs").out
 
@@ -153,7 +154,7 @@ def test_a_damaged_file_is_named(file: str, spoil, runs: Path, shell: Shell) -> 
     assert path.name in problem or "runs/done/data/train: damaged" in problem
 
 
-def test_a_damaged_tensor_is_named_and_a_shared_file_read_once(runs: Path, shell: Shell, monkeypatch) -> None:
+def test_verify_names_tensor_reads_shared_file_once(runs: Path, shell: Shell, monkeypatch) -> None:
     read = []
 
     def damage(self: StateFile, path: Path) -> list[str]:
@@ -184,7 +185,7 @@ def test_a_flipped_bit_is_found_and_named(file: str, runs: Path, shell: Shell) -
 
 
 @pytest.mark.parametrize("file", ["layer-001", "gradient-002"])
-def test_a_run_with_a_flipped_bit_is_not_trained_on(file: str, runs: Path, shell: Shell) -> None:
+def test_flipped_bit_prevents_resume(file: str, runs: Path, shell: Shell) -> None:
     path = runs / "stopped" / "state" / f"{file}.safetensors"
     with path.open("r+b") as opened:
         opened.seek(-8192, os.SEEK_END)
@@ -196,7 +197,7 @@ def test_a_run_with_a_flipped_bit_is_not_trained_on(file: str, runs: Path, shell
     assert not (runs / "stopped" / "model").exists()
 
 
-def test_cleaning_a_finished_run_leaves_model_and_metrics(runs: Path, shell: Shell) -> None:
+def test_cleaning_finished_run_keeps_model_and_metrics(runs: Path, shell: Shell) -> None:
     kept = {path: data for path, data in content(runs / "done").items() if "checkpoints" not in path.parts}
     size = shell("runs list runs/done --json").json["runs"][0]["bytes"]
     done = shell("runs clean runs/done --dry-run --json")
@@ -210,7 +211,7 @@ def test_cleaning_a_finished_run_leaves_model_and_metrics(runs: Path, shell: She
     assert shell("runs verify runs/done").code == 0
 
 
-def test_cleaning_a_stopped_run_takes_only_what_a_crash_left(runs: Path, shell: Shell, made: Path) -> None:
+def test_cleaning_stopped_run_removes_only_leftovers(runs: Path, shell: Shell, made: Path) -> None:
     run = runs / "stopped"
     before = content(run)
     partial = run / "checkpoints" / "step-000009.tmp"
@@ -228,7 +229,7 @@ def test_cleaning_a_stopped_run_takes_only_what_a_crash_left(runs: Path, shell: 
     assert_same_weights(weights_of(run / "model"), weights_of(made / "runs/done/model"))
 
 
-def test_scratch_of_a_run_that_is_saved_elsewhere_is_cleaned(runs: Path, shell: Shell) -> None:
+def test_uncommitted_state_is_cleaned(runs: Path, shell: Shell) -> None:
     run = Run(runs / "stopped")
     run.note_saved(run.checkpoint(6) / "manifest.json")
     (run.state / "commit.json").unlink()
@@ -237,7 +238,7 @@ def test_scratch_of_a_run_that_is_saved_elsewhere_is_cleaned(runs: Path, shell: 
     assert (runs / "stopped" / "checkpoints" / "step-000006").exists()
 
 
-def test_a_kept_checkpoint_is_exported_as_a_model(runs: Path, shell: Shell, tmp_path: Path) -> None:
+def test_kept_checkpoint_exports_as_model(runs: Path, shell: Shell, tmp_path: Path) -> None:
     done = shell("runs export runs/done three --from 3 --json")
     assert done.code == 0, done.err
     assert done.json == {"model": "three", "step": 3}
@@ -248,10 +249,10 @@ def test_a_kept_checkpoint_is_exported_as_a_model(runs: Path, shell: Shell, tmp_
     assert done.json["model"]["loss"] == pytest.approx(loss, abs=1e-6)
 
 
-def test_a_run_goes_back_to_a_checkpoint_and_ends_the_same(runs: Path, shell: Shell, made: Path) -> None:
+def test_run_returned_to_checkpoint_ends_equal(runs: Path, shell: Shell, made: Path) -> None:
     assert shell("finetune --from 3 --recipe summarization").code == 2
     done = shell("finetune --resume runs/stopped --from 5")
-    assert (done.code, "there are step-000003, step-000006" in done.err) == (2, True)
+    assert (done.code, "it has step-000003, step-000006" in done.err) == (2, True)
     done = shell("finetune --resume runs/stopped --from 3")
     assert done.code == 0, done.err
     assert "back to step 3" in done.err
@@ -259,9 +260,7 @@ def test_a_run_goes_back_to_a_checkpoint_and_ends_the_same(runs: Path, shell: Sh
     assert_same_weights(weights_of(runs / "stopped/model"), weights_of(made / "runs/done/model"))
 
 
-def test_a_run_that_was_moved_or_copied_goes_on_to_the_same_bits(
-    runs: Path, shell: Shell, made: Path, tmp_path: Path
-) -> None:
+def test_moved_or_copied_run_resumes_bit_equal(runs: Path, shell: Shell, made: Path, tmp_path: Path) -> None:
     for line, place in (
         ("cp -r", "--weights disk --optimizer-state disk"),  # without the links
         ("cp -a", "--weights device --optimizer-state device"),
@@ -277,7 +276,7 @@ def test_a_run_that_was_moved_or_copied_goes_on_to_the_same_bits(
     assert not (runs / "stopped").exists()
 
 
-def test_a_run_that_goes_on_with_another_number_of_threads_warns(runs: Path, shell: Shell) -> None:
+def test_resume_with_other_threads_warns(runs: Path, shell: Shell) -> None:
     before = torch.get_num_threads()
     try:
         done = shell(f"finetune --resume runs/stopped --set threads={before + 1}")
@@ -289,7 +288,7 @@ def test_a_run_that_goes_on_with_another_number_of_threads_warns(runs: Path, she
     assert warning.strip() in " ".join(done.err.split())
 
 
-def test_a_run_that_goes_on_with_other_kernels_warns(tmp_path: Path) -> None:
+def test_resume_with_other_kernels_warns(tmp_path: Path) -> None:
     run = Run(tmp_path)
     assert environment_changes(run, "cpu", 1) is None
     record_environment(run, "cpu", 1, {})
@@ -305,7 +304,7 @@ def test_a_run_that_goes_on_with_other_kernels_warns(tmp_path: Path) -> None:
     assert "products of MKL, now" in (environment_changes(run, "cpu", 1) or "")
 
 
-def test_a_warning_of_other_kernels_comes_before_anything_is_written(runs: Path, shell: Shell, monkeypatch) -> None:
+def test_kernel_warning_precedes_writing(runs: Path, shell: Shell, monkeypatch) -> None:
     noted = runs / "stopped" / "environment.json"
     noted.write_text(json.dumps({**json.loads(noted.read_text()), "kernels": "AVX2"}))
     before = noted.read_text()
@@ -321,7 +320,7 @@ def test_a_warning_of_other_kernels_comes_before_anything_is_written(runs: Path,
     assert noted.read_text() == before
 
 
-def test_going_back_to_a_damaged_checkpoint_changes_nothing(runs: Path, shell: Shell) -> None:
+def test_return_to_damaged_checkpoint_changes_nothing(runs: Path, shell: Shell) -> None:
     truncate(runs / "stopped" / "checkpoints" / "step-000003" / "layer-002.safetensors")
     before = content(runs / "stopped")
     done = shell("finetune --resume runs/stopped --from 3")
@@ -331,16 +330,9 @@ def test_going_back_to_a_damaged_checkpoint_changes_nothing(runs: Path, shell: S
     assert content(runs / "stopped") == before
 
 
-def test_a_lower_loss_before_the_end_is_told(runs: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gptj_ft.training.retention import CheckpointRetention
-
-    original = CheckpointRetention.after_validation
-    monkeypatch.setattr(
-        CheckpointRetention,
-        "after_validation",
-        lambda self, state, loss, scores: original(self, state, loss + 9, scores),
-    )
-    done = shell("finetune --resume runs/stopped")
+def test_lower_earlier_loss_is_reported(runs: Path, shell: Shell) -> None:
+    with scripted_losses(lambda step, loss: loss + 9):
+        done = shell("finetune --resume runs/stopped")
     assert "lowest validation loss after 6 steps" in done.said
     assert "gptj-ft runs export runs/stopped FOLDER --from best" in done.out
     assert shell("runs export runs/stopped best").code == 0

@@ -1,4 +1,4 @@
-"""Schedules by hand-computed values, and against torch and transformers where they have the same definition."""
+"""Test schedules against hand-computed values, and against torch and transformers where both define them."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def rates_of(scheduler_of, peak: float, num_steps: int) -> list[float]:
     return values
 
 
-def test_linear_schedule_rises_to_the_peak_and_falls_towards_its_end() -> None:
+def test_linear_schedule_rises_then_falls() -> None:
     recipe = Recipe(lr=1.0, schedule="linear", warmup=4, final_lr=0.0)
     assert rates(recipe, 8) == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25])
 
 
-def test_cosine_schedule_is_half_way_in_the_middle() -> None:
+def test_cosine_schedule_is_halved_at_midpoint() -> None:
     recipe = Recipe(lr=2.0, schedule="cosine", warmup=0, final_lr=0.1)
     values = rates(recipe, 10)
     assert values[0] == 2.0
@@ -50,23 +50,23 @@ def test_cosine_schedule_is_half_way_in_the_middle() -> None:
     assert values[9] == pytest.approx(2.0 * (0.1 + 0.9 * 0.0244717), rel=1e-5)
 
 
-def test_constant_schedule_stays_at_the_peak_after_the_warm_up() -> None:
+def test_constant_schedule_stays_at_peak() -> None:
     assert rates(Recipe(lr=1.0, schedule="constant", warmup=0.5), 4) == [0.5, 1.0, 1.0, 1.0]
 
 
-def test_a_warm_up_longer_than_the_run_never_leaves_the_warm_up() -> None:
+def test_long_warmup_covers_the_whole_run() -> None:
     assert rates(Recipe(lr=1.0, warmup=500), 2) == pytest.approx([1 / 500, 2 / 500])
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
 @pytest.mark.parametrize("warmup", [0.0, 0.1, 1.0, 3])
-def test_every_run_length_has_positive_rates_up_to_the_peak(schedule: str, warmup: float) -> None:
+def test_rates_are_positive_for_any_length(schedule: str, warmup: float) -> None:
     for num_steps in (1, 2, 3, 10):
         values = rates(Recipe(lr=1.0, schedule=schedule, warmup=warmup, final_lr=0.0), num_steps)
         assert all(0 < value <= 1 for value in values)
 
 
-def test_the_decay_of_named_shapes_is_that_of_transformers_and_torch() -> None:
+def test_named_schedules_match_transformers_and_torch() -> None:
     linear = rates(Recipe(lr=3e-5, schedule="linear", warmup=0, final_lr=0.0), 40)
     theirs = rates_of(lambda optimizer: get_linear_schedule_with_warmup(optimizer, 0, 40), 3e-5, 40)
     assert linear == pytest.approx(theirs, rel=1e-12)
@@ -75,7 +75,7 @@ def test_the_decay_of_named_shapes_is_that_of_transformers_and_torch() -> None:
     assert cosine == pytest.approx(theirs, rel=1e-9)
 
 
-def test_the_cnn_dailymail_schedule_is_that_of_transformers_with_its_numbers() -> None:
+def test_cnn_dailymail_schedule_matches_transformers() -> None:
     ours = rates(written(CNN_DAILYMAIL, 5e-5), 250)
     theirs = rates_of(lambda optimizer: get_linear_schedule_with_warmup(optimizer, 100, 250), 5e-5, 250)
     assert ours == pytest.approx(theirs, rel=1e-12)
@@ -83,7 +83,7 @@ def test_the_cnn_dailymail_schedule_is_that_of_transformers_with_its_numbers() -
     assert ours[249] == pytest.approx(5e-5 / 150)
 
 
-def test_the_trc2_schedule_is_that_of_transformers_and_constant_after_it() -> None:
+def test_trc2_schedule_matches_transformers_then_constant() -> None:
     schedule = Schedule.of(written(TRC2, 6e-6), 60_000)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=6e-6)
     theirs = get_cosine_with_min_lr_schedule_with_warmup(optimizer, 500, 50_500, min_lr=1.2e-6).lr_lambdas[0]
@@ -104,7 +104,7 @@ def test_pieces_are_torchs_schedulers_in_sequence() -> None:
     assert ours == pytest.approx(rates_of(sequence, 2e-3, 12), rel=1e-12)
 
 
-def test_a_piece_starts_where_the_one_before_ended_unless_it_says_otherwise() -> None:
+def test_piece_starts_at_previous_end_by_default() -> None:
     follows = written("[{shape: linear, end: 1.0, steps: 2}, {shape: linear, end: 0.5, steps: 2}]", 4.0)
     assert rates(follows, 5) == pytest.approx([0.0, 2.0, 4.0, 3.0, 2.0])
     jumps = written("[{shape: constant, end: 0.2, steps: 2}, {shape: linear, start: 1.0, end: 0.6, steps: 2}]")
@@ -112,7 +112,7 @@ def test_a_piece_starts_where_the_one_before_ended_unless_it_says_otherwise() ->
 
 
 @pytest.mark.parametrize("num_steps", [1, 251, 1000])
-def test_a_run_whose_last_step_would_train_nothing_is_refused(num_steps: int) -> None:
+def test_zero_rate_at_last_step_is_rejected(num_steps: int) -> None:
     with pytest.raises(UsageError, match=rf"the last step, {num_steps}, is 0.* has 250 steps"):
         Schedule.of(written(CNN_DAILYMAIL), num_steps)
 
@@ -134,13 +134,13 @@ def test_a_run_whose_last_step_would_train_nothing_is_refused(num_steps: int) ->
         ("[{shape: constant, start: 0, end: 1, steps: 3}]", "schedule.0: a constant piece has a single rate, `end`"),
     ],
 )
-def test_a_schedule_that_makes_no_sense_is_refused_and_the_piece_named(schedule: str, message: str) -> None:
+def test_invalid_schedule_piece_is_rejected(schedule: str, message: str) -> None:
     with pytest.raises(UsageError) as error:
         written(schedule)
     assert message in str(error.value)
 
 
-def test_what_pieces_replace_is_refused_beside_them_and_left_out_below_them() -> None:
+def test_pieces_exclude_warmup_and_final_lr() -> None:
     for key in ("warmup", "final_lr"):
         with pytest.raises(UsageError, match=f"command line: {key} has no effect"):
             written(TRC2, 1.0, f"{key}=0.5")
@@ -154,7 +154,7 @@ def test_what_pieces_replace_is_refused_beside_them_and_left_out_below_them() ->
     assert (above.recipe.schedule, above.recipe.warmup) == ("linear", 7)
 
 
-def test_the_preset_that_names_trc2_has_its_schedule_and_lr_scales_it() -> None:
+def test_trc2_preset_schedule_scales_with_lr() -> None:
     preset = resolve({"recipe": "continuous-pretraining"}, environment={}).recipe
     assert Schedule.of(preset, 60_000) == Schedule.of(written(TRC2, 6e-6), 60_000)
     assert build(preset.model_dump()) == preset
@@ -162,7 +162,7 @@ def test_the_preset_that_names_trc2_has_its_schedule_and_lr_scales_it() -> None:
     assert Schedule.of(scaled, 60_000).lr(501) == 3e-5
 
 
-def test_the_rate_falls_with_the_root_of_the_step_as_bertsum_was_trained() -> None:
+def test_inverse_sqrt_schedule_matches_bertsum() -> None:
     recipe = resolve({"lr": 2e-5}, assignments=("schedule=inverse_sqrt", "warmup=10000"), environment={}).recipe
     schedule = Schedule.of(recipe, 50_000)
     for step in (1, 500, 10_000, 10_001, 30_000, 50_000):

@@ -1,4 +1,4 @@
-"""FLOPs as torch counts them; rates of many steps as the mean of theirs."""
+"""Test FLOPs against torch's counter, and rates of several steps."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ from gptj_ft.training.throughput import StepCounts, Throughput, summarize
 
 
 @pytest.mark.parametrize("kept", [0, 1])
-def test_flops_with_recomputation_are_those_that_torch_counts_in_a_step(
-    kept: int, model_folder: Path, tmp_path: Path
-) -> None:
+def test_flops_match_torchs_counter(kept: int, model_folder: Path, tmp_path: Path) -> None:
     architecture = read_architecture(model_folder)
     stack = open_for_training(
         architecture, Placement("device", "device"), training_dtypes(torch.float32), torch.device("cpu"), tmp_path,
@@ -59,7 +57,7 @@ def counts(tokens: int, seconds: float, waited: float = 0.0) -> StepCounts:
     return StepCounts(tokens, tokens // 2, seconds, waited, 10, 20, 1000 - tokens, 0)
 
 
-def test_the_rates_of_many_steps_are_those_of_their_sums() -> None:
+def test_mean_rates_equal_rates_of_sums() -> None:
     flops = [Flops(2.0 * n, 4.0 * n, 1.0 * n) for n in (100, 300)]
     tallies = [counts(100, 1.0, 0.5), counts(300, 9.0)]
     throughput = [Throughput.of(t, f, 1000.0) for t, f in zip(tallies, flops, strict=True)]
@@ -71,7 +69,7 @@ def test_the_rates_of_many_steps_are_those_of_their_sums() -> None:
     assert (mean.tokens_per_second, mean.stall, mean.hfu) == pytest.approx((40.0, 0.05, 0.28))
 
 
-def test_peak_memory_stays_when_memory_is_freed_and_is_not_the_parents() -> None:
+def test_peak_memory_is_this_processs_maximum() -> None:
     block = b"x" * (500 * 2**20)
     with_block = machine.peak_memory()
     assert with_block > len(block)

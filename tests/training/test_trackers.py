@@ -1,4 +1,4 @@
-"""Trackers: they get the figures of metrics.jsonl and nothing else, and do no harm when they fail."""
+"""Test trackers: they get only the metrics, and their failures do not affect the run."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def watched_run(folder: Path, monkeypatch, notebook: Notebook):
     return run
 
 
-def test_a_tracker_gets_the_numbers_of_metrics_jsonl_and_changes_none(tmp_path, monkeypatch, capsys) -> None:
+def test_tracker_gets_exactly_the_metrics(tmp_path, monkeypatch, capsys) -> None:
     for name in ("plain", "watched"):
         (tmp_path / name).mkdir()
     plain = new_run(tmp_path / "plain")
@@ -69,25 +69,25 @@ def test_a_tracker_gets_the_numbers_of_metrics_jsonl_and_changes_none(tmp_path, 
 
 
 @pytest.mark.parametrize("when", ["start", 2])
-def test_a_tracker_that_fails_is_reported_once_and_the_run_ends_as_it_would_have(when, tmp_path, monkeypatch) -> None:
+def test_failing_tracker_is_reported_once(when, tmp_path, monkeypatch) -> None:
     notebook = Notebook(when)
     run = watched_run(tmp_path, monkeypatch, notebook)
     log = (run.folder / "log.txt").read_text(encoding="utf-8")
-    assert log.count("wandb gets no more figures: ConnectionError: ") == 1
+    assert log.count("wandb gets no more metrics: ConnectionError: ") == 1
     assert "details" not in log
     assert [step for step, _ in notebook.lines] == ([] if when == "start" else [0, 1])
     assert len(run.metrics()) == 2 * STEPS
     assert (run.model / "config.json").is_file()
 
 
-def test_a_tracker_that_is_not_installed_is_refused_before_rows_are_read(shell, monkeypatch) -> None:
+def test_missing_tracker_fails_before_reading_rows(shell, monkeypatch) -> None:
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     done = shell("finetune --recipe summarization --model tiny --data none.jsonl --report-to wandb")
     assert (done.code, "pip install wandb" in done.err) == (2, True)
     assert len(done.err.splitlines()) == 1
 
 
-def test_no_path_and_no_template_is_told_to_a_server(tmp_path, monkeypatch) -> None:
+def test_tracker_gets_no_path_or_template(tmp_path, monkeypatch) -> None:
     run = new_run(tmp_path)
     run.recipe_file.write_text("")
     recipe = build(

@@ -1,4 +1,4 @@
-"""Rows answered while training: scores, files, the best state by a score, the end when nothing gets better."""
+"""Test sampled answers, the best state by a score, and patience."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ LINE = (
 @pytest.mark.parametrize(
     ("place", "settings"), [("host", "--set generation.temperature=1.0"), ("disk", "--set generation.num_beams=2")]
 )
-def test_answers_and_validations_change_no_bit_of_the_training(
-    place: str, settings: str, shell, rows_file: Path
-) -> None:
+def test_validation_changes_no_training_bit(place: str, settings: str, shell, rows_file: Path) -> None:
     line = f"{LINE} --weights {place} --optimizer-state {place} {settings} --json"
     torch.manual_seed(5)
     before = torch.get_rng_state()
@@ -39,7 +37,7 @@ def test_answers_and_validations_change_no_bit_of_the_training(
     assert losses[0] == losses[1]
 
 
-def test_answers_are_written_down_at_each_validation_and_are_in_no_log(shell, rows_file: Path) -> None:
+def test_sample_answers_are_saved_but_not_logged(shell, rows_file: Path) -> None:
     done = shell(f"{LINE} --output run --validate-every 2 --set sample_rows=3")
     assert done.code == 0, done.err
     files = sorted(path.name for path in Path("run/samples").iterdir())
@@ -60,9 +58,7 @@ def test_answers_are_written_down_at_each_validation_and_are_in_no_log(shell, ro
     assert "rougeL of the sample" in Path("run/report.html").read_text(encoding="utf-8")
 
 
-def test_training_ends_when_patience_does_and_the_best_state_is_chosen_by_a_score(
-    shell, rows_file: Path, monkeypatch
-) -> None:
+def test_patience_ends_training_at_best_score(shell, rows_file: Path, monkeypatch) -> None:
     from gptj_ft.training import validation
     from gptj_ft.training.validation import ValidationSample
 
@@ -100,12 +96,12 @@ def test_training_ends_when_patience_does_and_the_best_state_is_chosen_by_a_scor
         ({"best_by": "rougel", "sample_rows": 2, "metrics": ["rouge"]}, "did you mean 'rougeL'"),
     ],
 )
-def test_what_cannot_be_waited_for_is_refused(options: dict, complaint: str) -> None:
+def test_patience_without_validations_is_rejected(options: dict, complaint: str) -> None:
     with pytest.raises(UsageError, match=complaint):
         check_keep(build(options), num_validation_rows=3)
 
 
-def test_losses_are_better_when_lower_and_scores_when_higher() -> None:
+def test_lower_losses_and_higher_scores_are_better() -> None:
     assert is_better("validation_loss", 1.0, 2.0)
     assert not is_better("validation_loss", 2.0, 2.0)
     assert is_better("f1", 2.0, 1.0)

@@ -1,4 +1,4 @@
-"""The models in the home, listed and removed."""
+"""Test listing and removing the models in the home folder."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run_from(model: Path, folder: Path) -> Path:
     return folder
 
 
-def test_each_model_is_listed_with_what_it_is_and_where_it_is_from(models: Path, shell) -> None:
+def test_models_are_listed_with_family_and_origin(models: Path, shell) -> None:
     listed = {entry["name"]: entry for entry in shell("models --json").json["models"]}
     assert list(listed) == ["EleutherAI--gpt-j-6b", "cerebras--Cerebras-GPT-111M", "gpt-j-6b", "mine"]
     download, half, converted, tuned = listed.values()
@@ -63,14 +63,14 @@ def test_each_model_is_listed_with_what_it_is_and_where_it_is_from(models: Path,
     assert f"{parameters:,}" in lines[1]
 
 
-def test_a_damaged_model_is_listed_with_its_problem(models: Path, shell) -> None:
+def test_damaged_model_is_listed_with_problem(models: Path, shell) -> None:
     (models / "mine" / "model-00002-of-00004.safetensors").write_bytes(b"short")
     mine = shell("models --json").json["models"][-1]
     assert "model-00002-of-00004.safetensors" in mine["problem"]
     assert mine["parameters"] is None
 
 
-def test_without_models_it_says_how_to_get_one(shell) -> None:
+def test_empty_list_explains_how_to_download(shell) -> None:
     assert "gptj-ft download" in shell("models").out
 
 
@@ -83,7 +83,7 @@ def test_a_model_is_removed_and_nothing_else(models: Path, shell) -> None:
     assert {path.name for path in models.iterdir()} == before - {"mine", "cerebras--Cerebras-GPT-111M"}
 
 
-def test_a_link_to_a_model_is_removed_and_not_the_model(models: Path, tmp_path: Path, shell) -> None:
+def test_removing_a_link_keeps_its_model(models: Path, tmp_path: Path, shell) -> None:
     shutil.move(models / "mine", tmp_path / "elsewhere")
     (models / "linked").symlink_to(tmp_path / "elsewhere")
     assert shell("models remove linked").code == 0
@@ -92,7 +92,7 @@ def test_a_link_to_a_model_is_removed_and_not_the_model(models: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["notes", "..", ".", "../models/mine", "mien", ".gpt-j.partial-1", "/etc"])
-def test_what_is_no_model_of_the_home_is_never_removed(models: Path, shell, name: str) -> None:
+def test_models_outside_home_are_not_removed(models: Path, shell, name: str) -> None:
     done = shell(f"models remove {name} --force")
     assert done.code == 2
     assert f"no model '{name}'" in done.err
@@ -101,7 +101,7 @@ def test_what_is_no_model_of_the_home_is_never_removed(models: Path, shell, name
     assert (models / "notes").is_dir()
 
 
-def test_a_base_that_a_run_still_needs_stays_unless_forced(models: Path, shell) -> None:
+def test_needed_base_model_is_removed_only_forced(models: Path, shell) -> None:
     run = run_from(models / "gpt-j-6b", Path("runs/one"))
     assert shell("models remove gpt-j-6b --dry-run --json").json["needed_by"] == [str(run.resolve())]
     done = shell("models remove gpt-j-6b")
@@ -111,7 +111,7 @@ def test_a_base_that_a_run_still_needs_stays_unless_forced(models: Path, shell) 
     assert shell("models remove gpt-j-6b --force").code == 0
 
 
-def test_a_run_that_is_finished_without_checkpoints_needs_its_base_no_more(models: Path, tmp_path: Path, shell) -> None:
+def test_finished_run_needs_no_base_model(models: Path, tmp_path: Path, shell) -> None:
     run = run_from(models / "gpt-j-6b", tmp_path / "far" / "run")
     shutil.copytree(models / "mine", run / "model")
     paths.remember_run(run)
