@@ -383,7 +383,7 @@ def test_old_models_open(shell, old_folders) -> None:
     assert "base_model_name_or_path" in gone.said
     gone = shell(f"runs verify {old_folders}/lora")
     assert gone.code == 2
-    assert "if it is elsewhere now, write so under `model:`" in gone.said
+    assert "if the model has moved, write its folder under `model:`" in gone.said
 
     point_to_base(old_folders)
     lines = (EXAMPLES / "clinic_notes_train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
