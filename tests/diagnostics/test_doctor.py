@@ -73,7 +73,7 @@ def test_report_replaces_only_another_report(shell, passing) -> None:
         assert json.loads(Path("doctor.json").read_text())["verdict"] == done.out.splitlines()
     Path("doctor.json").write_text('{"mine": 1}')
     done = shell("doctor --device cpu")
-    assert (done.code, "name another --output" in done.err) == (2, True)
+    assert (done.code, "choose another --output" in done.err) == (2, True)
     assert shell("doctor --device cpu --quiet --output other.json").out.startswith("works on ")
     assert Path("doctor.json").read_text() == '{"mine": 1}'
     assert shell("doctor --device cpu --output none/there.json").code == 2
