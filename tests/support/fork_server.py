@@ -14,10 +14,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
+
+import psutil
 
 from gptj_ft.system.signals import SIGNALS, StopRequest
 
@@ -38,6 +41,25 @@ class Job:
     signals: Sequence[tuple[float, int, int]] = ()
     processes: int = 1
     module: str = ""
+    is_detached: bool = False  # answer with the process number instead of waiting for the end
+    awaited: int = 0  # start nothing; wait for the end of a detached process
+
+
+class Running:
+    """A command in a fork of the server."""
+
+    def __init__(self, server: ForkServer, pid: int) -> None:
+        self._server, self.pid = server, pid
+
+    def has_ended(self) -> bool:
+        return psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
+
+    def kill(self) -> None:
+        """Kill the process, and wait until the system has removed it."""
+        if self.pid:
+            os.kill(self.pid, signal.SIGKILL)
+            self._server.wait(self.pid)
+            self.pid = 0
 
 
 class ForkServer:
@@ -59,7 +81,20 @@ class ForkServer:
         self, line: str, folder: Path, processes: int, *signals: tuple[float, int, int]
     ) -> tuple[list[int], list[float]]:
         """Run a command in several processes; return exit code and duration of each."""
-        return self._do(Job(line, str(folder), signals, processes))
+        codes, seconds = self._do(Job(line, str(folder), signals, processes))
+        return codes, seconds
+
+    @contextmanager
+    def running(self, line: str, folder: Path) -> Iterator[Running]:
+        """Run a command during the block, then kill it."""
+        process = Running(self, self._do(Job(line, str(folder), is_detached=True))[0])
+        try:
+            yield process
+        finally:
+            process.kill()
+
+    def wait(self, pid: int) -> None:
+        self._do(Job("", "", awaited=pid))
 
     def run_module(self, module: str, *words: str) -> list[Any]:
         """Run a module of the tests with these words; return its output, parsed from lines of JSON."""
@@ -69,13 +104,12 @@ class ForkServer:
             assert code == 0, Path(folder, "errors.txt").read_text(encoding="utf-8")
             return [json.loads(line) for line in said.splitlines()]
 
-    def _do(self, job: Job) -> tuple[list[int], list[float]]:
+    def _do(self, job: Job) -> Any:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(asdict(job)) + "\n")
         self._process.stdin.flush()
-        codes, seconds = json.loads(self._process.stdout.readline())
-        return codes, seconds
+        return json.loads(self._process.stdout.readline())
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -101,10 +135,16 @@ def serve() -> None:
     probe.measure_disk = lambda folder: rates.disk  # type: ignore[assignment]
     for count, text in enumerate(sys.stdin):
         job = Job(**json.loads(text))
+        if job.awaited:
+            print(json.dumps(os.waitpid(job.awaited, 0)), flush=True)
+            continue
         start, due = time.monotonic(), sorted(job.signals)
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until the command installs its handlers, as in a real start
         processes = [os.fork() or work(job, rank, count) for rank in range(job.processes)]
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        if job.is_detached:
+            print(json.dumps(processes), flush=True)
+            continue
         ended: dict[int, tuple[int, float]] = {}
         is_ending = False
         while len(ended) < len(processes):

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.fork_server import ForkServer, Running
 
 from gptj_ft.config.run_folder import Run
 from gptj_ft.errors import UsageError
@@ -20,20 +21,15 @@ LONG = "finetune --recipe summarization --data rows.jsonl --model tiny --max-ste
 
 
 @pytest.fixture
-def training(rows_file: Path, measured_home: Path, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that trains in the folder ``busy`` until it is killed."""
-    command = [sys.executable, "-m", "gptj_ft", *LONG.split(), "--weights", "disk", "--optimizer-state", "disk"]
-    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    try:
+def training(rows_file: Path, server: ForkServer, tmp_path: Path) -> Iterator[Running]:
+    """Train in the folder ``busy`` until the process is killed."""
+    with server.running(f"{LONG} --weights disk --optimizer-state disk", tmp_path) as process:
         deadline = time.monotonic() + 240
         while not any("loss" in line for line in Run(tmp_path / "busy").metrics()):
-            assert process.poll() is None
+            assert not process.has_ended()
             assert time.monotonic() < deadline
             time.sleep(0.01)
         yield process
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_lock_lasts_until_process_dies(training, shell, tmp_path: Path) -> None:
@@ -45,7 +41,6 @@ def test_lock_lasts_until_process_dies(training, shell, tmp_path: Path) -> None:
     assert "Ctrl-C" in done.err
     assert str(holder(tmp_path / "busy")) == name
     training.kill()
-    training.wait()
     assert holder(tmp_path / "busy") is None
     assert shell("finetune --resume busy --dry-run").code == 0, "a killed process leaves no lock"
 

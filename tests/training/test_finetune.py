@@ -6,8 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +15,7 @@ import torch
 from conftest import GPT2_SHAPES, random_gpt2
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
+from support.fork_server import ForkServer
 from support.hub_server import serve
 from support.small_run import small_session
 from support.steps import failing, infinite_gradient, interrupting
@@ -293,22 +292,14 @@ def test_resume_with_other_placement_is_bit_equal(shell, rows_file: Path) -> Non
     assert_same_weights(Path("straight/model"), Path("cut/model"))
 
 
-def kill_when(condition, options: str, folder: Path) -> None:
+def kill_when(condition, server: ForkServer, options: str, folder: Path) -> None:
     """Start a run in a process of its own, and kill it as soon as a condition holds."""
-    command = [sys.executable, "-m", "gptj_ft", *options.split(), "--output", "killed"]
-    # A matrix product may round differently on another number of threads.
-    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    streams = {"stderr": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
-    process = subprocess.Popen(command, cwd=folder, env=environment, **streams)
-    try:
+    with server.running(f"{options} --output killed", folder) as process:
         deadline = time.monotonic() + 240
         while not condition(folder / "killed"):
-            assert process.poll() is None, "the run ended before it could be killed"
+            assert not process.has_ended(), "the run ended before it could be killed"
             assert time.monotonic() < deadline
             time.sleep(0.001)
-    finally:
-        process.kill()
-        process.wait()
     assert not (folder / "killed" / "model").exists()
 
 
@@ -323,10 +314,12 @@ def num_steps_done(run: Path) -> int:
         ("disk", lambda run: num_steps_done(run) >= 4),
     ],
 )
-def test_killed_run_resumes_bit_equal(place: str, condition, shell, rows_file: Path, tmp_path: Path) -> None:
+def test_killed_run_resumes_bit_equal(
+    place: str, condition, shell, server: ForkServer, rows_file: Path, tmp_path: Path
+) -> None:
     options = f"{TINY} --epochs 5 --set save_every=3 --weights {place} --optimizer-state {place}"
     assert shell(f"{options} --output straight").code == 0
-    kill_when(condition, options, tmp_path)
+    kill_when(condition, server, options, tmp_path)
     before = num_steps_done(tmp_path / "killed")
     done = shell("finetune --resume killed")
     assert done.code == 0, done.err
@@ -340,10 +333,14 @@ def test_killed_run_resumes_bit_equal(place: str, condition, shell, rows_file: P
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["device", "host"])
-def test_disk_run_resumes_in_memory_bit_equal(place: str, shell, rows_file: Path, tmp_path: Path) -> None:
+def test_disk_run_resumes_in_memory_bit_equal(
+    place: str, shell, server: ForkServer, rows_file: Path, tmp_path: Path
+) -> None:
     options = f"{TINY} --epochs 5"
     assert shell(f"{options} --weights {place} --optimizer-state {place} --output straight").code == 0
-    kill_when(lambda run: num_steps_done(run) >= 4, f"{options} --weights disk --optimizer-state disk", tmp_path)
+    kill_when(
+        lambda run: num_steps_done(run) >= 4, server, f"{options} --weights disk --optimizer-state disk", tmp_path
+    )
     done = shell(f"finetune --resume killed --weights {place} --optimizer-state {place}")
     assert done.code == 0, done.err
     assert_same_weights(Path("straight/model"), Path("killed/model"))
