@@ -107,18 +107,22 @@ class OffloadedActivations:
 
     def put(self, layer: int, inputs: list[Tensor]) -> None:
         if not inputs[0].is_floating_point():
+            # Token ids, the embedding's input, are small: they stay where they are.
             self._tokens[layer] = inputs
             return
         self._count += 1
         part, used = self._chunk_numel, sum(_room(x.shape) for x in inputs)
         # Whole chunks: direct I/O and digests work on chunks. The rest of the last one is written along.
+        # The count tells apart the same layer's inputs of successive steps, which a buffer may still contain.
         entry = SavedInputs([x.shape for x in inputs], min(-(-used // part) * part, self._numel), (layer, self._count))
         buffer, _ = self._buffers.acquire(entry.key)
+        # The buffer's previous content may still be on its way to the store.
         self._wait(buffer)
         for view, x in zip(_views(buffer.tensor, entry.shapes), inputs, strict=True):
             view.copy_(x)
         values = buffer.tensor[: entry.numel]
         buffer.transfers.append(self._store.write(Span(BOUNDARY, layer, 0, record_event(self._device)), values))
+        # Reads see committed content only; this store's step number has no meaning.
         self._store.commit(layer, self._count)
         self._meter.bytes_written += values.nbytes
         buffer.release()

@@ -131,6 +131,7 @@ class AdamW:
                 changed in this step.
         """
         self.updates.step += 1
+        # Layers that backward has updated at once are no longer ahead: the step counts as done.
         self._torn.clear()
         layer_norms = self._norms_of_all()
         before = self.loss_scale
@@ -143,6 +144,7 @@ class AdamW:
             self.loss_scale = before.after_step(is_skipped)
         if not math.isfinite(norm) and (self.loss_scale is None or self.loss_scale.scale < 1.0):
             tried = "" if before is None else f" in fp16 with any loss scale down to {scale:g}"
+            # Backward runs top down, so the highest layer is where it began.
             first = max(layer for layer, value in layer_norms.items() if not math.isfinite(value))
             raise GptjFtError(
                 f"the gradient of step {self.step} is not finite{tried}, first in layer {first} counted from the "
@@ -188,6 +190,7 @@ class AdamW:
         self._model.drain()
 
     def apply(self, task: LayerTask, span: slice, tensors: Mapping[Kind, Tensor], updated: Updated) -> None:
+        # An update at once runs in backward, before `finish_step` counts its step.
         update = self._update if self.updates.waits else Update(self.step + 1, self._lr, 1.0)
         assert update is not None
         if task.writes:
@@ -219,6 +222,7 @@ class AdamW:
         step = torch.full((), float(number), device=parameter.device)
         lr = update.lr * config.layer_decay ** (len(self._model.layers) - 1 - task.layer)
         before = parameter.clone() if self._unchanged and update.number == 1 and task.writes and update.lr > 0 else None
+        # Layouts put the decayed parameters first: `split` is their end in this chunk.
         split = min(max(self._model.layouts[task.layer].num_decayed - span.start, 0), len(parameter))
         for part, decay in ((slice(0, split), config.weight_decay), (slice(split, None), 0.0)):
             if parameter[part].numel():
@@ -270,10 +274,13 @@ def round_stochastically(exact: Tensor, rounded: Tensor, key: tuple[object, ...]
     # Rounding to nearest would lose every change of a moment below half a unit in the last place. With a decay of 0.999
     # these are nearly all changes.
     noise = _noise(exact.device)
+    # Not `hash`, which Python salts anew in each process.
     offset = (int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") + start) % NOISE
     bits = exact.view(torch.int32)
+    # Tile the noise over the tensor, beginning in the middle of a tile.
     for start in range(-offset, len(bits), NOISE):
         part = bits[max(start, 0) : start + NOISE]
+        # The sum carries into the upper half with a probability equal to the fraction that is cut off.
         part += noise[max(-start, 0) : max(-start, 0) + len(part)]
     bits &= -65536  # the upper 16 bits of fp32 are bf16
     rounded.copy_(exact)
@@ -282,5 +289,6 @@ def round_stochastically(exact: Tensor, rounded: Tensor, key: tuple[object, ...]
 @lru_cache
 def _noise(device: torch.device) -> Tensor:
     """Draw 16 random bits for `NOISE` elements; every rounding starts at another offset."""
+    # Drawn on the CPU, so that every device rounds with the same bits.
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, 1 << 16, (NOISE,), dtype=torch.int32, generator=generator).to(device)

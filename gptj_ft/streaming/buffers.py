@@ -127,6 +127,7 @@ class BufferPool:
         buffer = choice
         buffer.key = key
         buffer.refcount += 1
+        # The list is in the order of last use; buffers are equal only to themselves (`eq=False`).
         self._buffers.remove(buffer)
         self._buffers.append(buffer)
         # Failed transfers stay in the list: the next user waits for them, and the error surfaces there.
@@ -137,6 +138,7 @@ class BufferPool:
         """Release every buffer whose users were cancelled."""
         for buffer in self._buffers:
             if buffer.refcount:
+                # Their users are gone, but kernels may still run: `release` records an event for the next user.
                 buffer.refcount = 1
                 buffer.release()
 

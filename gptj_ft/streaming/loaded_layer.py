@@ -172,6 +172,7 @@ class LayerGradient:
         assert lease is not None
         own, dtype = model.stores["grad"].own("grad", self._layer), model.dtypes["grad"]
         if own is not None:
+            # With equal types, the gradient was summed in the store's own memory.
             if own.dtype != self.flat.dtype:
                 own.copy_(self.flat)
             return

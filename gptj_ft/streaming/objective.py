@@ -17,6 +17,7 @@ from torch import Tensor
 from gptj_ft.config.options import Recipe
 from gptj_ft.models.batch import NO_TARGET, PackedBatch
 
+# Bits, because an answer of one token is both.
 FIRST, LAST = 1, 2  # bits in the target of an answer's first and last token
 
 
@@ -117,6 +118,7 @@ class Spans:
         total = output_SC.new_zeros(())
         for column, code in enumerate((FIRST, LAST)):
             scores_S = output_SC[:, column]
+            # Each document's softmax covers its own rows only.
             norms = [scores_S[start:end].logsumexp(0) for start, end in pairwise((0, *batch.row_ends))]
             total = total + (torch.stack(norms).sum() - (scores_S * ((targets_S & code) != 0)).sum()) / 2
         return total, None

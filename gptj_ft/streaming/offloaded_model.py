@@ -148,6 +148,7 @@ class OffloadedModel:
                 fill(span.start, in_host[span])
                 continue
             lease = self.pools.lease_chunk(kind, layer, span)
+            # The buffer's previous chunk may still be on its way to the store.
             wait_for(lease.transfers, self.compute_stream)
             fill(span.start, lease.tensor)
             if lease.buffer is not None:

@@ -151,6 +151,7 @@ def fill_layer(
     """
     layout, kinds = model.layouts[layer], tuple(kind for kind in model.dtypes if kind != "grad")
     slot, _ = model.pools.gradients(layer).acquire(None)  # borrowed: fp32 and large enough for the layer
+    # Zeros for the padding between parameters, too, which goes to the stores along with them.
     flat = slot.tensor[: layout.numel].zero_()
     for name, view in layout.views(flat).items():
         fill(name, view)
@@ -260,6 +261,7 @@ def open_for_inference(
         if weights == "auto":
             size = sum(layout.numel for layout in selection.frozen) * compute.itemsize
             free = free_memory(device)
+            # The other 30 % are for buffers, activations and caches of keys and values.
             fits_host = device.type != "cpu" and size < 0.7 * free_memory(torch.device("cpu"))
             weights = "device" if size < 0.7 * min(free, memory_cap or free) else "host" if fits_host else "disk"
         budget = BufferBudget(read_ahead)

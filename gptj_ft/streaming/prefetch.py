@@ -80,6 +80,7 @@ class Prefetcher:
             if layer.is_reusable:
                 self._reusable[layer.index] = layer
             yield layer
+            # Asking for the next layer means that the caller no longer uses this one.
             self._visited.clear()
             if layer.is_updating:
                 self._updating.append(layer)

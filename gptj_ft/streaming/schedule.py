@@ -72,6 +72,7 @@ def _forward_task(model: OffloadedModel, pending: PendingUpdates, layer: int) ->
     """Schedule a layer's forward visit. The head has only this one: it computes its gradient at once."""
     gradient = _gradient_use(model, pending, layer) if layer == len(model.layers) - 1 else None
     if layer in pending.layers:
+        # Until an update is written, the stores have the state of the step before.
         writes = layer not in pending.deferred
         return LayerTask(layer, updates=True, writes=writes, gradient=gradient, version=pending.step - 1)
     return LayerTask(layer, gradient=gradient, version=pending.step)
@@ -79,6 +80,7 @@ def _forward_task(model: OffloadedModel, pending: PendingUpdates, layer: int) ->
 
 def _backward_task(model: OffloadedModel, pending: PendingUpdates, layer: int) -> LayerTask:
     gradient = _gradient_use(model, pending, layer)
+    # Forward has updated the layer without writing, so it is read in its old state again.
     if layer in pending.layers and layer in pending.deferred:
         return LayerTask(layer, updates=True, gradient=gradient, version=pending.step - 1, descends=True)
     return LayerTask(layer, gradient=gradient, version=pending.step, descends=True)

@@ -118,6 +118,7 @@ def score_hidden(
     parameters, size = head.parameters(), head_chunk_size(head)
     scores = []
     for x_TD, query in zip(hidden, queries, strict=True):
+        # `torch.cat` needs a first tensor, even for an empty query.
         log_probabilities, is_argmax = [torch.empty(0)], [torch.empty(0, dtype=torch.bool)]
         for start in range(0, len(query[0]), size):
             positions_S, tokens_S = (values[start : start + size] for values in query)

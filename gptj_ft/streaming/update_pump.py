@@ -161,7 +161,9 @@ class UpdatePump:
                 lease.transfers.append(model.transfers.write(kind, task.layer, chunk.span.start, tensors[kind], known))
         version = None if task.version is None else task.version + 1
         for kind, lease in chunk.leases.items():
+            # An update leaves the stored gradient as it is, so the buffer keeps its name.
             if kind != "grad":
                 lease.label(None if version is None else (task.layer, chunk.span.start, version))
             lease.release()
+        # Updates run in order on one stream: the last event stands for all.
         self._last_update = record_event(model.device)

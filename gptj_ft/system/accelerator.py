@@ -99,6 +99,7 @@ def on_stream(stream: Stream) -> AbstractContextManager[None]:
 def use_own_stream(device: torch.device) -> None:
     """Give the calling thread its own stream."""
     if has_streams(device):
+        # The current device belongs to the thread, too, and each new thread starts with device 0.
         module_of(device).set_device(device)
         module_of(device).set_stream(new_stream(device))
 
@@ -174,6 +175,7 @@ def timed(work: Callable[[], object], device: torch.device) -> float:
     work()
     after.record(current_stream(device))
     synchronize(device)
+    # Callers divide by the result, and two close events may have the same time.
     return float(before.elapsed_time(after)) / 1e3 or time.perf_counter() - start
 
 
@@ -274,6 +276,7 @@ def limit_memory(device: torch.device, num_bytes: int) -> None:
     """Limit the memory that torch allocates on a device."""
     if is_accelerator(device) and hasattr(module_of(device), "set_per_process_memory_fraction"):
         fraction = min(1.0, num_bytes / free_and_total(device)[1])
+        # torch.mps, which has no streams, takes no device.
         args = (device,) if has_streams(device) else ()
         module_of(device).set_per_process_memory_fraction(fraction, *args)
 
@@ -314,6 +317,7 @@ def supports_bf16(device: torch.device) -> bool:
     """Tell whether a device computes in bf16 natively, without emulation."""
     if not is_accelerator(device) or not hasattr(module_of(device), "is_bf16_supported"):
         return True
+    # torch.xpu has no such argument; torch.cuda counts emulation by default.
     with suppress(TypeError):
         return bool(module_of(device).is_bf16_supported(including_emulation=False))
     return bool(module_of(device).is_bf16_supported())

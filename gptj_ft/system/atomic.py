@@ -60,6 +60,7 @@ def atomic_files(*paths: Path) -> Iterator[list[TextIO]]:
                 for file in files:
                     file.flush()
                     os.fsync(file.fileno())
+            # Check again: `rename` would overwrite a file that another process has created meanwhile.
             require_new(*paths)
             # Not atomic as a set: after a failed rename, the files renamed so far are removed again.
             for path, draft in zip(paths, drafts, strict=True):
@@ -100,12 +101,14 @@ def atomic_folder(folder: Path, resume: Mapping[str, Any] | None = None) -> Iter
         try:
             _clear_unless(draft, resume)
             yield draft
+            # Removing its file does not release the lock, which belongs to the open descriptor.
             for own in (PLAN, LOCK):
                 (draft / own).unlink(missing_ok=True)
             sync_path(draft)
             draft.rename(folder)
             sync_path(folder.parent)
         except BaseException as error:
+            # KeyboardInterrupt is no Exception: a resumable draft survives Ctrl-C, but not a failure.
             if resume is None or isinstance(error, Exception):
                 discard(draft)
             raise
@@ -134,6 +137,7 @@ def draft_of(folder: Path) -> Path:
     start = f".{folder.name}.{platform.node()}."
     for draft in folder.parent.glob(f"{glob.escape(start)}*.writing"):
         process = draft.name.removeprefix(start).removesuffix(".writing")
+        # A draft with our own number is one of a dead process whose number the system reused.
         if process.isdigit() and (int(process) == os.getpid() or not psutil.pid_exists(int(process))):
             discard(draft)
     return folder.with_name(f"{start}{os.getpid()}.writing")

@@ -94,6 +94,7 @@ class BlockReader:
         path = block[0].path
         # Direct I/O reads whole pages: extend the range to page boundaries on both sides.
         begin, end = min(piece.offset for piece in block) // PAGE * PAGE, max(piece.end for piece in block)
+        # There are as many buffers as threads, so one is free; `pop` and `append` are atomic.
         staging = self._staging.pop()
         try:
             descriptor = open_direct(path, os.O_RDONLY)

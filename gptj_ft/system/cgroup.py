@@ -55,6 +55,7 @@ class Cgroup:
     @property
     def is_without_swap(self) -> bool:
         """Whether the group cannot swap: because of its limit, or because this machine has no swap."""
+        # memsw limits RAM and swap together: equal to the limit of RAM, it leaves no room for swap.
         name, limit = ("memory.memsw.limit_in_bytes", self.limit) if self.version == 1 else ("memory.swap.max", 0)
         return _number(self.folder / name) == limit or psutil.swap_memory().total == 0
 
@@ -104,9 +105,11 @@ def limited_memory(
             (group.folder / MEMORY_LIMIT[version]).write_text(str(limit), encoding="ascii")
         except OSError as error:
             raise NoCgroup(f"the memory of a control group may not be limited: {error.strerror}") from error
+        # Only now: the kernel rejects a memsw below the limit of RAM, which is unlimited at first.
         for file, value in NO_SWAP[version].items():
             with suppress(OSError):
                 (group.folder / file).write_text(value.format(limit=limit), encoding="ascii")
+        # Version 2 may forbid moving a process into a group that it allowed us to make.
         if subprocess.run(group.command(["true"]), stderr=subprocess.DEVNULL, check=False).returncode:
             raise NoCgroup("no process may be put into a control group")
         yield group
@@ -131,6 +134,7 @@ def _parent(proc: Path) -> tuple[int, Path]:
         groups, mounts = _groups(proc / "cgroup"), _mounts(proc / "mountinfo")
     except OSError as error:
         raise NoCgroup("this system has no control groups") from error
+    # On a hybrid system both are mounted, and version 1 has the memory controller.
     for root, mount, kind, options in mounts:
         if kind == "cgroup" and "memory" in options:
             return 1, _folder(mount, root, groups.get("memory", "/"))
@@ -172,6 +176,7 @@ def _mounts(file: Path) -> list[tuple[str, Path, str, list[str]]]:
     """Read root, mount point, type and options of each mounted file system (proc_pid_mountinfo(5))."""
     mounts = []
     for line in file.read_text(encoding="utf-8").splitlines():
+        # The number of optional fields before the hyphen varies, so count from both ends.
         fields, _, more = line.partition(" - ")
         kind, _, options = more.split(" ", 2)
         root, point = fields.split(" ")[3:5]

@@ -88,6 +88,7 @@ def read_range(descriptor: int, view: memoryview, offset: int) -> int:
     def read(part: memoryview, at: int) -> int:
         done = 0
         while done < len(part):
+            # A read may be shorter than requested; only zero bytes mean the end of the file.
             count = os.preadv(descriptor, [part[done:]], at + done)
             if count == 0:
                 break

@@ -67,6 +67,7 @@ def open_file(path: Path, flags: int, mode: int = PRIVATE_FILE) -> int:
         if error.errno in (errno.ELOOP, errno.EMLINK, errno.ENXIO) and os.path.lexists(path):
             raise DataError(_not_a_file(path)) from error
         raise
+    # Check the open file, not its name, which may mean another file by now.
     kind = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(kind):
         os.close(descriptor)
@@ -256,6 +257,7 @@ def link_or_copy(source: Path, target: Path) -> bool:
 
 def copy_file(source: Path, target: Path, mode: int = PRIVATE_FILE) -> None:
     """Copy the content of a file, replacing anything with the copy's name."""
+    # `copyfile` writes through a link at the target, so put an empty plain file there first.
     os.close(create_file(target, mode))
     shutil.copyfile(source, target)
 
@@ -270,6 +272,7 @@ def remove_folder(folder: Path) -> None:
     except FileNotFoundError:
         return
     sync_path(folder.parent)
+    # An interrupted removal may have left this name, and `rename` fails on a folder with content.
     discard(doomed)
 
 
@@ -278,6 +281,7 @@ def leftovers_in(folder: Path) -> Iterator[Path]:
     for parent, folders, files in os.walk(folder):
         leftovers = [name for name in (*folders, *files) if is_leftover(name)]
         yield from (Path(parent, name) for name in sorted(leftovers))
+        # `os.walk` descends into the names that remain in this very list.
         folders[:] = [name for name in folders if name not in leftovers and not Path(parent, name).is_symlink()]
 
 
@@ -295,5 +299,6 @@ def disk_bytes(paths: Iterable[Path]) -> int:
             status = path.lstat()
         except FileNotFoundError:  # replaced or removed concurrently
             continue
+        # POSIX counts 512-byte blocks, whatever the file system's; st_size would count holes.
         sizes[status.st_dev, status.st_ino] = status.st_blocks * 512
     return sum(sizes.values())

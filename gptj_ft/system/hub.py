@@ -91,6 +91,7 @@ def hub_errors(
         yield
     except GptjFtError:
         raise
+    # Subclasses come first: a gated repository is a RepositoryNotFoundError, an invalid name a ValueError.
     except errors.HFValidationError as error:
         raise UsageError(f"'{repository}' is not a repository's name; write owner/name") from error
     except errors.OfflineModeIsEnabled as error:
@@ -121,6 +122,7 @@ def hub_errors(
             f"{endpoint} does not answer as a Hugging Face Hub; check HF_ENDPOINT and proxies"
         ) from error
     except OSError as error:
+        # Errors of the local disk have a number; huggingface_hub's error for a short transfer has none.
         if error.errno is not None:
             raise
         raise NetworkError(f"transfer {'from' if wants == 'read' else 'to'} {endpoint} incomplete; {again}") from error

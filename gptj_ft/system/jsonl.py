@@ -42,6 +42,7 @@ class JsonLines:
     def read(self) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
         """Yield each complete line with its object, or with ``None`` if it is damaged."""
         try:
+            # Text after the last line break is a line that a crash truncated: `append` will replace it.
             lines = read_bytes(self.path).split(b"\n")[:-1] if self.path.is_file() else []
         except OSError as error:
             raise DataError(f"{self.path} cannot be read: {error.strerror}") from error

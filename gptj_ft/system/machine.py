@@ -140,6 +140,7 @@ def processes_on(device: torch.device, name: str, processes: int) -> int:
 
     if not is_accelerator(device) or (name != "auto" and torch.device(name).index is not None):
         return processes
+    # `choose_device` gives rank r the device r modulo their number.
     return len(range(device.index, processes, int(module_of(device).device_count())))
 
 
@@ -169,6 +170,7 @@ def free_memory(device: torch.device) -> int:
     available = int(psutil.virtual_memory().available)
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     try:  # a container may have less than the machine
+        # memory.current counts page cache, which the kernel can drop: the result is a lower bound.
         return min(available, int(limit.read_text()) - int(used.read_text()))
     except (OSError, ValueError):
         return available

@@ -109,5 +109,6 @@ def return_free_heap(above: int = 0) -> None:
     """
     if platform.libc_ver()[0] != "glibc":
         return
+    # The second field of statm is the number of resident pages.
     if int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE > above:
         ctypes.CDLL(None).malloc_trim(0)

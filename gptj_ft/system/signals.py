@@ -137,6 +137,7 @@ class StopRequest:
 
 def _set_timer(seconds: float) -> None:
     if _TIMER is not None:
+        # The second number makes it periodic: the raised exception may be lost again.
         signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
 
 

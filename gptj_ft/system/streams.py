@@ -22,6 +22,7 @@ class LastingStream:
     def write(self, text: str) -> int:
         with self._lasting():
             return self._inner.write(text)
+        # Reached only after an error that `_lasting` has suppressed.
         return len(text)
 
     def flush(self) -> None:

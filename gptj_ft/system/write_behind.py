@@ -75,6 +75,7 @@ class WriteBehind:
                 self._error = self._error or error
                 raise
             finally:
+                # Also after an error, or `take` would wait forever.
                 self._free.put(buffer)
 
         return self._writers.submit(write)
@@ -102,6 +103,7 @@ class WriteBehind:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._finisher.shutdown(cancel_futures=error is not None)
+        # Wait for the writers after an error, too: they use the descriptors closed below.
         self._writers.shutdown()
         for descriptor in self._open:
             os.close(descriptor)
@@ -160,6 +162,7 @@ class PageWriter:
             # Cut the padding of the last page, and the rest of an overwritten longer file.
             os.ftruncate(descriptor, size)
             os.fsync(descriptor)
+            # Only after fsync: the kernel does not drop pages that are still to be written.
             drop_from_cache(descriptor)
             self._behind.close_file(descriptor)
             then()

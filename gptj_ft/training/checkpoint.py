@@ -71,6 +71,7 @@ def commit(run: Run, state: RunState, update: Update | None) -> None:
 def commit_together(run: Run, group: Group, state: RunState, update: Update | None) -> None:
     """Commit a step when all processes of the run have their gradients on disk (two-phase commit)."""
     group.gather("prepared", {"step": state.step})
+    # From here on, a crash on any machine can redo the step: all its gradients are stored.
     commit(run, state, update)
     # No process may overwrite its part of the old state before the commit is on disk.
     group.gather("committed", {"step": state.step})
@@ -210,6 +211,7 @@ def _write_layers(folder: Path, offloaded: OffloadedModel, step: int) -> None:
                 for start, part in offloaded.read_chunks(kind, layer):
                     host = _host_memory(part)
                     form.write(descriptor, kind, host if host is part else host.copy_(part), start, digests)
+            # Last: without a header the file is recognized as incomplete.
             form.write_header(descriptor, step, digests)
             sync(descriptor, path)
         finally:
@@ -261,6 +263,7 @@ def _publish(temporary: Path, final: Path, state: RunState) -> None:
     # Manifest, rename, sync, in this order: after a power cut, a folder with the final name is whole.
     write_sealed(temporary / MANIFEST, state.to_dict())
     temporary.rename(final)
+    # The folder of checkpoints may be new, so its own name must reach the disk, too.
     for folder in (final.parent, final.parent.parent):
         sync_path(folder)
 

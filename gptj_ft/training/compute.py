@@ -39,6 +39,7 @@ def compute_step(setup: TrainSetup, offloaded: OffloadedModel, optimizer: AdamW)
     flops = count(counts.tokens, counts.target_tokens)
     own = count(sum(len(batch.tokens_T) for batch in batches), sum(batch.num_targets for batch in batches))
     waited = setup.parallel.world.waited.seconds - waited
+    # A rank that waits for a slow one takes as long for its step: only its own work tells them apart.
     work = StepWork(max(0.0, counts.seconds - waited), own.hardware)
     throughput = Throughput.of(counts, flops, setup.plan.rates.compute.matmul(setup.dtype))
     report = StepReport(
@@ -96,6 +97,7 @@ def guarded_step(
         if setup.parallel.world.size > 1:
             raise
         if not math.isfinite(loss.mean):  # forward overflows fp16; a smaller loss scale would not help
+            # `finish_step` has counted this step already; if all were skipped, nothing was trained.
             done = optimizer.step - 1 if optimizer.num_updates else 0
             again = partial(evaluate_losses, offloaded, batches, setup.objective)
             raise explain_loss("loss", done, setup, offloaded, again) from None

@@ -63,6 +63,7 @@ def next_activities(setup: TrainSetup, step: int) -> list[str]:
     activities.append("step")
     if step + 1 == setup.num_steps:
         return [*activities, "flush", *(["validation"] if validates else []), "export"]
+    # A run on disk is saved after each step; any other must flush and make a checkpoint to stop.
     return activities if setup.plan.placement.is_durable and not setup.recipe.mirror else [*activities, "flush", "save"]
 
 

@@ -63,6 +63,7 @@ def export_model(
     if setup.parallel.world.rank == 0:
         write_outcome(run.model, trained, whole, layers)
     elif not setup.parallel.is_replica:
+        # Iterating sends this rank's layers to rank 0; replicas have the same ones.
         for _ in layers:
             pass
 

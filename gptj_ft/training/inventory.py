@@ -92,6 +92,7 @@ def runs_that_need(model: Path) -> list[Run]:
     folders = {folder.resolve() for folder in (RUNS, *((newest.parent,) if newest else ())) if folder.is_dir()}
     runs = []
     for run in (Run(path) for folder in sorted(folders) for path in sorted(folder.iterdir())):
+        # A tuned model stands alone; an adapter and the export of a checkpoint need the base model.
         if not run.recipe_file.is_file() or (is_model(run.model) and not run.whole_checkpoints()):
             continue
         try:

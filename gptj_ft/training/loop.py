@@ -158,6 +158,7 @@ class Training:
         if not len(self.setup.validation) or not is_due:
             return
         self.reporter.on_activity(f"validating on {len(self.setup.validation):,} rows")
+        # Passes without training apply no updates, so apply the pending one before.
         self.flush()
         with self.deadline.measure("validation"):
             loss, sample = self.validator.validate(self.offloaded, step, self.stop_if_asked)
@@ -198,6 +199,7 @@ class Training:
         """Make a checkpoint every ``save_every`` steps or ``save_minutes`` minutes."""
         self.reporter.on_activity(f"saving after step {self.state.step}")
         start = time.monotonic()
+        # Clocks differ, and all ranks must save the same step: rank 0's clock decides.
         is_late = bool(self.setup.parallel.world.broadcast("late", {"is": self.retention.is_late})["is"])
         if self.retention.save_if_due(self.state, is_late):
             self.deadline.record("save", time.monotonic() - start)
@@ -255,6 +257,7 @@ class Training:
 
         Call it only between passes over the weights, where the model is in the state after a whole step.
         """
+        # A signal may reach one rank only, but all must stop after the same step.
         if self.setup.parallel.world.any("stop", self.stop.requested):
             self._stop(Interrupted, "")
 

@@ -180,6 +180,7 @@ def find_in_gradients(setup: TrainSetup, offloaded: OffloadedModel) -> list[str]
 
 def is_finite(values: Tensor) -> bool:
     """Tell whether all elements are finite, without a copy: a layer may be as large as the free memory."""
+    # `aminmax` propagates NaN, and an infinity is one of the two.
     return not values.numel() or bool(torch.stack(values.detach().aminmax()).isfinite().all())
 
 

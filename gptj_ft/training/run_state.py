@@ -24,6 +24,7 @@ class BestState:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> BestState:
         """Read the mapping from `to_dict`."""
+        # The deciding score is stored under its own name, the only key without a fixed one.
         by = next((name for name in values if name not in ("step", LOSS)), LOSS)
         return cls(values["step"], values[LOSS], by, values[by])
 

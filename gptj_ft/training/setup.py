@@ -143,6 +143,7 @@ def workload_of(
     rows = [rows_of_step(step, len(train), recipe.batch_size, recipe.seed) for step in steps]
     chosen = [[lengths[row] for row in each] for each in rows]
     sizes = [sum(each) for each in chosen]
+    # The mean over tokens, not over rows: the cost of attention per token grows with its row.
     typical = sum(length * length for length in lengths) / sum(lengths)
     most = max(recipe.micro_batch_tokens, max(lengths))
     groups = [first_fit(each, most) for each in chosen[:COUNTED_STEPS]]
@@ -176,6 +177,7 @@ def workload_of(
             pairs=pairs,
         ),
         num_steps=num_steps,
+        # With a causal mask, a token attends to half of its row on average.
         rows=RowLengths(max(lengths), round(typical), typical / (1 if is_encoder else 2)),
         validation=Validation(sum(validation.lengths), validation.num_targets),
         context=architecture.config.n_positions,

@@ -190,6 +190,7 @@ class Checker:
 
 def replay_loss_scale(lines: Sequence[Mapping[str, Any]], last: LossScale) -> LossScale:
     """Recompute the loss scale from the steps of ``metrics.jsonl``; ``last`` gives the growth interval."""
+    # A line has the scale that its step used, so the first line has the initial one.
     scale = LossScale(lines[0]["loss_scale"] if lines else last.scale, growth_interval=last.growth_interval)
     for line in lines:
         scale = scale.after_step(line["skipped"])

@@ -21,6 +21,7 @@ class DeviceStore(LayerStore):
         for kind, dtype in kinds.items():
             for layer, layout in enumerate(layouts):
                 if layout.numel:
+                    # The last event suffices: one stream zeroes the tensors in order.
                     self._tensors[kind, layer], self.zeroed = fresh(layout.numel, dtype, device)
         self._empty = torch.empty(0, device=device)  # for layers without elements
 

@@ -103,6 +103,7 @@ class DiskStore(LayerStore):
 
         def save(events: Sequence[StreamEvent]) -> None:
             file = self._files[layer]
+            # Threads write chunks of the same layer: the first one creates the file.
             with self._lock:
                 if layer not in self._new:
                     self._new[layer] = self._create(layer), file.no_digests()
@@ -202,6 +203,7 @@ class DiskStore(LayerStore):
             else:
                 flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
             descriptor = open_direct(path, flags)
+            # A spare file of another layer may be longer or shorter.
             os.truncate(descriptor, self._files[layer].num_bytes)
         except OSError as error:
             raise disk_error(error, path, RESUME) from error

@@ -41,6 +41,7 @@ class TransferQueue:
 
         ``task`` gets the stream events in ``after``: its copies must wait for them on their streams.
         """
+        # A task may block its thread without deadlock: the work that it awaits was submitted earlier.
         return self._reader.submit(_run_after, [*after, *self._last_commit(layer)], task)
 
     def write(self, layer: int, after: Sequence[Transfer], task: Callable[[Events], None]) -> Future[None]:

@@ -51,6 +51,7 @@ class StateFile:
     @cached_property
     def header_bytes(self) -> int:
         # Room for the longest step number: the header has the same size in every step.
+        # Its unused digits also leave room for the eight bytes of the length.
         return -(-len(self._header(2**63, self.no_digests())) // PAGE) * PAGE
 
     @cached_property
@@ -113,6 +114,7 @@ class StateFile:
         try:
             with path.open("rb") as file:
                 (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
+                # A damaged length must not make this read gigabytes.
                 header = json.loads(file.read(min(length, 1 << 24)))
             step = int(header["__metadata__"]["step"])
             digests = {kind: text.split() for kind, text in json.loads(header["__metadata__"]["xxh3_64"]).items()}
@@ -120,6 +122,7 @@ class StateFile:
             raise DataError(f"{path} is missing: the checkpoint is incomplete") from error
         except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
             raise DataError(f"{path} is not a state file of a run: {error}") from error
+        # Step and digests determine the whole header, so any difference means another model or format.
         expected = json.loads(self._header(step, digests))
         lengths = {kind: len(of) for kind, of in self.no_digests().items()}
         is_whole = {kind: len(of) for kind, of in digests.items()} == lengths
@@ -227,6 +230,7 @@ def stamp_of(path: Path) -> int | None:
             (length,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(min(length, 1 << 24)))
         step = int(header.pop("__metadata__")["step"])
+        # Safetensors counts data_offsets from the end of the header.
         end = max(int(entry["data_offsets"][1]) for entry in header.values())
         return step if path.stat().st_size == 8 + length + end else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
