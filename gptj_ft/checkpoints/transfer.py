@@ -83,6 +83,7 @@ class TensorTransfer:
         if not piece.numel():
             return
         dtype, path = self.entries[name].dtype, self.checkpoint.folder
+        # One pass finds NaN as well: aminmax propagates it.
         low, high = piece.aminmax()
         largest = max(abs(float(low)), abs(float(high)))
         if not largest < float("inf"):  # true for NaN, too
@@ -116,6 +117,7 @@ class TensorTransfer:
                 same = [next(checksums) == checksum for checksum in known.get(name, {}).values()]
                 problem = f"{name} is {stored}" if stored != entry.dtype else ""
                 if not problem and not (same and all(same)):
+                    # If this finds no difference although checksums differ, the same bytes were read differently.
                     problem = difference(self.checkpoint, written, name)
                     problem = problem or (f"two reads of {name} differ" if same else "")
                 if problem:

@@ -67,6 +67,7 @@ class Rows:
             columns = (list(rows[name]) for name in ("borders", "marks", "targets", "values"))
             marks = [Marks(*row) for row in zip(*columns, strict=True)]
             lengths = rows.lengths().tolist()
+            # A prompt as long as its document: no next token is a target.
             return cls(rows["input_ids"], lengths, (), None, lengths, marks=marks)
         prompts = list(rows["prompt_length"])
         masked_spans = list(rows["untrained"])
@@ -107,9 +108,11 @@ class Rows:
         """Number of targets of each row."""
         if self.windows is not None:
             tokens = [sum(end - start for _, start, end in window) for window in self.windows]
+            # Nothing predicts the first token of a slice, or of a joined window.
             firsts = [1 if self.is_joined else len(window) for window in self.windows]
             return [total - first for total, first in zip(tokens, firsts, strict=True)]
         if self.marks is not None:
+            # Without marks the head reads every token.
             return [len(mark.marks) or tokens for mark, tokens in zip(self.marks, self._tokens, strict=True)]
         masked_spans = self.masked_spans or [()] * len(self._tokens)
         return list(map(num_targets, self._tokens, self.prompt_lengths, masked_spans))

@@ -199,11 +199,13 @@ def from_tokens(recipe: Recipe, ids: list[int], trained: Any) -> Encoded:
     ids = ids[:last]
     if num_inputs(len(ids), recipe.max_length) > recipe.max_length:
         if recipe.on_long == "split" and len(pairs) == 1 and pairs[0][0] == 1:
+            # One token more than inputs: a window's last token is only a target.
             return Encoded(_windows(ids, recipe.max_length + 1), 0)
         _refuse_if_not_to_be_shortened(recipe, len(ids))
         raise RowSkipped("longer than max_length, and tokens cannot be shortened")
     # Masked spans lie between consecutive targets: from the end of one to the start of the next.
     gaps = tuple(border for (_, end), (start, _) in pairwise(pairs) for border in (end, start))
+    # Token 0 is never a target, so a prompt of one token is none. Packing requires rows without prompts.
     return Encoded((ids,), pairs[0][0] if pairs[0][0] > 1 else 0, gaps)
 
 

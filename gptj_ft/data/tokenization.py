@@ -160,11 +160,13 @@ class Frame(NamedTuple):
 @lru_cache(maxsize=4)
 def frame_of(tokenizer: RowTokenizer) -> Frame:
     """Find the special tokens that a tokenizer puts around texts; BERT's and RoBERTa's do, GPT's do not."""
+    # Post-processors cannot be inspected: encode a pair and look at the special tokens in the result.
     pair = backend_of(tokenizer).encode("a", "b", add_special_tokens=True)
     text_of = pair.sequence_ids  # text of each token; None for special tokens
     if 0 not in text_of or 1 not in text_of:
         return Frame((), (), (), False)
     count = len(text_of)
+    # Each text may have several tokens: search its end from the right.
     ends = text_of.index(0), count - text_of[::-1].index(0), text_of.index(1), count - text_of[::-1].index(1)
     first, middle, last = pair.ids[: ends[0]], pair.ids[ends[1] : ends[2]], pair.ids[ends[3] :]
     has_types = bool(last) and pair.type_ids[ends[2]] != pair.type_ids[ends[0]]
@@ -227,10 +229,12 @@ def _token_bytes(tokenizer: RowTokenizer) -> Characters:
     """Return every token's length in bytes; empty if it is uncertain or the tokenizer drops blanks."""
     backend = backend_of(tokenizer)
     offsets = backend.encode("a b", add_special_tokens=False).offsets
+    # Some tokenizers trim the leading blank from offsets: then byte lengths and offsets disagree.
     if not splits_before_blanks(tokenizer) or len(offsets) < 2 or offsets[1][0] != 1:
         return np.empty(0, np.int64)
     # Byte-level BPE: each character of a token's name stands for one byte.
     sizes = {number: len(name) for name, number in backend.get_vocab(with_added_tokens=False).items()}
+    # Added tokens keep their plain text: their bytes are those of UTF-8.
     sizes |= {number: len(token.content.encode()) for number, token in backend.get_added_tokens_decoder().items()}
     table = np.zeros(max(sizes) + 1, np.int64)
     table[list(sizes)] = list(sizes.values())
@@ -330,6 +334,7 @@ class WordCache(dict[str, bytes]):
 
     def _look_up(self, text: str) -> bytes | None:
         """Return a text's token ids; ``None`` if it cannot be split into words."""
+        # U+0000 marks the borders of words in `words_of`.
         if len(text) > MEAN_WORD * (text.count(" ") + 2) or "\0" in text:
             return None
         try:

@@ -97,6 +97,7 @@ class _FieldTokens:
         can_join = is_whole and is_before_blank(self.prompt, cut) and is_before_blank(joint, 1)
         if not (can_join and splits_before_blanks(tokenizer)):
             return None
+        # A blank follows the cut in both texts, so the tokens before it are the same in both.
         return [*self.ids[: self.first + keep], *tokenize(tokenizer, [self.prompt[self.stop :]])[0]]
 
 
@@ -111,6 +112,7 @@ def _field_tokens(
     start = sum(map(len, texts[: next(n for n, piece in enumerate(pieces) if piece == (field, True))]))
     stop, prompt = start + len(values[field]), "".join(texts)
     spans = token_spans(tokenizer, prompt, ids)
+    # A token that crosses a border of the field belongs to the template and is never cut.
     first = bisect_left(spans.firsts, start)
     end = next((number for number in range(len(spans), first, -1) if spans[number - 1][1] <= stop), first)
     if end == first:

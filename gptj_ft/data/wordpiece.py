@@ -43,6 +43,7 @@ def read_vocabulary(path: Path) -> dict[str, int]:
 
 def is_cased(vocabulary: Mapping[str, int]) -> bool:
     """Tell whether a vocabulary has words with upper-case letters."""
+    # Uncased vocabularies have upper-case special tokens, such as [CLS].
     return any(token != token.lower() for token in vocabulary if not (token.startswith("[") and token.endswith("]")))
 
 
@@ -86,6 +87,7 @@ def normalizer_of(normalizer: Any, config: Mapping[str, Any]) -> Any:
     if not isinstance(normalizer, normalizers.BertNormalizer):
         return normalizer
     options = {"do_lower_case": normalizer.lowercase, "tokenize_chinese_chars": normalizer.handle_chinese_chars}
+    # tokenizer_config.json overrides tokenizer.json, as in transformers.
     options |= {name: config[name] for name in options if isinstance(config.get(name), bool)}
     return _normalizer({**options, "strip_accents": config.get("strip_accents", normalizer.strip_accents)})
 

@@ -72,6 +72,7 @@ def losses(
         words, num_bytes = _text_size(tokenizer, [document.ids[span.start : span.stop] for span in spans])
         rows.append(
             RowLoss(
+                # fsum rounds only once, so the total does not depend on the order.
                 total=-math.fsum(scores.log_probabilities_S.tolist()),
                 targets=len(scores.log_probabilities_S),
                 right=int(scores.is_argmax_S.sum()),

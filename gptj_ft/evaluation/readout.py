@@ -275,10 +275,12 @@ def loss_of(task: Task, row: RowOutput) -> tuple[float, float]:
         logits = output_SC.astype(np.float64)
         # Cross-entropy is log-sum-exp minus the target's logit; for spans, over the positions of the window.
         if task in ("classification", "token-labels"):
+            # np.c_ turns the class ids into a column, one per position.
             total += float((_log_sum(logits) - np.take_along_axis(logits, np.c_[list(mark.targets)], -1)[:, 0]).sum())
             weight += len(mark.targets)
         elif task == "spans":
             norms = _log_sum(logits.T)
+            # The mean of the losses of start and end, as in transformers.
             total += float(sum(norms - [logits[token, end] for end, token in enumerate(mark.targets)])) / 2
             weight += 1
         elif task == "regression":
@@ -296,6 +298,7 @@ def loss_of(task: Task, row: RowOutput) -> tuple[float, float]:
 def _log_sum(logits: FloatArray) -> FloatArray:
     """Compute log-sum-exp along the last axis."""
     largest = logits.max(-1)
+    # Without the largest logit subtracted, exp would overflow.
     sums: FloatArray = largest + np.log(np.exp(logits - largest[..., None]).sum(-1))
     return sums
 

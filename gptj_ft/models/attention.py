@@ -31,6 +31,7 @@ def rotary_freqs(batch: PackedBatch, rotary_dim: int, base: float = 10000.0) -> 
     key = rotary_dim, base
     if key in batch.rotary_cache:
         return batch.rotary_cache[key]
+    # In fp32 always: bf16 cannot tell positions above 256 apart.
     angle_T1R = (batch.positions_T[:, None].float() * _inv_freq(rotary_dim, base, batch.positions_T.device))[:, None]
     freqs = torch.complex(angle_T1R.cos(), angle_T1R.sin())
     if batch.cache is not None or freqs.device.type == "cpu":
@@ -52,6 +53,7 @@ def apply_rotary(x_TNH: Tensor, freqs: Tensor, in_place: bool) -> Tensor:
     """
     rotary_dim = 2 * freqs.shape[-1]
     if in_place and x_TNH.dtype == torch.float32 and x_TNH.shape[-1] % 2 == 0:
+        # One complex product rotates all pairs. view_as_complex needs fp32 and even strides.
         pairs = x_TNH[..., :rotary_dim].view(*x_TNH.shape[:-1], -1, 2)
         torch.view_as_complex(pairs).mul_(freqs)
         return x_TNH
@@ -91,6 +93,7 @@ def attend_ragged(
     ends = batch.cu_seqlens_T
     out = varlen_attn(
         q_TNH.contiguous(), k_TNH.contiguous(), v_TNH.contiguous(), ends, ends, batch.longest, batch.longest,
+        # Keys visible before and after each query; -1: all of the document.
         scale=scale, window_size=(-1, 0 if is_causal else -1),
     )  # fmt: skip
     assert isinstance(out, Tensor)
@@ -256,6 +259,7 @@ def attend_in_buckets(
 
 def _unseen(bucket: Bucket, is_causal: bool, device: torch.device) -> Tensor | None:
     """Return the mask of invisible keys, bool [G, 1, 1 or L, L]; ``None``: all are visible."""
+    # Only keys are masked: padding queries see tokens, since a softmax over no key at all is NaN.
     unseen = None if bucket.mask_GL is None else ~bucket.mask_GL[:, None, None]
     if is_causal:
         later_LL = torch.ones(bucket.length, bucket.length, dtype=torch.bool, device=device).triu(1)
@@ -293,6 +297,7 @@ class _Gather(torch.autograd.Function):
         rows, inverse = ctx.saved_tensors
         if ctx.has_padding:  # rows repeat: gather each row's own slot
             return gradients[0].index_select(0, inverse), None, None, None
+        # Padding slots keep a zero gradient; each other slot is written once.
         zeros = gradients[0].new_zeros(len(inverse), gradients[0].shape[1])
         return zeros.index_copy_(0, rows, gradients[0]), None, None, None
 
@@ -322,6 +327,7 @@ class _DroppedAttention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         q, k, v, weights, keep = ctx.saved_tensors
         (gradient,) = gradients
+        # The mask is converted again: keeping it as numbers would take two or four times the memory.
         scaled = mask_to(keep, v.dtype).mul_(ctx.kept)
         dv = torch.bmm((weights.to(v.dtype) * scaled).transpose(1, 2), gradient)
         dweights = torch.bmm(gradient, v.transpose(1, 2)).mul_(scaled).float()

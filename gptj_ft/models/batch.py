@@ -82,6 +82,7 @@ class Bucket:
         starts_G1, ends_G1 = (
             torch.tensor([cu_seqlens[document + k] for document in documents])[:, None] for k in (0, 1)
         )
+        # Padding slots repeat a row of their own document: a valid index, and finite values.
         rows_GL = starts_G1 + torch.arange(length)
         is_token_GL = rows_GL < ends_G1
         mask_GL = None if is_token_GL.all() else is_token_GL.to(device)
@@ -106,6 +107,7 @@ class Bucket:
 
     def take_gradient(self, x_TNH: Tensor) -> Tensor:
         """Gather the rows of the documents, with zeros in padding slots."""
+        # Padding repeats a real row, whose gradient must not count again.
         taken = x_TNH.index_select(0, self.rows_P).masked_fill_(self.is_padding_P11, 0.0)
         return taken.view(*self.rows_GL.shape, *x_TNH.shape[1:]).transpose(1, 2)
 
@@ -184,10 +186,12 @@ class Documents:
         num_rows, num_slots = self.cu_seqlens[-1] + self.num_fillers, 0
         slot_TN = torch.empty(num_rows, num_heads, dtype=torch.int64)
         for bucket in self.buckets:
+            # [G, 1, L] and [N, 1] broadcast to [G, N, L], the order in which attention reads its slots.
             source_GNL = bucket.rows_GL[:, None] * num_heads + heads_N1
             sources.append(source_GNL.flatten())
             slots_GNL = num_slots + torch.arange(source_GNL.numel()).view_as(source_GNL)
             is_token_GL = bucket.is_token_GL
+            # Padding slots share a row with a token, so only tokens have an inverse.
             slot_TN[bucket.rows_GL[is_token_GL]] = slots_GNL.transpose(1, 2)[is_token_GL]
             num_slots += source_GNL.numel()
         sources.append(torch.arange(self.cu_seqlens[-1] * num_heads, num_rows * num_heads))
@@ -326,6 +330,7 @@ class PackedBatch:
         if all(end - start == count for start, end, count in zip(ends, ends[1:], counts, strict=False)):
             return self
         assert self.types_T is None, "documents with token types are never truncated"
+        # Targets are cut like tokens: the last kept token still predicts the first dropped one.
         kept_T = self.positions_T < torch.tensor(counts).repeat_interleave(torch.tensor(ends).diff())
         tokens_T, positions_T, targets_T = (x[kept_T] for x in (self.tokens_T, self.positions_T, self.targets_T))
         cu_seqlens = tuple(accumulate(counts, initial=0))
@@ -350,6 +355,7 @@ class PackedBatch:
             rotary_cache={},
         )
         # Prefill cached properties; computing the target positions on the device would wait for it.
+        # A cached property lives in the instance's __dict__, which a frozen dataclass leaves writable.
         vars(moved).update(_source=self, target_positions_T=target_positions_T, cu_seqlens_T=ends.to(torch.int32))
         return moved
 
@@ -379,6 +385,7 @@ def pack(
         # The token at i predicts the token at i + 1; the prompt's last token predicts the first trained one.
         first = max(prompt_lengths[index], 1) - 1 if prompt_lengths is not None else len(ids)
         targets += [NO_TARGET] * min(first, len(ids)) + list(ids[first + 1 :])
+        # The last token of a document predicts nothing.
         targets += [NO_TARGET] * (len(tokens) - len(targets))
         spans = masked_spans[index] if masked_spans else ()
         for left, right in zip(spans[::2], spans[1::2], strict=True):  # position i - 1 predicts token i
@@ -401,6 +408,7 @@ def pack_marked(documents: Sequence[Sequence[int]], marks: Sequence[Marks]) -> P
             targets_T[start + torch.tensor(mark.marks)] = torch.tensor(mark.targets)
         else:
             targets_T[start:end] = 0
+            # Codes 1 and 2 add up to 3 where the answer is a single token.
             for code, token in enumerate(mark.targets, 1):
                 targets_T[start + token] += code
     values = [mark.values for mark in marks]

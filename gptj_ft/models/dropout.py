@@ -54,7 +54,9 @@ class Dropout(nn.Module):
     def mask(self, noise: Noise, shape: tuple[int, ...], device: torch.device) -> Tensor:
         """Draw which elements to keep, bool [rows, *shape]."""
         width = math.prod(shape)
+        # Draw for all rows of a document, even if few are computed: noise depends on a row's index only.
         drawn = self._draw(noise, [span.total * width for span in noise], device)
+        # Otherwise up to three spare draws lie between two documents.
         if all(start == 0 and stop == total and total * width % PER_NUMBER == 0 for _, start, stop, total in noise):
             drawn_N = drawn  # the draws of consecutive documents are adjacent
         else:
@@ -93,6 +95,7 @@ class Dropout(nn.Module):
         numbers = torch.empty(sum(sizes), dtype=torch.int64, device=generator.device)
         for span, part in zip(noise, numbers.split_with_sizes(sizes), strict=True):
             generator.manual_seed(seed_of((span.seed, self.site)))
+            # These bounds mean all 64 bits. The default range would leave the top bit of each number zero.
             part.random_(-(2**63), None, generator=generator)
         # Each 64-bit number is reinterpreted as four 16-bit ones.
         return numbers.view(torch.int16).to(device)
@@ -113,6 +116,7 @@ class Dropout(nn.Module):
 
     @property
     def _least_kept(self) -> int:
+        # Draws are signed: the smallest is -RATE_STEPS / 2, and the lowest `_threshold` of them are dropped.
         return self._threshold - RATE_STEPS // 2
 
 
@@ -145,4 +149,5 @@ def mask_to(keep: Tensor, dtype: torch.dtype) -> Tensor:
 
 def seed_of(key: tuple[object, ...]) -> int:
     """Return the seed of a key."""
+    # Not `hash`, which differs between processes. 56 bits fit every generator's seed.
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=7).digest(), "little")

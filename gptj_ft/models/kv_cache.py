@@ -79,6 +79,7 @@ class KVCache:
             columns: tokens of each row.
             dtype: type of the attention scores.
         """
+        # Rows that were never reordered are independent samples: in groups of their own they need no mask.
         if self._width > 1 and (columns > 1 or not self._beams_reordered):
             self._split_groups()
         # Every row appends `columns` slots to its group. A row sees the old slots as before. Among the new ones it sees
@@ -94,6 +95,7 @@ class KVCache:
             scores = torch.zeros(seen_GLS.shape, dtype=dtype, device=device)
             self._mask = scores.masked_fill_(~seen_GLS, -math.inf)[:, None]
             if self._width > 1 or self._seen_GWS is not None:
+                # The next pass starts from the view of each row's last column.
                 self._seen_GWS = seen_GLS[:, -self._width :]
         positions = self.lengths[:, None] + torch.arange(columns, device=device)
         self.lengths = self.lengths + columns
@@ -188,6 +190,7 @@ def slots_taken(prompt: int, new: int, width: int) -> int:
         new: new tokens of each row.
         width: rows of a group.
     """
+    # As `put` allocates and `_with_room` grows; a pass exceeds the room by at most `width` slots.
     room, needed = prompt + MORE_ROOM, prompt + new * width
     while room < needed:
         room = _room_for(room + width)

@@ -133,6 +133,7 @@ def project_by_all(x_TD: Tensor, linears: Sequence[Linear], rows: RowContext) ->
         yield from (linear(x_TD, rows) for linear in linears)
         return
     heights = [weight.shape[0] for weight in weights]
+    # The addresses have shown that the weights are adjacent: one view covers them all.
     whole = project(x_TD, first.as_strided((sum(heights), x_TD.shape[-1]), first.stride()), None, rows.kernel)
     for part, linear in zip(whole.split_with_sizes(heights, dim=-1), linears, strict=True):
         yield part if linear.bias is None else part + linear.bias

@@ -157,6 +157,7 @@ def open_mesh(path: Path, family: Family) -> MeshCheckpoint:
         numbered = enumerate(leaves, start=begin)
         return MeshShards(path, [JoinedTensor(leaf, [arrays[index] for arrays in shards]) for index, leaf in numbered])
 
+    # JAX sorts opt_state, params, step: the step is the last leaf, the count of updates the first.
     parameters, step = tree(first, leaves), _count(shards[0][-1])
     if not first:
         return MeshCheckpoint(parameters, step)
@@ -164,6 +165,7 @@ def open_mesh(path: Path, family: Family) -> MeshCheckpoint:
     # in all shards: take the first. The first leaf, the embedding's bias, is added to the embedding: drop its moments.
     assert leaves[0].join == "added"
     moment_leaves = [replace(leaf, join="first") if leaf.join == "sum" else leaf for leaf in leaves[1:]]
+    # Leaf 0 is the count. Both moments follow in the order of the parameters.
     moments = tree(2, moment_leaves), tree(2 + len(leaves), moment_leaves)
     return MeshCheckpoint(parameters, step, moments, _count(shards[0][0]))
 
@@ -202,6 +204,7 @@ class MeshShards:
             self._sums[name] = total = _sum(parts)
             if not torch.equal(total.to(dtype).double(), total):
                 dtype = torch.promote_types(dtype, torch.float32)
+        # In alphabetical order the bias `b` comes before its weight `w`, so its sum is known by now.
         if name in self._added and self._added[name].any():
             dtype = torch.promote_types(dtype, torch.float32)
         return TensorInfo(dtype, shape)
@@ -212,6 +215,7 @@ class MeshShards:
         if joined.leaf.join == "sum":
             return self._sums[name][start:stop].to(entry.dtype)
         if joined.leaf.join == "first":
+            # A slice would keep the whole part in memory.
             return joined.parts[0].read()[start:stop].clone()
         if joined.leaf.join == "columns":
             return self._read_columns(joined, entry, start, stop)
@@ -226,6 +230,7 @@ class MeshShards:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def rows_at_once(self, name: str) -> int:
+        # A part is always read whole, for its checksum: smaller pieces would read it several times.
         return self.entries[name].rows // (self.num_shards if self._joined[name].leaf.join == "rows" else 1)
 
     def _read_columns(self, joined: JoinedTensor, entry: TensorInfo, start: int, stop: int) -> Tensor:

@@ -89,6 +89,7 @@ class MeshWriter:
         for number in range(NUM_FILES):
             begin = number * size + min(number, more)
             files = [self.folder / f"shard_{shard}" / f"{number}.npz" for shard in range(self.num_shards)]
+            # A resumed conversion keeps only files that are complete in all shards: one read serves them all.
             if not all(file.is_file() for file in files):
                 unfinished.append((files, leaves[begin : begin + size + (number < more)]))
         tasks = (task for _, leaves in unfinished for leaf in leaves for task in self._tasks(leaf, step))
@@ -108,6 +109,7 @@ class MeshWriter:
                 pages.append(behind.open(file.with_suffix(".part")))
                 writers.append(stack.enter_context(NpzWriter(pages[-1])))
             for leaf in leaves:
+                # A task makes the part of one shard, or those of all.
                 left = list(writers)
                 while left:
                     cut = next(cuts)
@@ -115,6 +117,7 @@ class MeshWriter:
                         left.pop(0).write(part)
                     if leaf is not None and cut.rows is not None:
                         self._transfer.written(leaf.name, cut.rows, cut.digest)
+                    # Free these parts before the next ones arrive.
                     del cut, part
         for file, page in zip(files, pages, strict=True):
             page.finish(partial(file.with_suffix(".part").replace, file))
@@ -165,6 +168,7 @@ class MeshWriter:
 
     def _zeros(self, leaf: Leaf) -> ShardParts:
         entry = self._entries[leaf.name]
+        # Hugging Face's GPT-J has no bias of the embedding.
         return ShardParts([torch.zeros(entry.shape[1:], dtype=entry.dtype)] * self.num_shards)
 
     def _shared(self, leaf: Leaf) -> ShardParts:
@@ -173,5 +177,6 @@ class MeshWriter:
         self._transfer.inspect(leaf.name, whole)
         whole = cast(whole, entry.dtype)
         # Shards add up their shares of a summed bias; replicated tensors are equal in all shards.
+        # Exact, since the number of shards is a power of two.
         part = whole / self.num_shards if leaf.join == "sum" else whole
         return ShardParts([part] * self.num_shards, (0, entry.rows), checksum_of(whole))

@@ -134,6 +134,7 @@ def _open_tensors(path: Path, family: Family) -> tuple[Checkpoint, int]:
             raise UsageError(
                 f"{path}: {own} is no tensor of google-research/bert; checkpoints of other programs are not supported"
             )
+        # TensorFlow stores a dense kernel as (in, out), PyTorch as (out, in).
         shards[name] = JoinedShard(Leaf(name, "rows", own.endswith("/kernel")), [(shard, own)])
     step = int(shard.read(GLOBAL_STEP)) if GLOBAL_STEP in shard.entries and not shard.entries[GLOBAL_STEP].shape else 0
     return Checkpoint(path, shards, family.full_name), step
@@ -183,6 +184,7 @@ def open_bundle(index: Path) -> BundleShard:
             if info.num_bytes != size or number >= num_files or max(shape, default=0) >= 2**63:
                 raise ValueError(f"{name} of shape {list(shape)} does not take {size:,} bytes")
             path = index.with_name(f"{index.name.removesuffix(SUFFIX)}.data-{number:05d}-of-{num_files:05d}")
+            # Protobuf omits fields that are 0, also a checksum.
             tensors[name] = BundleTensor(path, info, entry.part(6) or bytes(4))
     except UsageError:
         raise
@@ -204,6 +206,7 @@ def _entries(data: bytes) -> Iterator[tuple[bytes, bytes]]:
         raise ValueError("the footer of a table is missing")
     for _ in _block(data, footer):  # the metaindex, which TensorFlow leaves empty
         pass
+    # The footer has two handles, each an offset and a size: of the metaindex, then of the index.
     _, at = _varint(footer, _varint(footer, 0)[1])
     # A damaged or hostile index could name a block many times: bound the sum of block sizes by the file size.
     left = len(data)
@@ -221,6 +224,7 @@ def _block(data: bytes, handle: bytes) -> Iterator[tuple[bytes, bytes]]:
     """
     offset, at = _varint(handle, 0)
     size, _ = _varint(handle, at)
+    # The checksum covers the block and the byte of its compression type.
     block, trailer = data[offset : offset + size + 1], data[offset + size + 1 : offset + size + TRAILER_BYTES]
     if len(trailer) < 4 or not has_checksum(block, trailer):
         raise ValueError("the checksum of a block differs")
@@ -249,6 +253,7 @@ class _Message:
         at = 0
         while at < len(message):
             tag, at = _varint(message, at)
+            # A tag is 8 * field number + wire type: 0 varint, 1 eight bytes, 2 length-prefixed, 5 four bytes.
             if tag & 7 == 0:
                 self.numbers[tag >> 3], at = _varint(message, at)
                 continue

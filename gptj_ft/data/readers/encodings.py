@@ -47,6 +47,7 @@ def encoding_by_head(head: bytes) -> str:
         if head.startswith(mark):
             return encoding
     least = LEAST_ZEROS_IN_ASCII if head.isascii() else LEAST_ZEROS
+    # Latin letters have their zero byte second in little-endian UTF-16, first in big-endian.
     for encoding, zeros, others in (("utf-16-le", head[1::2], head[::2]), ("utf-16-be", head[::2], head[1::2])):
         count = zeros.count(0)
         if count >= max(2, least * len(zeros)) and count > others.count(0) and _is_text(head, encoding):
@@ -72,18 +73,21 @@ def guess_encoding(pieces: Callable[[], Iterable[bytes]]) -> str:
     Args:
         pieces: starts reading the bytes.
     """
+    # Text in an 8-bit encoding is hardly ever valid UTF-8 by chance, unless it is ASCII.
     if _is_utf8(pieces()):
         return UTF8
     # Invalid bytes become lone surrogates, which encoding with "ignore" drops again: this counts them.
     decoder = codecs.getincrementaldecoder(UTF8)("surrogateescape")
     wrong = characters = beyond_ascii = odd = 0
     for piece in chain(pieces(), [b""]):
+        # Undefined bytes rule out Windows-1252. Reading the text as UTF-8 then names the bad line.
         if len(piece.translate(None, UNDEFINED)) < len(piece):
             return UTF8
         escaped = decoder.decode(piece, final=not piece)
         wrong += len(escaped) - len(without_wrong := escaped.encode(UTF8, "ignore").decode(UTF8))
         characters += len(without_wrong) - len(without_wrong.encode("ascii", "ignore"))
         beyond_ascii += len(piece.translate(None, ASCII))
+        # This decoding cannot fail: undefined bytes have returned above.
         odd += sum(1 for _ in ODD.finditer(piece.decode(WINDOWS)))
     return WINDOWS if characters < wrong and odd <= MOST_ODD * beyond_ascii else UTF8
 
@@ -92,6 +96,7 @@ def _is_utf8(pieces: Iterable[bytes]) -> bool:
     decoder = codecs.getincrementaldecoder(UTF8)()
     try:
         for piece in pieces:
+            # ASCII pieces need no decoding, unless the piece before ends within a character.
             if decoder.getstate()[0] or not piece.isascii():
                 decoder.decode(piece)
         decoder.decode(b"", final=True)
@@ -102,6 +107,7 @@ def _is_utf8(pieces: Iterable[bytes]) -> bool:
 
 def as_utf8(raw: BinaryIO, encoding: str, path: Path) -> BinaryIO:
     """Return a stream that converts a text to UTF-8; invalid bytes raise DataError with the line."""
+    # Compare the codec's own name: users also write utf8 or U8.
     if codecs.lookup(encoding).name == UTF8:
         return raw
     return cast(BinaryIO, io.BufferedReader(_Recoded(raw, encoding, path)))
@@ -126,6 +132,7 @@ class _Recoded(io.RawIOBase):
                 self._ready = text.encode(UTF8)
             except UnicodeError as error:
                 raise self._error(error) from error
+            # Pieces that fail do not get here: `_error` counts the lines before their bad byte.
             self._line += text.count("\n")
         piece, self._ready = self._ready[: len(buffer)], self._ready[len(buffer) :]
         buffer[: len(piece)] = piece

@@ -99,6 +99,7 @@ def samples_at_once(data: h5py.Dataset, limits: ReadLimits) -> int:
     sample_bytes = int(math.prod(data.shape[1:]) * data.dtype.itemsize)
     count = max(1, limits.samples // sample_bytes)
     chunk = int(data.chunks[0]) if data.chunks else 1
+    # HDF5 decompresses whole chunks: reads that end within one would decompress it twice.
     return max(chunk, count // chunk * chunk) if chunk * sample_bytes <= limits.hdf5_chunk else count
 
 
@@ -117,6 +118,7 @@ def _samples(file: File, findings: Findings, data: h5py.Dataset) -> Iterator[Row
 
 def _of_several(sample: NDArray[Any]) -> list[_Tokens] | str:
     """Return the rows of a sample of shape (5, S), or a description of the problem."""
+    # Files may store unsigned integers, whose differences would wrap around.
     positions = sample[POSITIONS].astype(np.int64)
     is_used = (sample[MASK] != 0) | (sample[SPANS] != 0)  # padding has neither
     starts = positions == 0
@@ -132,6 +134,7 @@ def _of_several(sample: NDArray[Any]) -> list[_Tokens] | str:
             if isinstance(row, str):
                 return row
             rows += row
+    # Without any used token, the sample is one row without targets, as in (N, 3, S).
     return rows or _of_one(sample)
 
 

@@ -124,8 +124,10 @@ def numbered_lines(file: File, findings: Findings) -> Iterator[tuple[int, str]]:
     number = blank = 0
     most = file.options.max_record
     with opened_text(file, findings) as opened:
+        # One byte above the limit shows that a line is too long without reading all of it.
         while raw := opened.readline(most + 1):
             number += 1
+            # A few compressed kilobytes can hold gigabytes of blank lines: limit them like a record.
             blank = blank + len(raw) if raw.isspace() else 0
             if len(raw) > most or blank > most:
                 raise too_long(file, number)
@@ -133,6 +135,7 @@ def numbered_lines(file: File, findings: Findings) -> Iterator[tuple[int, str]]:
             try:
                 yield number, line.decode()
             except UnicodeDecodeError as error:
+                # Report columns of the raw line, which may begin with a byte-order mark.
                 raise _not_utf8(file, number, raw, raw.find(line) + error.start) from error
     if not number:
         raise DataError(f"{file.path}: the file is empty")
@@ -150,6 +153,7 @@ def too_long(file: File, line: int) -> DataError:
 
 def text_chunks(file: File, findings: Findings) -> Iterator[str]:
     """Yield a text in chunks of `ReadLimits.text_chunk` bytes, regardless of lines."""
+    # A chunk may end within a character: the incremental decoder keeps its first bytes.
     decoder = codecs.getincrementaldecoder("utf-8")()
     with opened_text(file, findings) as opened:
         size = file.options.limits.text_chunk

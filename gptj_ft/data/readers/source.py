@@ -46,6 +46,7 @@ def record_length(header: bytes) -> int | None:
 
 def _begins_zlib(head: bytes) -> bool:
     """Tell whether bytes begin with a zlib header (RFC 1950) of the usual 32 KiB window."""
+    # 0x78: deflate with this window. The two header bytes, read as a number, are a multiple of 31.
     return len(head) >= 2 and head[0] == 0x78 and int.from_bytes(head[:2], "big") % 31 == 0
 
 
@@ -61,6 +62,7 @@ def names_in_zip(raw: BinaryIO) -> frozenset[str]:
     """List the names in a zip archive; empty if it is damaged, or has more entries than any document."""
     raw.seek(0, io.SEEK_END)
     raw.seek(max(0, raw.tell() - END_BYTES))
+    # zipfile reads the whole directory into memory: check its size (bytes 12 to 16 of the end record) first.
     end = raw.read()
     at = end.rfind(b"PK\5\6")
     # PK\6\7 marks ZIP64, for more entries than any document has.
@@ -198,6 +200,7 @@ class Source:
         for file in self.files:
             for path in [file.path] if file.path.is_file() else sorted(file.path.rglob("*")):
                 if path.is_file():
+                    # Names without folders: the same data in another place has the same digest.
                     whole.update(f"{path.name}\0{_sha256_of(path)}\n".encode())
         return whole.hexdigest()
 
@@ -402,6 +405,7 @@ def _format_of(head: bytes, by_name: str) -> str:
     """Return a text's format: JSON by its first character, else by the file name."""
     start = head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
     line = head.partition(b"\n")[0]
+    # No JSON line may be a list. One list of objects is a JSON file with the wrong suffix.
     if by_name == "jsonl" and start == b"[" and _begins_a_list_of_objects(line):
         return "json"
     if not by_name:

@@ -47,6 +47,7 @@ def read_workbook(file: File, findings: Findings) -> Iterator[Row]:
     warnings.filterwarnings("ignore", module="openpyxl")  # about styles that it cannot write
     with opened_file(file) as opened, _damage_errors(file):
         _check_size(file, opened)
+        # read_only streams rows, data_only gives formulas' saved values, keep_links=False ignores other workbooks.
         book = openpyxl.load_workbook(opened, read_only=True, data_only=True, keep_links=False)
         sheet = _choose_sheet(file, book.worksheets, findings)
         sheet.reset_dimensions()  # some programs store wrong ones
@@ -77,6 +78,7 @@ def _rows(file: File, sheet: Any, findings: Findings) -> Iterator[Row]:
     rows = enumerate(islice(sheet.iter_rows(), HEADER_ROWS), 1)
     filled = ((number, texts) for number, cells in rows if any(texts := [_text_of(cell) for cell in cells]))
     first, names = next(filled, (0, []))
+    # Formatted but empty cells are stored too: without this they would be unnamed columns.
     while names and not names[-1]:
         names.pop()
     records = _records(file, sheet, first + 1, len(names), findings) if names else iter(())
@@ -88,6 +90,7 @@ def _rows(file: File, sheet: Any, findings: Findings) -> Iterator[Row]:
 
 def _records(file: File, sheet: Any, first: int, width: int, findings: Findings) -> Iterator[tuple[int, list[str]]]:
     """Yield (row of the sheet, texts of its first cells), starting at a row; empty rows are skipped."""
+    # Read one column more than named, to notice that there are others.
     for number, cells in enumerate(sheet.iter_rows(min_row=first, max_col=width + 1), first):
         if number > file.options.limits.sheet_rows:
             raise DataError(f"{file.path}: the sheet has more than {file.options.limits.sheet_rows:,} rows")
@@ -109,8 +112,10 @@ def _text_of(cell: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float):
+        # Excel keeps 15 digits: 0.1 + 0.2 must read 0.3. From 1e15 on this format would write an exponent.
         return f"{value:.15g}" if abs(value) < 1e15 else repr(value)
     if isinstance(value, datetime.datetime):
+        # Excel stores a date as a date and time at midnight.
         return str(value.date() if value.time() == datetime.time() else value)
     return str(value)
 
@@ -120,6 +125,7 @@ def _check_size(file: File, opened: BinaryIO) -> None:
     if not names_in_zip(opened):
         raise DataError(f"{file.path}: damaged workbook: it has no parts, or too many")
     with zipfile.ZipFile(opened) as archive:
+        # zipfile never unpacks more than the sizes in the directory, so checking those stops decompression bombs.
         parts = [part for part in archive.infolist() if part.filename.lower().endswith((".xml", ".rels"))]
         tables = [part for part in parts if re.match(r"xl/(worksheets/|sharedStrings)", part.filename)]
         others = sum(part.file_size for part in parts) - sum(part.file_size for part in tables)
@@ -138,6 +144,7 @@ def _longest_piece(archive: zipfile.ZipFile, part: zipfile.ZipInfo) -> int:
     longest = since = 0
     with archive.open(part) as opened:
         while piece := opened.read(_READ_BYTES):
+            # A tag cut in two by the reads is missed, which only makes the result larger.
             since = 0 if ROW_TAG.search(piece) else since + len(piece)
             longest = max(longest, since)
     return longest

@@ -37,6 +37,7 @@ class Dialect(NamedTuple):
     def reader(self, lines: Iterable[str]) -> Any:
         """Return a csv reader; it counts the lines it has read."""
         if self.quotes:
+            # Not strict, csv would accept an unclosed quote and merge the rest of the file into a cell.
             return csv.reader(lines, delimiter=self.delimiter, strict=True)
         return csv.reader(lines, delimiter=self.delimiter, quoting=csv.QUOTE_NONE)
 
@@ -105,6 +106,7 @@ def _dialect(file: File, beginning: Sequence[str], delimiter: str) -> Dialect:
     if quotes != DETECT:
         return Dialect(delimiter, quotes == "on")
     is_quoted = bool(beginning) and beginning[0].startswith('"') and beginning[0].rstrip().endswith('"')
+    # GLUE and other benchmarks have lone quotes in their TSV files: quoting would join lines there.
     return Dialect(delimiter, file.format == "csv" or delimiter != "\t" or is_quoted)
 
 
@@ -251,6 +253,7 @@ def _records(file: File, dialect: Dialect, line: int, lines: Iterable[str]) -> I
             return
         if cells:
             yield line, cells
+        # A quoted cell may contain line breaks, so count the reader's lines, not records.
         line = before + reader.line_num + 1
 
 

@@ -50,6 +50,8 @@ def _payloads(file: File, findings: Findings) -> Iterator[tuple[int, bytes]]:
     with opened_file(file) as opened:
         while header := opened.read(HEADER_BYTES):
             number += 1
+            # A damaged payload costs one record. The header has a checksum of its own, so the next record is still
+            # found.
             payload = _payload(file, number, header, opened)
             if isinstance(payload, str):
                 findings.add(file, number, payload)
@@ -93,6 +95,7 @@ def _tokens(file: File, number: int, payload: bytes) -> list[int] | str:
             f"{file.path}:{number}: the record lacks the feature '{FEATURE}' (int64 tokens) that "
             f"create_finetune_tfrecords.py writes; it has {names or 'none'}"
         )
+    # Protobuf: the last entry of a repeated map key wins.
     tokens = np.array(lists[-1].value, np.int64)
     if not len(tokens):
         return "the record has no tokens"
@@ -105,6 +108,7 @@ def _example_class() -> Any:
     """Build the message class of `Example`, with token features only."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 
+    # An own pool cannot clash with messages that other packages registered in the default one.
     pool = descriptor_pool.DescriptorPool()
     pool.Add(text_format.Parse(_EXAMPLE, descriptor_pb2.FileDescriptorProto()))
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("Example"))

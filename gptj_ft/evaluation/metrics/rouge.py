@@ -33,6 +33,7 @@ def rouge(
             rows[name].append(100.0 * float(result.fmeasure))
         lines = [one_sentence_a_line(target) for target in targets]
         if [*lines, split := one_sentence_a_line(prediction)] == [*targets, prediction]:
+            # Nothing was split, so this is rougeLsum, which is known already.
             rows[BY_SENTENCES].append(rows["rougeLsum"][-1])
         else:
             rows[BY_SENTENCES].append(100.0 * float(by_sentences.score_multi(lines, split)["rougeLsum"].fmeasure))

@@ -48,6 +48,7 @@ def squad(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> di
 
 def normalize_answer(text: str) -> str:
     """Lower-case, drop ASCII punctuation and articles, and collapse white space, in SQuAD's order."""
+    # Punctuation goes before articles: "a-b" becomes "ab", not "b".
     kept = text.lower().translate(NO_PUNCTUATION)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
 

@@ -147,6 +147,7 @@ def estimate_scores(
         part: weights of the rows, 1 to count a row and 0 to ignore it; default: all count.
     """
     part_N = np.ones(num_rows) if part is None else part
+    # The same seed draws the same samples for both systems, which makes the differences paired.
     ours, theirs = _resampled(figures, part_N, seed), _resampled(baseline, part_N, seed)
     with np.errstate(invalid="ignore"):  # both infinite
         differences = {name: ours[name] - theirs[name] for name in ours.keys() & theirs.keys()}
