@@ -143,6 +143,7 @@ def logged() -> Iterator[list[str]]:
     logger, handler = logging.getLogger("gptj_ft"), Collector(logging.WARNING)
     propagates = logger.propagate
     logger.addHandler(handler)
+    # Else the handlers of the root logger would print them as well.
     logger.propagate = False
     try:
         yield messages
@@ -177,6 +178,7 @@ def run_part(name: str, work: Callable[[], Facts]) -> Part:
 
 def without_private(text: str, user: Callable[[], str] = getuser, host: Callable[[], str] = socket.gethostname) -> str:
     """Hide paths and the names of user and host in a message."""
+    # A quoted path, which may contain spaces, or a bare one up to a space or punctuation.
     text = re.sub(r"(['\"])[/~].*?\1|(?<![\w.])[/~][^\s:,;'\"]+", HIDDEN, text)
     private = [host()]
     with suppress(Exception):  # a container may have no name for the user's number
@@ -245,6 +247,7 @@ class Checkup:
                 for group in parity.trials(self.device, precision, is_thorough)
             ]
             if not has_streams(self.device) and is_accelerator(self.device):
+                # Apple's GPUs share the host's memory: every placement is the same.
                 groups = [group[:1] for group in groups]
             with single_thread():
                 numbers[family] = parity.check_placements(self.small_model(family), groups)

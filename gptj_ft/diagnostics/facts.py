@@ -95,6 +95,7 @@ def _container_limit() -> int | None:
     for path in CGROUPS:
         with suppress(OSError, ValueError):
             limit = int(Path(path).read_text(encoding="ascii"))
+            # Without a limit, version 1 of control groups has a number near 2^63.
             return limit if limit < 1 << 60 else None
     return None
 
@@ -109,6 +110,7 @@ def huge_share() -> float:
             inside = start < address + PROBED_BYTES and address < end
         elif inside and line.startswith(HUGE_PAGE_KEYS):
             kilobytes += int(line.split()[1])
+    # The kernel may have merged the mapping with neighbours, whose huge pages count then, too.
     return min(1.0, kilobytes * 1024 / PROBED_BYTES)
 
 

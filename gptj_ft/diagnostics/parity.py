@@ -89,6 +89,7 @@ def check_transformers(folder: Path, num_steps: int = 3, families: Sequence[str]
         save_reference(reference, folder / model_type)
         errors = _compare_training(SmallModel.read(folder / model_type), reference, num_steps)
         for name, limit in ROUNDING.items():
+            # Not `>`: NaN must fail, too.
             if not errors[name] <= limit:
                 raise Mismatch(f"{model_type}: {name} differs from transformers by {errors[name]:.2g} (relative)")
         results[model_type] = errors
@@ -141,6 +142,7 @@ def _reference_loss(reference: Any, documents: Sequence[Sequence[int]]) -> Tenso
     total, count = torch.zeros(()), 0
     for ids, prompt in zip(documents, PROMPTS, strict=True):
         logits, targets = reference(torch.tensor([ids])).logits[0, :-1], torch.tensor(ids[1:])
+        # Nothing predicts a document's first token, even if it belongs to the answer.
         first = max(prompt, 1) - 1
         total = total + F.cross_entropy(logits[first:], targets[first:], reduction="sum")
         count += len(ids) - 1 - first
@@ -188,6 +190,7 @@ def check_placements(
             if is_accelerator(first.device):
                 error = expected.relative_error(run(model, replace(first, device=CPU)))
                 errors[str(first)] = error
+                # Not `>`: NaN must fail, too.
                 if not error <= LOSS_TOLERANCE[first.precision]:
                     raise Mismatch(f"{first}: the loss differs from the CPU's by {error:.2g} (relative)")
             for trial in others:

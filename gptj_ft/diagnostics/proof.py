@@ -479,6 +479,7 @@ def _started(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[byt
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
+    # It started a session, so its number is also that of its process group.
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -503,5 +504,6 @@ def _read_run(run: Run, memory: Memory, seconds: float) -> ProofRun:
     digest = hashlib.sha256()
     for path in sorted(run.model.glob("*.safetensors")):
         with path.open("rb") as file:
+            # `file_digest` updates the object that the function returns: one digest over all files.
             hashlib.file_digest(file, lambda: digest)
     return ProofRun(losses, norms, digest.hexdigest(), step_seconds, read, written, memory, seconds)

@@ -116,6 +116,7 @@ class Blocks:
         rate = known.compute.matmul(PRECISIONS[precision])
         tokens = (WARM_UP + STEPS) * sum(TOKENS)
         for width in WIDTHS:
+            # A block has about 12 D^2 weights: 4 in attention, 8 in the MLP.
             weights, blocks = NUM_BLOCKS * 12 * width**2, cls(device, width, precision)
             is_quick = FLOPS_PER_WEIGHT * weights * tokens / rate < MAX_SECONDS
             if is_quick and BYTES_PER_PARAMETER * weights < host:
@@ -177,6 +178,7 @@ class Blocks:
                 yield model
             finally:
                 model.close()
+                # torch frees memory only when no name refers to it any more.
                 del model
                 empty_cache(self.device)
 

@@ -113,6 +113,7 @@ def check_shaken(model: SmallModel, trials: Sequence[Trial], num_seeds: int, sec
     with deterministic():
         expected = [run(model, trial) for trial in trials]
         for seed in range(num_seeds):
+            # Each configuration runs once, however long it takes.
             if seed >= len(trials) and time.monotonic() - start > seconds:
                 break
             trial = trials[seed % len(trials)]

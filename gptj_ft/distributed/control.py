@@ -93,6 +93,7 @@ class Control:
             PeerFailed: another rank has failed or is gone.
         """
         ranks = list(among) or list(range(self.size))
+        # Another subgroup may use the same topic, so its turns are counted apart.
         if len(ranks) < self.size:
             topic = f"{topic} of {ranks}"
         with self._changed:
@@ -142,6 +143,7 @@ class Control:
             if self.rank == 0:
                 with self._changed:
                     self._changed.wait_for(lambda: self._failure or self._left >= set(self._sockets), SILENT_SECONDS)
+        # Not `close`: with unread input it would reset the connection, and the peer would lose our last messages.
         for each in self._sockets.values():
             with suppress(OSError):
                 each.shutdown(socket.SHUT_WR)
@@ -207,6 +209,7 @@ class Control:
         elif "failed" in line:
             failed = line["failed"]
             rank, code, is_gone = int(failed["rank"]), int(failed["code"]), bool(failed.get("gone"))
+            # A rank may report only its own failure; rank 0 passes on those of others.
             if not 0 < code < 256 or rank not in range(self.size) or (self.rank == 0 and rank != peer):
                 raise ValueError(failed)
             if self.rank == 0:
@@ -262,6 +265,7 @@ class Control:
             is_late = now > failed_at + self.ending_seconds or any(
                 now > max(failed_at, since) + TRANSFER_SECONDS for since in list(self._transfers.values())
             )
+        # Rank 0 speaks for all, unless it is the one that is gone.
         if self.rank == 0 or (self._failure.rank == 0 and self._failure.is_gone):
             with suppress(OSError):
                 os.write(_STDERR, f"\ngptj-ft: {self._failure}\n".encode())
@@ -369,6 +373,7 @@ def host_control(
                         continue
                     rank, proof, host = hello["rank"], str(hello["proof"]).encode(), one_line(str(hello["name"]))
                     is_known = hmac.compare_digest(proof, _proof(token, stranger.nonce, rank).encode())
+                    # The exact type: `True` is an int and equals 1.
                     if not is_known or type(rank) is not int or rank not in range(1, size) or rank in sockets:
                         raise ValueError("not a rank of this run")
                 except (OSError, ValueError, LookupError, RecursionError):

@@ -154,10 +154,12 @@ class ShardReducer(GradientReducer):
 
     def begin(self, layer: LoadedLayer) -> None:
         self._layer, self._tied_part = layer, None
+        # The tied layer's part is a sum over all shards already: keep it out of this one.
         if layer.gradient.is_tied_source:
             self._tied_part = layer.gradient.flat.clone()
             layer.gradient.flat.zero_()
         self._sums.begin(layer.gradient.sums())
+        # The first shards may be empty: close them before the first micro-batch.
         self._sums.close(layer.gradient.sums(), 0)
 
     def end_micro_batch(self, layer: LoadedLayer, num_done: int) -> None:

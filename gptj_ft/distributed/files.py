@@ -21,6 +21,7 @@ from gptj_ft.system.group import Group
 def send_bytes(group: Group, target: int, content: bytes) -> None:
     """Send bytes, with their number first."""
     group.send(target, torch.tensor([len(content)])).wait()
+    # `frombuffer` needs writable memory, and bytes are read-only.
     group.send(target, torch.frombuffer(bytearray(content), dtype=torch.uint8)).wait()
 
 
@@ -81,6 +82,7 @@ def share_folder(group: Group, run: Run) -> bool:
     if messages[group.rank]["recipe"] not in ("", messages[0]["recipe"]):
         raise DataError(f"{run.folder} on {platform.node()} is another run: name another --output, or move it away")
     remote = [rank for rank, each in enumerate(messages) if not each["sees"]]
+    # Reversed, so that the lowest rank of each host is the last to be set.
     first_of_host = {messages[rank]["host"]: rank for rank in reversed(remote)}
     for rank in sorted(first_of_host.values()):
         if messages[rank]["recipe"]:
@@ -92,6 +94,7 @@ def share_folder(group: Group, run: Run) -> bool:
                 send_file(group, rank, run.folder / name)
         elif group.rank == rank:
             for name in recv_bytes(group, 0).decode().split("\n"):
+                # The name came over the network: it must not lead out of the folder.
                 path = inside(run.folder / name, run.folder)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 recv_file(group, 0, path)

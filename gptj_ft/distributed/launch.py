@@ -127,6 +127,7 @@ def _default_port(environment: Mapping[str, str]) -> int:
     """Return the default MASTER_PORT; Slurm steps differ, because jobs may share a machine."""
     if "RANK" in environment or "SLURM_JOB_ID" not in environment:
         return 29500
+    # Even, because the run takes the port after it; below 32768, where Linux's temporary ports begin.
     return 20000 + 2 * ((10 * _number(environment, "SLURM_JOB_ID") + _number(environment, "SLURM_STEP_ID")) % 4500)
 
 
@@ -203,6 +204,7 @@ def start_others(member: Membership, token: str, arguments: Sequence[str]) -> li
 
 
 def _die_with_parent() -> None:
+    # A parent that is killed cannot end its children: the kernel does.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

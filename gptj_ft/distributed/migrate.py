@@ -140,8 +140,10 @@ class Migration:
         newest, sources = dict[int, int](), dict[int, int]()
         for layer in self._trained:
             stamps = [each["layer"].get(str(layer)) for each in stamps_by_rank]
+            # A file of this step needs no gradient any more: prefer it to one of the step before.
             newest[layer] = max(stamp for stamp in stamps if stamp in valid)
             owner = self._partition.owner(layer)
+            # If the owner itself has such a file, nothing has to move.
             sources[layer] = owner if stamps[owner] == newest[layer] else stamps.index(newest[layer])
         if check_digests:
             self._check_digests(folder, [layer for layer, source in sources.items() if source == group.rank])

@@ -60,6 +60,7 @@ def find_disks(group: Group, folder: Path) -> list[int]:
     mark = folder / f"{secrets.token_hex(8)}.mark"
     write_file(mark, b"")
     try:
+        # The first `gather` ends when all marks exist; the second when all ranks have looked at them.
         names = [each["name"] for each in group.gather("mark of a disk", {"name": mark.name})]
         seen = next(rank for rank, name in enumerate(names) if (folder / name).exists())
         return [each["is"] for each in group.gather("disk", {"is": seen})]
@@ -92,6 +93,7 @@ def plan_copies(
         if not having or len({disks[rank] for rank in having}) > 1:
             continue
         source = owner if owner in having else having[0]
+        # Around the ring, so that the mirrors spread over all disks.
         following = [(source + steps) % len(disks) for steps in range(1, len(disks))]
         target = next(rank for rank in following if disks[rank] != disks[source])
         yield FileCopy(source, target, layer, holders[source][str(layer)])

@@ -61,6 +61,7 @@ def measure_network(group: Group) -> Network:
         )
     group.barrier("network")  # a rank that failed earlier is detected here, not in a transfer
     latency = median(_exchange_seconds(group, 8) for _ in range(SMALL_MESSAGES))
+    # All ranks agree on the slowest, so that all go on with the same number of bytes.
     seconds, size = _slowest(group, _exchange_seconds(group, FIRST_BYTES)), FIRST_BYTES
     if (more := int(min(MOST_BYTES, LONGEST_TRANSFER / seconds * FIRST_BYTES))) > size:
         size, seconds = more, _slowest(group, _exchange_seconds(group, more))

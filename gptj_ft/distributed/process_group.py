@@ -84,6 +84,7 @@ class ProcessGroup(Group):
 
     def _communicator(self, values: Tensor, source: int, target: int, tag: int) -> Any:
         """Return the NCCL communicator of a transfer; None for gloo."""
+        # The lowest bit of the tag tells the pass, the order of the two ranks the direction.
         return None if values.device.type == "cpu" else self._nccl[2 * (tag % 2) + (source < target)]
 
     def _start(self, start: Callable[[], Any], values: Tensor) -> PendingTransfer:

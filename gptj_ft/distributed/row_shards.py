@@ -28,6 +28,7 @@ def shard_rows(lengths: Sequence[int], num_shards: int) -> list[list[int]]:
     """
     shards: list[list[int]] = [[] for _ in range(num_shards)]
     tokens = [0] * num_shards
+    # Equal rows by number: every rank must come to the same shards.
     for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
         shard = min(range(num_shards), key=lambda shard: (tokens[shard], shard))
         shards[shard].append(row)
@@ -158,6 +159,7 @@ class ShardSums:
         spans = [slice(start, end) for start, end in pairwise(cuts)]
         others = [rank for rank in range(size) if rank != group.rank]
         own_span = spans[group.rank]
+        # Transfers between two ranks match by their order, so both ends go through the nodes alike.
         sending = [group.send(rank, parts[node][spans[rank]]) for rank in others for node in tree_nodes(self._local)]
         receiving = []
         received = {node: part[own_span].clone() for node, part in parts.items()}

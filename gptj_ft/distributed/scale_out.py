@@ -169,6 +169,7 @@ class Share:
         num_steps = costs[0].num_steps
         if num_steps is None:
             return None
+        # Start, validations, checkpoints and end; each machine waits for the slowest.
         other = max((each.seconds or 0.0) - num_steps * each.seconds_per_step for each in costs)
         return num_steps * self.seconds_per_step + other + self.end_seconds
 
@@ -302,6 +303,7 @@ def forecast_share(job: Job, stages: int, replicas: int) -> Share:
     parts: dict[tuple[Workload, bool], list[int]] = {}
     for rank in range(stages):
         own = [layer for layer, owner in enumerate(owners) if owner == rank]
+        # Machines with equal shares are planned once; the first one also writes the tuned model.
         parts.setdefault((local_workload(workload, own), rank == 0), []).append(rank)
     replica = _Replica(job, workload, owners, stages, replicas)
     nodes = tuple(replica.node(part, ranks) for (part, _), ranks in parts.items())

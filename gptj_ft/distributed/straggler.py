@@ -35,7 +35,9 @@ class StragglerWatch:
             is_slow = False
             if others and flops:
                 factor = seconds / flops / max(1e-18, median(each / count for each, count in others))
+                # With a smaller share, a slow machine may still be done first: then nobody waits for it.
                 is_slow = factor > SLOWER and seconds > max(LEAST_SECONDS, median(each for each, _ in others))
+                # Report the least factor of the watched steps, which every one of them confirms.
                 self._factors[rank] = min(factor, self._factors[rank]) if self._slow_steps[rank] else factor
             self._slow_steps[rank] = self._slow_steps[rank] + 1 if is_slow else 0
             if self._slow_steps[rank] == WATCHED_STEPS and rank not in self._warned:

@@ -83,6 +83,7 @@ def pass_bytes(
     hop_bytes = workload.width * workload.dtype.itemsize * workload.step.computed
     passes = []
     for is_backward in (False, True):
+        # Gradients of hidden states end at the lowest trained layer.
         pairs = list(pairwise(owners))[workload.lowest_trained if is_backward else 0 :]
         hops = [(high, low) if is_backward else (low, high) for low, high in pairs if low != high]
         elements = own.stored_elements + own.lent_elements if is_backward else 0

@@ -70,6 +70,7 @@ class DistributedTraining(Parallel):
         recipe = resolve_split(recipe, world.size, len(layouts) - 2, is_resumed)
         num_replicas = world.size if recipe.share == "rows" else recipe.replicas or 1
         stages = world.size // num_replicas if world.size > 1 else 1
+        # Consecutive ranks share the layers of a replica; every `stages`-th rank has the same layers.
         first, stage = world.rank - world.rank % stages, world.rank % stages
         partition = Partition()
         if stages > 1:
@@ -125,6 +126,7 @@ class DistributedTraining(Parallel):
         }
         messages = self.world.gather("plan", {"facts": local_environment(), "plan": plan})
         check_same_environment(messages, setup.recipe.threads)
+        # A worker that cannot follow the plan fails before this point, and nothing is written yet.
         self.world.barrier("agreed")
 
     def share_folder(self, run: Run) -> None:
@@ -270,6 +272,7 @@ def resolve_split(recipe: Recipe, size: int, num_blocks: int, is_resumed: bool =
     if size == 1:
         return recipe
     share, replicas = recipe.share, recipe.replicas
+    # A run that began without lanes had one: its bits must stay the same.
     lanes = recipe.lanes or (1 if is_resumed else None)
     divisors = [each for each in range(1, size + 1) if size % each == 0]
     if share == "auto":

@@ -45,6 +45,7 @@ def follow_run(group: Group, session: Session | None = None) -> None:
     rows = (load_dataset(data / "train"), load_dataset(data / "validation") if (data / "validation").exists() else None)
     setup = make_run_setup(recipe, Path(recipe.model or ""), rows, folder, parallel=parallel)
     run = worker_run(folder, setup, writes)
+    # One rank locks the folder of its machine: ranks that share it must not exclude each other.
     with locked(folder, "training") if run.writes else nullcontext():
         if run.writes:
             warn_of_changes(run, setup, Reporter())

@@ -48,6 +48,7 @@ class Pass:
     def transfer_seconds(self, rates: Rates) -> float:
         """Return the seconds of the transfers alone; disk and both directions of the link overlap."""
         disk = rates.disk.seconds(self.read.get("disk", 0), self.written.get("disk", 0))
+        # Bytes from and to the disk cross the link, too.
         incoming = sum(self.read.values()) / rates.compute.to_device
         outgoing = sum(self.written.values()) / rates.compute.from_device
         return max(disk, incoming, outgoing)

@@ -44,5 +44,6 @@ def count_flops(
     return Flops(
         forward=sum(run * number for run, number in zip(runs, whole, strict=True)),
         backward=sum(runs[i] * (whole[i] + trained[i]) for i in range(lowest, top + 1)),
+        # Embedding and head are never recomputed.
         recompute=sum(runs[i] * whole[i] for i in range(max(1, lowest), top - kept)),
     )

@@ -164,6 +164,7 @@ def plan_inference(
     fitting = [plan for plan in plans if not plan.lack]
     enough = [plan for plan in fitting if plan.together.written >= ENOUGH_TOKENS]
     if fitting:
+        # The fastest place that leaves room for enough tokens; if none does, tokens matter more than the place.
         return next(iter(enough), max(fitting, key=lambda plan: plan.together.written))
     nearest = min(plans, key=lambda plan: plan.lack)
 

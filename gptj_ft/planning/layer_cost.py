@@ -72,6 +72,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for output in outputs:
             self._take(output, inputs)
         name = func._schema.name.partition("::")[2]
+        # Views and these operations start no kernel.
         if not func.is_view and not name.startswith(("empty", "detach", "_unsafe_view", "new_empty")):
             moved = sum(x.nbytes for x in [*inputs, *outputs])
             self.kernels[-1].append(KernelCost(self._flops(name, inputs), moved, name.startswith(ATTENTION)))
@@ -100,9 +101,11 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _flops(self, name: str, inputs: Sequence[Tensor]) -> float:
         if name in PRODUCTS:
+            # `addmm` and `baddbmm` have the bias before the factors.
             left, right = inputs[-2:]
             return 2.0 * left.numel() * right.shape[-1]
         if name.startswith(ATTENTION):
+            # Two FLOPs per pair and product: forward has two products, backward five and the output's gradient first.
             is_backward = name.endswith("backward")
             query = inputs[1 if is_backward else 0]
             return (10.0 if is_backward else 4.0) * self._pairs * query.shape[-1] * query.shape[-2]
@@ -243,6 +246,7 @@ def measure_head(
     positions = torch.empty(shape.tokens, dtype=torch.int64, device=META)
     parameters, run = parameters_of(layer, trained, shape.dtype), FunctionalLayer(layer).run
     with Meter() as meter:
+        # Twice: tensors of a chunk live until those of the next chunk replace them.
         for _ in range(2):
             meter.kernels = [[]]
             x = hidden[positions].requires_grad_(is_above_trained)

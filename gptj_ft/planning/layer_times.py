@@ -216,6 +216,7 @@ def _line(few: int, low: float, many: int, high: float) -> SecondsByTokens:
     >>> _line(128, 2.0, 256, 3.0), _line(1, 1.0, 2, 3.0), _line(1, 3.0, 2, 2.0)[0]
     (SecondsByTokens(fixed=1.0, per_token=0.0078125), SecondsByTokens(fixed=0.0, per_token=1.5), 2.0)
     """
+    # Not steeper than the line through the origin: the fixed part would be negative.
     per_token = min(max(0.0, high - low) / (many - few), high / many)
     return SecondsByTokens(high - per_token * many, per_token)
 

@@ -167,6 +167,7 @@ def layer_seconds(
     seconds = {kind.name: _read_seconds(known.get(kind.name), machine) for kind in kinds}
     missing = {kind.name: kind for kind in kinds if seconds[kind.name] is None}
     if missing:
+        # Before measuring, which itself loads the cores.
         load = machine.core_load()
         measured = dict(zip(missing, machine.layers(list(missing.values())), strict=True))
         newest = list({**known, **{name: [*each, load] for name, each in measured.items()}}.items())[-MOST_LAYERS:]

@@ -281,6 +281,7 @@ class _Demand:
             needed += ["gradients", "tied gradient"]
         if workload.frozen_elements and placement.of("frozen") != "device":
             needed.append("frozen")
+        # One for the clipped gradient, and one for each narrow kind, which AdamW widens to fp32.
         scratch = 1 + sum(stored[kind] != fp32 for kind in chunked)
         return sum(shapes[name].num_bytes for name in needed) + scratch * shapes["exp_avg"].numel * fp32.itemsize
 

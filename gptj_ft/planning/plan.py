@@ -117,6 +117,7 @@ def choose(recipe: Recipe, workload: Workload, free: Free, rates: Rates, has_beg
     fitting: list[MemoryForecast] = []
     for each in forecasts(recipe, workload):
         (too_large if each.lack else fitting).append(each)
+        # Candidates come fastest first: unless replays compare them, the first that fits is the choice.
         if fitting and not _compares_replays(free, workload):
             return with_replay(_forecast(each, workload, recipe, rates), workload, recipe)
     if fitting:
@@ -148,6 +149,7 @@ def _fastest(fitting: Sequence[MemoryForecast], workload: Workload, recipe: Reci
     ]
     # The closed forms of `costs` are good enough to rank placements, and need no replay.
     by_seconds = sorted(range(len(plans)), key=lambda number: plans[number].costs.seconds_per_step)
+    # In the order of the candidates again: of equally fast ones, the first moves the fewest bytes.
     replayed = [with_replay(plans[number], workload, recipe) for number in sorted(by_seconds[:NUM_REPLAYED])]
     least = min(plan.costs.seconds_per_step for plan in replayed)
     return next(plan for plan in replayed if plan.costs.seconds_per_step <= (1 + SAME) * least)
@@ -200,6 +202,7 @@ def _forecast(memory: MemoryForecast, workload: Workload, recipe: Recipe, rates:
     costs = cost_of(0)
     can_defer = placement.weights != "device" and placement.optimizer_state != "device"  # see `PendingUpdates`
     if can_defer and costs.forward.transfer_seconds(rates) > costs.forward.compute_seconds(workload, rates):
+        # Embedding, head and last block are never deferred.
         every = cost_of(max(len(workload.layouts) - 3, 0))
         options = [costs, every, *map(cost_of, _balanced(costs, every, workload, rates))]
         costs = min(options, key=lambda costs: costs.seconds_per_step)
@@ -279,4 +282,5 @@ def _tokens_to_hide(moved: Pass, workload: Workload, rates: Rates) -> int:
     """Return the further tokens of a step that a pass could compute while its bytes move."""
     computing, updates = moved.compute_seconds(workload, rates), moved.updated / rates.compute.memory
     hidden = moved.transfer_seconds(rates) - computing
+    # Updates take as long for any number of tokens: only the rest grows with them.
     return max(0, math.ceil(workload.step.mean * hidden / (computing - updates) / 256) * 256)

@@ -90,6 +90,7 @@ class DiskRates:
     def seconds(self, read: float, written: float) -> float:
         """Return the seconds to read and write, in parallel as long as both last."""
         both = min(read, written)
+        # While both last, their bytes together move at the mixed rate.
         return 2 * both / self.mixed + (read - both) / self.read + (written - both) / self.write
 
     def shared(self, processes: int) -> DiskRates:
@@ -158,6 +159,7 @@ def _block_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float
     batch = PackedBatch(ids, ids, ids, tuple(range(0, tokens + 1, ATTENDED)))
     with torch.no_grad():
         attention = min(timed(lambda: attend(q, q, q, batch, 0), device) for _ in range(3))
+    # Four FLOPs per pair, but the causal mask leaves half of the pairs.
     return x.numel() / gelu, 2.0 * number * HEADS * ATTENDED**2 * HEAD_DIM / attention
 
 
@@ -223,6 +225,7 @@ def measure_disk(
         if hasattr(os, "posix_fadvise"):  # without direct I/O, reads must not come from the page cache
             os.posix_fadvise(old, 0, written, os.POSIX_FADV_DONTNEED)
         read = transfer(lambda offset: read_direct(old, target, offset), written)
+        # Allocate the blocks of the second file, so that the mixed writes overwrite as well.
         transfer(lambda offset: _write(new, source, offset), written)
         mixed = _mixed_rate(lambda: transfer(lambda offset: _write(new, source, offset), written), old, target, written)
         digested = transfer(lambda offset: digest(source), written)
@@ -277,6 +280,7 @@ def update_delay(
     def keep_moving() -> _Moved:
         start, number = time.perf_counter(), 0
         while not number or not ended.is_set():
+            # `moved_at_once` counts a chunk read and a chunk written; the offset advances by one.
             move(number * moved_at_once // 2 % file_bytes)
             number += 1
         return _Moved(number * moved_at_once, time.perf_counter() - start, 0.0)

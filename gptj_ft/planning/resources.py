@@ -70,6 +70,7 @@ class Target:
     def settled(self, workload: Workload, recipe: Recipe) -> Workload:
         """Return a workload in the data type of the computation; on a CPU, with the times of its layers."""
         if self.device.type != "cpu":
+            # Only on a CPU are kernels compiled per shape, and batches padded to few shapes.
             workload = workload.with_step(fillers=0.0)
         return with_times(workload, self.precision, self.device, self.free.capped(recipe).device)
 

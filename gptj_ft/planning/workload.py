@@ -70,6 +70,7 @@ class StepTokens:
         up, down = share.numerator, share.denominator
         return replace(
             self,
+            # An exact fraction: `ceil` of a rounded product could be one too many.
             most=max(longest_row, math.ceil(self.most * share)),
             mean=self.mean * up / down,
             targets=self.targets * up / down,
