@@ -100,10 +100,6 @@ def open_adapter(folder: Path, architecture: Architecture) -> Adapter:
 
     Args:
         architecture: the model's, with the adapter's head: see `tuned_architecture`.
-
-    Raises:
-        UsageError: no adapter, or one of an unsupported kind.
-        DataError: the adapter is damaged, or belongs to another model.
     """
     require_plain(folder)
     config = _read_config(folder)
@@ -210,11 +206,7 @@ def _open_weights(folder: Path) -> Shard:
 
 
 def base_folder(folder: Path) -> Path:
-    """Return the folder of an adapter's base model; a model's folder is returned unchanged.
-
-    Raises:
-        UsageError: the base model does not exist.
-    """
+    """Return the folder of an adapter's base model; a model's folder is returned unchanged."""
     if not is_adapter(folder):
         return folder
     name = str(_read_config(folder).get("base_model_name_or_path"))

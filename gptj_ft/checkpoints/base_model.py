@@ -103,11 +103,7 @@ def downloaded_model() -> Path | None:
 
 
 def default_model(command: str) -> Path:
-    """Return the newest run's model, else the downloaded model.
-
-    Raises:
-        UsageError: there is neither.
-    """
+    """Return the newest run's model, else the downloaded model."""
     run = newest_run()
     folder = run / "model" if run else downloaded_model()
     if folder is None:

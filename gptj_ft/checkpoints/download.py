@@ -52,7 +52,6 @@ def choose_files(request: DownloadRequest) -> tuple[Repository, tuple[HubFile, .
     """Return the repository at a commit, and its files to fetch; ``config.json`` comes last.
 
     Raises:
-        UsageError: no model, or no such variant.
         NetworkError: see `look_up`.
     """
     repository = look_up(request.repository, request.revision, endpoint=request.endpoint)
@@ -83,7 +82,6 @@ def fetch_config(repository: Repository) -> dict[str, Any]:
     """Fetch only a repository's ``config.json``, to check that the model is supported before fetching 24 GB.
 
     Raises:
-        UsageError: it is not.
         NetworkError: see `fetch_files`.
     """
     with tempfile.TemporaryDirectory() as temporary:
@@ -221,11 +219,7 @@ def _report(folder: Path, origin: Origin, fetched: int = 0, free_bytes: int | No
 
 
 def _earlier_download(request: DownloadRequest, folder: Path, reason: str) -> Origin:
-    """Return the origin of a complete earlier download.
-
-    Raises:
-        UsageError: the folder holds another model, or files are missing.
-    """
+    """Return the origin of a complete earlier download."""
     origin, unless = read_origin(folder), f"and {reason} forbids fetching it; leave that out"
     if origin is None or origin.repository != request.repository or not origin.files:
         raise UsageError(f"{request.repository} is not in {folder}, {unless}")
@@ -240,11 +234,7 @@ def _earlier_download(request: DownloadRequest, folder: Path, reason: str) -> Or
 
 
 def _claim(folder: Path, origin: Origin) -> None:
-    """Write ``source.json``, or check that the existing one lists the same files.
-
-    Raises:
-        UsageError: the folder holds another version, or something else.
-    """
+    """Write ``source.json``, or check that the existing one lists the same files."""
     try:
         before = read_origin(folder)
     except DataError:

@@ -38,11 +38,7 @@ def tuned_fingerprint(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def check_unchanged(folder: Path, at_start: dict[str, dict[str, Any]]) -> None:
-    """Check that a model folder still has the fingerprint of the run's start.
-
-    Raises:
-        DataError: it does not; names the first file that differs.
-    """
+    """Check that a model folder still has the fingerprint of the run's start."""
     now = fingerprint(folder)
     for name in [*at_start, *now]:
         if now.get(name) != at_start.get(name):

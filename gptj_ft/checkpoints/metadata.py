@@ -80,11 +80,7 @@ def template_of(recipe: Recipe) -> dict[str, Any]:
 
 
 def read_metadata(model: Path) -> ModelMetadata | None:
-    """Read ``gptj_ft.json``; return ``None`` for a model without it.
-
-    Raises:
-        DataError: the file is damaged.
-    """
+    """Read ``gptj_ft.json``; return ``None`` for a model without it."""
     path = model / METADATA_FILE
     if not path.is_file():
         return None
@@ -97,11 +93,7 @@ def read_metadata(model: Path) -> ModelMetadata | None:
 
 
 def check_base(adapter: Path, architecture: Architecture, checkpoint: Checkpoint) -> None:
-    """Check that a model is the base of an adapter. An adapter of another program records no digest and always passes.
-
-    Raises:
-        DataError: another model.
-    """
+    """Check that a model is the base of an adapter. An adapter of another program records no digest and always passes."""
     metadata = read_metadata(adapter)
     if metadata and metadata.base_digest and sampled_digest(architecture, checkpoint) != metadata.base_digest:
         raise DataError(

@@ -47,11 +47,7 @@ FORMATS: Mapping[FormatName, CheckpointFormat] = {
 
 
 def detect_format(path: Path) -> FormatName:
-    """Detect the format of a checkpoint.
-
-    Raises:
-        UsageError: unknown format.
-    """
+    """Detect the format of a checkpoint."""
     for name, checkpoint_format in FORMATS.items():
         if checkpoint_format.detect(path):
             return name

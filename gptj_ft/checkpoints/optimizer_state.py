@@ -33,11 +33,7 @@ def has_moments(folder: Path) -> bool:
 
 
 def count_updates(folder: Path) -> int:
-    """Return the number of updates that the moments in a model folder have seen.
-
-    Raises:
-        DataError: the state file does not record it.
-    """
+    """Return the number of updates that the moments in a model folder have seen."""
     path = folder / FOLDER / STATE
     updates = read_json(path).get("updates")
     if type(updates) is not int or updates < 0:

@@ -64,7 +64,6 @@ def make_tiny(
 
     Args:
         texts: corpus of the tokenizer; one short text is enough, because every byte is a token.
-        seed: seed of the weights.
         model_type: family, one of `FAMILIES`.
         vocab_target: maximum vocabulary; at least 257: the bytes and ``<|endoftext|>``.
         sizes: other values for fields of ``config.json``; ``vocab_size`` may exceed the tokenizer's.

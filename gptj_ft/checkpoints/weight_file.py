@@ -154,11 +154,7 @@ def stored_members(path: Path) -> list[zipfile.ZipInfo]:
 
 
 def read_tensor_rows(path: Path, entry: TensorInfo, start: int = 0, stop: int | None = None) -> Tensor:
-    """Read rows of a tensor that is contiguous in a file.
-
-    Raises:
-        DataError: the file has become shorter, or cannot be read.
-    """
+    """Read rows of a tensor that is contiguous in a file."""
     stop = entry.rows if stop is None else min(stop, entry.rows)
     shape = (stop - start, *entry.shape[1:]) if entry.shape else ()
     row_bytes = entry.num_bytes // entry.rows if entry.rows else 0

@@ -23,11 +23,7 @@ def preset_names() -> list[str]:
 
 
 def preset_file(name: str) -> Path:
-    """Return the file of a preset.
-
-    Raises:
-        UsageError: no such preset; suggests the nearest name.
-    """
+    """Return the file of a preset."""
     if name not in preset_names():
         raise UsageError(
             f"no recipe '{shortened(name)}'{did_you_mean(name, preset_names())}; `gptj-ft recipes list` shows: "
@@ -48,11 +44,7 @@ def _options_of(preset: Path) -> dict[str, Any]:
 
 
 def load_options(path: Path) -> dict[str, Any]:
-    """Load a YAML mapping.
-
-    Raises:
-        UsageError: the file is unreadable, not YAML, or not a mapping.
-    """
+    """Load a YAML mapping."""
     from gptj_ft.config import yaml
 
     try:

@@ -157,11 +157,7 @@ def resolve(
 
 
 def build(values: Mapping[str, Any], origins: Mapping[str, str] | None = None) -> Recipe:
-    """Validate a mapping of options.
-
-    Raises:
-        UsageError: an invalid option; names its origin.
-    """
+    """Validate a mapping of options."""
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
@@ -242,7 +238,6 @@ def read_value(key: str, text: str, where: str) -> Any:
 
     Args:
         key: name of the option.
-        text: value as typed.
         where: origin, for error messages.
     """
     from gptj_ft.config import yaml

@@ -107,11 +107,7 @@ class Run:
             write_sealed(self.record_file, {**record, "saved": saved})
 
     def check_saved(self) -> None:
-        """Check that the file to resume from exists; a run that lost it would look new.
-
-        Raises:
-            DataError: the file is missing.
-        """
+        """Check that the file to resume from exists; a run that lost it would look new."""
         saved = self.record()["saved"]
         # A commit always counts: it is removed only after its replacement was recorded.
         if saved and not (self.state / COMMIT).is_file() and not (self.folder / saved).is_file():
@@ -121,11 +117,7 @@ class Run:
             )
 
     def check_recipe(self, recipe: Recipe) -> None:
-        """Check that no option that decides numbers has changed since the run started.
-
-        Raises:
-            DataError: an option has changed.
-        """
+        """Check that no option that decides numbers has changed since the run started."""
         start, now = self.record()["recipe"], deciding_options(recipe)
         for key in sorted(start.keys() | now.keys()):
             if start.get(key) != now.get(key):
@@ -270,11 +262,7 @@ def _read_saved(path: Path) -> dict[str, Any]:
 
 
 def choose_folder(recipe: Recipe) -> Path:
-    """Return the folder of a new run.
-
-    Raises:
-        UsageError: the folder named by the recipe exists.
-    """
+    """Return the folder of a new run."""
     if recipe.output is None:
         return next(path for n in range(1, sys.maxsize) if not (path := RUNS / f"{recipe.recipe}-{n}").exists())
     folder = Path(recipe.output).expanduser()
@@ -305,7 +293,6 @@ def record_environment(run: Run, device: str, threads: int, chosen: Mapping[str,
     """Write ``environment.json``: the facts that must be equal for a bit-identical repetition.
 
     Args:
-        run: the run.
         device: compute device.
         threads: number of CPU threads.
         chosen: values that the plan chose for ``auto`` options.

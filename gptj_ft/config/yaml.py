@@ -63,7 +63,6 @@ def dump(values: dict[str, Any], width: int = 1000, compact: bool = False) -> st
     """Write a mapping, without a final line break.
 
     Args:
-        values: the mapping.
         width: preferred line width in characters.
         compact: write lists and mappings of scalars on one line if they fit.
     """

@@ -227,7 +227,6 @@ def encode_prompt(recipe: Recipe, tokenizer: RowTokenizer, values: Mapping[str, 
     Without a prompt template (plain text), the text itself is the prompt, and truncation keeps its end.
 
     Args:
-        recipe: the model's recipe.
         values: field -> text; the completion's fields are not needed.
         room: most tokens of the prompt.
     """

@@ -61,8 +61,6 @@ def _choose(groups: _Numbers, labels: _Numbers, count: int, seed: int, keeps_one
 
     Args:
         groups: hashes.
-        labels: label number of each group.
-        count: groups to choose.
         keeps_one: leave at least one group of each label, unless no label has more than one.
     """
     sizes = np.bincount(labels)

@@ -203,9 +203,7 @@ def run_proof(
     """Train from disk in little memory, kill, resume, train again in RAM, and compare.
 
     Raises:
-        UsageError: the folder exists, or the size is unknown.
         ResourceError: the disk is too small, or a run needs more memory than its limit.
-        GptjFtError: a run failed.
     """
     start, reporter = time.monotonic(), reporter or Reporter()
     if request.size not in PROOF_SIZES:

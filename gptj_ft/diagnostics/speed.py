@@ -243,7 +243,6 @@ def measure_memory(blocks: Blocks, known: Rates, tokens: int) -> dict[str, Any]:
 
     Raises:
         CapExceeded: the run used more.
-        ResourceError: the memory that the forecast calls enough was too little.
     """
     device = blocks.device
     blocks = replace(blocks, tokens=(tokens,))

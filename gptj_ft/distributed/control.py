@@ -328,7 +328,6 @@ def host_control(
 
     Args:
         listener: listening socket.
-        size: number of ranks.
         token: secret of the run. Ranks prove that they know it by the answer to a challenge.
         name: name of this machine for messages.
         seconds: time for all to connect.

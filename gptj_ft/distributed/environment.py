@@ -33,9 +33,6 @@ def check_same_environment(messages: Sequence[dict[str, Any]], threads: int | No
     Args:
         messages: one of each rank, with its `local_environment` as ``facts``.
         threads: CPU threads that the recipe sets on every rank.
-
-    Raises:
-        UsageError: a rank differs.
     """
     first = dict(messages[0]["facts"])
     if threads is not None:

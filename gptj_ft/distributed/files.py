@@ -67,9 +67,6 @@ def share_folder(group: Group, run: Run) -> bool:
     """Copy options and rows from rank 0 to every machine that does not see its run folder.
 
     Returns: whether this rank writes the files that a folder has once: rank 0, and the first rank of other machines.
-
-    Raises:
-        DataError: the folder of another machine has another run.
     """
     mark = run.folder / f".seen-{group.broadcast('mark', {'id': secrets.token_hex(8)})['id']}"
     if group.rank == 0:

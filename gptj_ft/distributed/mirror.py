@@ -110,7 +110,6 @@ def mirror_checkpoint(partition: Partition, run: Run, trained: Sequence[int], di
 
     Raises:
         ResourceError: a disk is full or fails; older mirrors are intact.
-        DataError: a received file differs from the sent one.
     """
     group, prefix = partition.group, run.checkpoint(step) / "layer"
     paths = {layer: layer_path(prefix, layer) for layer in trained}

@@ -376,7 +376,6 @@ def waiting_seconds(stages: int, blocks: int, micro_batches: int, compute: float
     """Return the pipeline bubble of one stage, in seconds a pass.
 
     Args:
-        blocks: blocks of the stage.
         micro_batches: micro-batches of a step.
         compute: seconds of its computation in the pass.
         hop: seconds for a micro-batch to reach the next stage.

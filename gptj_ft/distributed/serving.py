@@ -76,11 +76,7 @@ def serve_models(group: Group) -> None:
 
 
 def receive_model(group: Group) -> dict[str, Any] | None:
-    """Receive the next model that rank 0 opens; None after the last.
-
-    Raises:
-        UsageError: the local model folder is missing, or another model.
-    """
+    """Receive the next model that rank 0 opens; None after the last."""
     messages = group.gather("model", {"facts": local_environment(), "model": None})
     request = messages[0]["model"]
     if request is None:

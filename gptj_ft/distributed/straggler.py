@@ -26,7 +26,6 @@ class StragglerWatch:
         """Return a warning of new stragglers; each rank is named once in a run.
 
         Args:
-            step: number of the step.
             works: seconds without waiting, and FLOPs, of each rank.
         """
         slow = []

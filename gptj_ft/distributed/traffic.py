@@ -107,7 +107,6 @@ def migrated_bytes(
     without its gradient.
 
     Args:
-        plan: plan of a rank.
         workload: whole run or replica.
         before: owner of each layer so far.
         after: owner of each layer from now on.

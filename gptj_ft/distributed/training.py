@@ -262,12 +262,7 @@ def resolve_split(recipe: Recipe, size: int, num_blocks: int, is_resumed: bool =
     """Resolve how ranks share a run: options ``share``, ``replicas`` and ``lanes``.
 
     Args:
-        size: number of ranks.
-        num_blocks: blocks of the model.
         is_resumed: whether the run was started before; its number of lanes stays.
-
-    Raises:
-        UsageError: the options contradict each other or the number of ranks.
     """
     if size == 1:
         return recipe

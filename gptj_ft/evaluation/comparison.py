@@ -122,11 +122,7 @@ def compare_models(
 
 
 def same_rows(model: Evaluation, baseline: Evaluation | None) -> None:
-    """Check that two evaluations cover the same rows.
-
-    Raises:
-        UsageError: they do not.
-    """
+    """Check that two evaluations cover the same rows."""
     if baseline and baseline.places != model.places:
         raise UsageError(
             f"{baseline.model} was measured on {baseline.rows:,} rows and {model.model} on {model.rows:,}, which are "
@@ -150,9 +146,6 @@ def parse_gates(texts: Sequence[str], names: Sequence[str]) -> list[Gate]:
     Args:
         texts: thresholds, such as ``rougeL>=30``.
         names: available scores.
-
-    Raises:
-        UsageError: a malformed threshold, or an unknown score.
     """
     gates = []
     for text in texts:

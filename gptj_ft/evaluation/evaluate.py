@@ -175,11 +175,7 @@ def choose_baseline(folder: Path, name: str) -> Path | None:
 
 
 def default_rows(folder: Path) -> Path:
-    """Find the validation rows of the run that tuned a model.
-
-    Raises:
-        UsageError: there are none.
-    """
+    """Find the validation rows of the run that tuned a model."""
     held_out = Run(folder.parent).data / "validation"
     if not is_prepared(held_out):
         raise UsageError(f"no rows are named, and {folder} has no run with held-out rows beside it: add --data FILE")

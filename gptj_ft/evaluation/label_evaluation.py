@@ -230,11 +230,7 @@ def read_labelled(setup: InferenceSetup, data: Path, needs_target: bool = True) 
 
 
 def check_head(folder: Path, recipe: Recipe, architecture: Architecture) -> None:
-    """Check that a model has a head for the recipe's task.
-
-    Raises:
-        UsageError: it has none, or another.
-    """
+    """Check that a model has a head for the recipe's task."""
     if architecture.task == recipe.task != "language-model":
         return
     if recipe.task == "language-model" and not architecture.family.is_encoder:

@@ -175,7 +175,6 @@ def label_texts(setup: InferenceSetup, texts: Sequence[Mapping[str, Any]]) -> li
 
     Raises:
         UsageError: the model has no head.
-        DataError: a text cannot be read.
     """
     recipe = setup.recipe
     check_head(setup.folder, recipe, setup.architecture)
@@ -250,11 +249,7 @@ def _kept_columns(recipe: Recipe, source: Path, keep: Sequence[str], table: Toke
 
 
 def _check_ids(source: Path, kept: Sequence[Mapping[str, Any]]) -> None:
-    """Check that each question has a unique id.
-
-    Raises:
-        UsageError: an id is missing or repeated.
-    """
+    """Check that each question has a unique id."""
     ids = Counter(str(row[ID]) if isinstance(row[ID], str | int) else "" for row in kept)
     wrong = next((name for name, count in ids.items() if not name or count > 1), None)
     if wrong is not None:

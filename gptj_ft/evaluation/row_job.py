@@ -30,7 +30,6 @@ def pending_rounds(batches: Sequence[Sequence[int]], done: Set[int], size: int) 
     """Yield the numbers of the batches that have rows to do, ``size`` at a time.
 
     Args:
-        batches: rows of each batch.
         done: rows with results.
         size: number of model replicas, each of which computes one batch of a round.
     """
@@ -43,9 +42,6 @@ def check_complete(done: Set[int], num_rows: int, place: Callable[[int], str]) -
 
     Args:
         place: function from a row's number to its place in a file.
-
-    Raises:
-        DataError: a row has no result.
     """
     missing = sorted(set(range(num_rows)).difference(done))
     if missing:
@@ -63,7 +59,6 @@ class OutputFile:
 
     Raises:
         UsageError: the file exists with other settings, or another process is writing it.
-        DataError: the file has been edited.
     """
 
     done: set[int]  # rows in the file
@@ -107,7 +102,6 @@ class OutputFile:
         """Compute the batches that are not in the file yet, append their lines, then sort the file by row.
 
         Args:
-            batches: rows of each batch.
             num_rows: number of rows that must be in the file at the end.
             compute: function from the numbers of some batches to the lines of each.
             round_size: number of batches that ``compute`` gets at a time.

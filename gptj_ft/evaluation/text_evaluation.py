@@ -66,9 +66,6 @@ def make_eval_set(recipe: Recipe, tokenizer: RowTokenizer, folder: Path, data: P
 
     Args:
         limit: maximum number of rows, taken from the start; None: all.
-
-    Raises:
-        UsageError, DataError: as `read_or_prepare`.
     """
     notes = []
     if recipe.cut == "answer" and not is_prepared(data):
@@ -241,7 +238,6 @@ def plan_on_rows(
     """Plan an evaluation, or resume an interrupted one.
 
     Args:
-        folder: the model folder.
         data: file of rows, or prepared data.
         limit: maximum number of rows, taken from the start; None: all.
         workers: ranks that share the rows.

@@ -16,11 +16,7 @@ Show = Callable[[str], object]
 
 
 def check_is_chat(recipe: Recipe) -> None:
-    """Check that a model's template takes conversations.
-
-    Raises:
-        UsageError: the model was tuned for single texts.
-    """
+    """Check that a model's template takes conversations."""
     if not is_chat(recipe):
         single = f"was tuned for single texts ({recipe.recipe}), not for conversations"
         problem = single if recipe.prompt else "has no template of conversations"

@@ -64,9 +64,6 @@ class InferenceSetup:
             workers: ranks that share read-only work.
             local_rank: local rank of a worker; default: the local rank of this rank.
             **more: fields of a subclass.
-
-        Raises:
-            UsageError, DataError: as `tuned_architecture`.
         """
         if recipe.threads is not None:
             torch.set_num_threads(recipe.threads)
@@ -117,11 +114,7 @@ class InferenceSetup:
 
 
 def check_writes(setup: InferenceSetup) -> None:
-    """Check that a model can generate text.
-
-    Raises:
-        UsageError: the model has another head, or is an encoder.
-    """
+    """Check that a model can generate text."""
     folder, task = setup.folder, setup.architecture.task
     if task is not None:
         ask = command_line("predict", "--model", folder)
@@ -140,11 +133,7 @@ class GenerationSetup(InferenceSetup):
 
     @classmethod
     def of(cls, folder: Path, recipe: Recipe, **more: Any) -> Self:
-        """Read configuration and tokenizer of a model folder.
-
-        Raises:
-            UsageError, DataError: as `tuned_architecture` and `load_tokenizer`; or the model cannot generate text.
-        """
+        """Read configuration and tokenizer of a model folder."""
         setup = super().of(folder, recipe, tokenizer=load_tokenizer(tokenizer_folder(folder)), **more)
         check_writes(setup)
         return setup
@@ -173,7 +162,6 @@ class Generator:
 
         Args:
             values: texts of the template's fields.
-            num_return: number of answers.
             show: receiver of the text of a single answer, in pieces unless beams are searched.
         """
         tokenizer, settings = self.setup.tokenizer, self.setup.recipe.generation
@@ -194,9 +182,6 @@ def open_generator(setup: GenerationSetup, weights: str | None = None) -> Iterat
     Args:
         setup: model and settings; sampling starts from the recipe's ``seed``.
         weights: placement of the weights; default: the recipe's.
-
-    Raises:
-        UsageError, DataError: as `open_for_inference`.
     """
     recipe = setup.recipe
     cap = device_cap(recipe, setup.device.type == "cpu")
@@ -206,11 +191,7 @@ def open_generator(setup: GenerationSetup, weights: str | None = None) -> Iterat
 
 
 def check_num_return(recipe: Recipe, num_return: int) -> None:
-    """Check that the search settings can give ``num_return`` different answers.
-
-    Raises:
-        UsageError: they cannot.
-    """
+    """Check that the search settings can give ``num_return`` different answers."""
     settings = recipe.generation
     if num_return > 1 and settings.temperature == 0 and settings.num_beams < num_return:
         raise UsageError(

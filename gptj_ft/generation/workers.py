@@ -23,7 +23,6 @@ class Workers:
         """Tell the workers which model to open, and wait until each has checked its copy.
 
         Args:
-            folder: model folder.
             recipe: options, with the precision resolved.
             weights: place of the weights.
             cap: limit of device memory in bytes.

@@ -38,7 +38,6 @@ class Dropout(nn.Module):
     """Zero a share of the elements and scale the others, by the documents' seeds; without noise, do nothing.
 
     Args:
-        rate: share of zeroed elements.
         site: position in the model (layer and name); unique within the model.
     """
 

@@ -130,11 +130,7 @@ def is_published_name(name: str) -> bool:
 
 
 def find_device(name: str) -> PublishedDevice:
-    """Find a device by name; case, spaces, the maker's name and the size of the memory are optional.
-
-    Raises:
-        UsageError: no device has this name, or several have.
-    """
+    """Find a device by name; case, spaces, the maker's name and the size of the memory are optional."""
     wanted = _plain(name)
     exact = [device for device in DEVICES.values() if wanted in (_plain(device.name), _plain(_model(device)))]
     if len(exact) == 1:

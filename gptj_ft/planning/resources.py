@@ -101,7 +101,6 @@ def free_resources(device: torch.device, folder: Path, name: str, group: Group =
     Processes on the same machine share them equally.
 
     Args:
-        folder: the run folder.
         name: name by which the device was chosen.
     """
     processes = group.local_size
@@ -114,11 +113,7 @@ def free_resources(device: torch.device, folder: Path, name: str, group: Group =
 
 
 def check_lengths(recipe: Recipe, architecture: Architecture) -> None:
-    """Reject a maximum row length above the model's context.
-
-    Raises:
-        UsageError: ``max_length`` is above the model's context.
-    """
+    """Reject a maximum row length above the model's context."""
     if recipe.max_length > architecture.config.n_positions:
         raise UsageError(
             f"max_length {recipe.max_length} is above the model's context of {architecture.config.n_positions} tokens: "

@@ -58,7 +58,6 @@ class BlockReader:
     the tensors (measured: 1.2 against 1.0 GB/s). Tensors need no alignment and may have any type.
 
     Args:
-        device: device of the tensors.
         block_bytes: size of a request; blocks start at multiples of it in the file.
         num_threads: requests in flight.
     """

@@ -77,10 +77,8 @@ def hub_errors(
         wants: permission that is needed.
 
     Raises:
-        UsageError: a wrong name, or offline by the environment.
         Unreachable: no connection, or the Hub is down.
         NoSuchRevision: the revision does not exist.
-        NetworkError: any other error except of the local disk.
     """
     from huggingface_hub import errors
 

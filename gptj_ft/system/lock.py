@@ -50,7 +50,6 @@ def locked(folder: Path, work: str) -> Iterator[None]:
         work: activity for the messages of other processes, as in "training".
 
     Raises:
-        UsageError: another process uses the folder; the message names it.
         DataError: ``run.lock`` is not a regular file.
     """
     descriptor = _open(folder, os.O_RDWR | os.O_CREAT)

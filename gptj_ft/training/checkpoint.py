@@ -78,11 +78,7 @@ def commit_together(run: Run, group: Group, state: RunState, update: Update | No
 
 
 def layers_behind(run: Run, offloaded: OffloadedModel, step: int) -> set[int]:
-    """Return the layers that the update of the committed step has not reached.
-
-    Raises:
-        DataError: a file is missing, truncated, or has an impossible step.
-    """
+    """Return the layers that the update of the committed step has not reached."""
     behind, gradients = set(), _forms(offloaded, ("grad",))
     for layer, form in _forms(offloaded, state_kinds(offloaded.dtypes)).items():
         path = layer_path(run.state / "layer", layer)

@@ -45,7 +45,6 @@ def export_model(
         run: has a checkpoint of the exported state, unless that is the last state.
         offloaded: flushed model in its last state.
         state: last state of the run.
-        exported: state to write.
     """
     data = {"sha256": setup.data_sha256, "rows": len(setup.train), "validation_rows": len(setup.validation)}
     metrics = {
@@ -136,7 +135,6 @@ def export_checkpoint(run: Run, name: str, target: Path) -> int:
 
     Raises:
         UsageError: no such checkpoint, the target exists, or the base model has moved.
-        DataError: the checkpoint is damaged.
     """
     recipe, step = run.recipe(), find_checkpoint(run, name)
     run.check_recipe(recipe)

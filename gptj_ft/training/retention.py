@@ -183,11 +183,7 @@ def check_keep(recipe: Recipe, num_validation_rows: int) -> None:
 
 
 def find_checkpoint(run: Run, name: str) -> int:
-    """Return the step of a checkpoint named ``best``, ``last``, ``step-000120`` or ``120``.
-
-    Raises:
-        UsageError: no such checkpoint; the message lists the existing ones.
-    """
+    """Return the step of a checkpoint named ``best``, ``last``, ``step-000120`` or ``120``."""
     checkpoints = run.whole_checkpoints()
     number = STEP_FOLDER.fullmatch(f"step-{name.removeprefix('step-')}")
     if name == "last" and checkpoints:

@@ -49,7 +49,6 @@ def _open_tensors(path: Path, family: Family) -> tuple[Checkpoint, MdlFile | Non
     """Open a ``.mdl``, a ``.bin`` or a folder of ``.bin``; return the tensors, and the file if it is a ``.mdl``.
 
     Raises:
-        UsageError: no such file, or h5py is not installed.
         DataError: the file is damaged.
     """
     mdl = MdlFile(path) if is_hdf5(path) else None

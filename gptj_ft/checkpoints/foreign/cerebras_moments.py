@@ -34,7 +34,6 @@ def open_cerebras_moments(file: MdlFile, family: Family) -> Moments:
 
     Raises:
         UsageError: the parameters of the moments, or their number of updates, cannot be determined.
-        DataError: the file is damaged.
     """
     keys = {kind: _keys(file, kind) for kind in MOMENTS}
     if keys["exp_avg"].keys() != keys["exp_avg_sq"].keys():

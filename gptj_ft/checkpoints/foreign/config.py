@@ -62,11 +62,7 @@ def find_config(folders: Sequence[Path], name: str = CONFIG) -> Path | None:
 
 
 def architecture_from(config: Path | None, checkpoint: Checkpoint) -> Architecture:
-    """Return the architecture in a config. Without one, return GPT-J 6B's if every tensor has its shape.
-
-    Raises:
-        UsageError: no config, and another shape.
-    """
+    """Return the architecture in a config. Without one, return GPT-J 6B's if every tensor has its shape."""
     if config is not None:
         return architecture_of(read_foreign_config(config), config)
     architecture = architecture_of(GPTJ_6B, checkpoint.folder)
@@ -84,7 +80,6 @@ def read_foreign_config(path: Path) -> dict[str, Any]:
     """Read a model's shape from a JSON or YAML file of any of these systems, as Hugging Face's ``config.json``.
 
     Raises:
-        UsageError: the file cannot be read, or gives no shape.
         DataError: neither JSON nor YAML, or the model is neither GPT-J, GPT-2 nor BERT.
     """
     try:

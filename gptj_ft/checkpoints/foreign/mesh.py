@@ -84,11 +84,7 @@ def leaves_of(family: Family, num_blocks: int) -> list[Leaf]:
 
 
 def find_step(path: Path) -> Path | None:
-    """Return the folder of a checkpoint's shards: the given one, or the only ``step_N`` in it.
-
-    Raises:
-        UsageError: there are several.
-    """
+    """Return the folder of a checkpoint's shards: the given one, or the only ``step_N`` in it."""
     if (path / "shard_0").is_dir():
         return path
     steps = sorted(folder for folder in path.glob("step_*") if (folder / "shard_0").is_dir())
@@ -109,11 +105,7 @@ class JoinedTensor:
         return self.leaf.join in ("rows", "columns")
 
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of the joined tensor in Hugging Face's layout.
-
-        Raises:
-            DataError: shapes differ between shards.
-        """
+        """Return the shape of the joined tensor in Hugging Face's layout."""
         shapes = [part.shape[::-1] if self.leaf.is_transposed else part.shape for part in self.parts]
         axis = 1 if self.leaf.join == "columns" else 0
         # Every shard must agree even on replicated tensors, of which only shard 0's copy is read.

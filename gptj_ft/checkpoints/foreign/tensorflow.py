@@ -160,7 +160,6 @@ def open_bundle(index: Path) -> BundleShard:
 
     Raises:
         DataError: the index is damaged, or a data file is missing or too short.
-        UsageError: big-endian numbers or partitioned tensors, which are not supported.
     """
     if index.stat().st_size > MOST_INDEX_BYTES:
         raise DataError(f"{index}: {index.stat().st_size:,} bytes are too many for the index of a checkpoint")

@@ -46,11 +46,7 @@ def writable(text: str) -> str:
 
 
 def check_report_path(path: Path, suffixes: Sequence[str]) -> None:
-    """Check the name of a new report.
-
-    Raises:
-        UsageError: the suffix is unknown, or the file exists.
-    """
+    """Check the name of a new report."""
     if path.suffix.lower() not in suffixes:
         raise UsageError(f"--report {path}: the name must end with {' or '.join(suffixes)}")
     require_new(path)

@@ -31,7 +31,6 @@ def label_facts(scores: LabelScores | None, baseline: LabelScores | None = None)
     """Collect the facts of labels as text; ``None`` without labels.
 
     Args:
-        scores: scores of the model.
         baseline: scores of the baseline on the same rows; its F1 gets a column.
     """
     if scores is None:

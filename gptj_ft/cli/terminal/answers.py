@@ -40,9 +40,7 @@ def answer_prompt(folder: Path, recipe: Recipe, text: str, fields: Mapping[str, 
     """Answer one prompt, and print the answers.
 
     Args:
-        folder: model folder.
         recipe: template and generation settings.
-        text: prompt.
         fields: texts of the other fields of the template.
         shown: number and form of the answers.
 

@@ -65,7 +65,6 @@ def activity(console: Console, name: str) -> Iterator[Doing]:
     """Show an activity without a count and its duration on a terminal; logs show nothing.
 
     Args:
-        console: terminal or log.
         name: first activity, as a participle.
 
     Yields: callback for the next activity.

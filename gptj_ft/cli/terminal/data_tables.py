@@ -48,7 +48,6 @@ def show_rows(console: Console, run: PreparedRun, count: int | None) -> None:
     """Show the counts of a run's rows, and examples on a terminal; a log gets no text of rows.
 
     Args:
-        console: terminal or log.
         run: run that is ready to start.
         count: rows to show; ``None``: one, abridged.
     """
@@ -67,9 +66,7 @@ def show_examples(
 
     Args:
         console: terminal or log.
-        prepared: the rows.
         decode: token ids -> text.
-        count: rows to show.
         cut: abridge long rows.
     """
     for row in prepared.rows.select(range(min(count, len(prepared.rows)))):

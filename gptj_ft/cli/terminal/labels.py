@@ -26,7 +26,6 @@ def show_labels(console: Console, facts: Mapping[str, Any]) -> None:
     """Show scores of labels that fit a terminal: the weakest labels, and the matrix or its worst pairs.
 
     Args:
-        console: terminal or log.
         facts: mapping made by `label_facts`.
     """
     for line in facts["lines"]:

@@ -82,11 +82,7 @@ def asking(resolved: Resolved, out: Output, work: Callable[[Resolved], _T]) -> _
 
 
 def _ask_for_column(field: str, columns: Sequence[str]) -> str:
-    """Ask for the column of a field until the answer is one of the columns.
-
-    Raises:
-        UsageError: the input ends.
-    """
+    """Ask for the column of a field until the answer is one of the columns."""
     named = {shortened(column): column for column in columns} | {column: column for column in columns}
     while True:
         question = f"column for '{field}' ({', '.join(map(shortened, columns))}): "

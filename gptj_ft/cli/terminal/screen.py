@@ -99,7 +99,6 @@ def table(console: Console, title: str, rows: Sequence[Sequence[str]], right: Se
     """Print a table; on a terminal too narrow for it, print each row as a panel.
 
     Args:
-        console: terminal or log.
         title: title; may be empty.
         rows: rows of equal length; the first one holds the column names.
         right: columns to align right.

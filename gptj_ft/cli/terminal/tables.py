@@ -179,7 +179,6 @@ def show_training(
 
     Args:
         console: terminal or log.
-        result: result of the run.
         recipe: options of the run.
         num_validation: number of validation rows.
         verbose: also show FLOPs, stalls and bytes moved.

@@ -25,7 +25,6 @@ def check_tokens(prepared: Prepared, where: Path, vocab_size: int, max_length: i
 
     Args:
         where: folder of the rows.
-        vocab_size: token ids of the model.
         max_length: most inputs of a row; its last target may be one token beyond.
     """
     bad, targetless, first, start = 0, 0, "", 0

@@ -147,7 +147,6 @@ class JsonText:
     """Incremental JSON decoder that knows the line of each value.
 
     Args:
-        chunks: the text.
         line: line of its first character.
     """
 

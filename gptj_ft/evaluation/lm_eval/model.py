@@ -194,11 +194,7 @@ class StreamedLM(TemplateLM):  # type: ignore[misc]
 
 
 def _settings_of(kwargs: Mapping[str, Any], eos: str) -> tuple[Generation, list[str]]:
-    """Translate a task's ``generation_kwargs`` into generation settings and stop strings.
-
-    Raises:
-        UsageError: an unknown or invalid setting.
-    """
+    """Translate a task's ``generation_kwargs`` into generation settings and stop strings."""
     options = dict(normalize_gen_kwargs(dict(kwargs), NEW_TOKENS))
     until = handle_stop_sequences(options.pop("until", None), eos=eos)
     if options.pop("do_sample", False):

@@ -86,7 +86,6 @@ def load_tasks(chosen: TaskSelection, offline: bool) -> LoadedTasks:
         offline: whether to use only rows that were downloaded before.
 
     Raises:
-        UsageError: lm-eval is not installed, or has no such task.
         NetworkError: the rows cannot be downloaded.
         DataError: a task cannot be read.
     """

@@ -145,7 +145,6 @@ def scores_of_label_sets(
         labels: 1 where the row has the label, else 0; [N, C].
         probabilities: probability of each label; [N, C].
         threshold: lowest probability of a predicted label.
-        names: names of the labels.
     """
     has_NC = np.asarray(labels, dtype=np.float64) > 0.5
     given_NC = np.asarray(probabilities, dtype=np.float64) >= threshold

@@ -140,9 +140,7 @@ def estimate_scores(
     """Estimate the scores of one or two systems on the same rows, and their differences.
 
     Args:
-        figures: statistics of the system.
         baseline: statistics of the baseline; empty: none.
-        num_rows: number of rows.
         seed: seed of the resampling.
         part: weights of the rows, 1 to count a row and 0 to ignore it; default: all count.
     """
