@@ -167,6 +167,7 @@ def with_head_of(folder: Path, architecture: Architecture) -> Architecture:
         UsageError, DataError: the adapter is damaged, or the family does not have its head.
     """
     kind, shard = _read_config(folder).get("task_type"), _open_weights(folder)
+    # SEQ_CLS stands for three tasks. The first one, classification, is corrected below.
     task = next((task for task, name in TASK_TYPES.items() if name == kind and kind != "CAUSAL_LM"), None)
     path = folder / METADATA_FILE
     recorded = read_json(path).get("head") if path.is_file() else None
@@ -183,6 +184,7 @@ def with_head_of(folder: Path, architecture: Architecture) -> Architecture:
         num_outputs = next((shard.entries[name].shape[0] for name in outputs if name in shard.entries), 0)
         if architecture.head is head and num_outputs in (0, architecture.num_outputs):
             task, labels = architecture.task, architecture.labels
+        # transformers, too, treats a single output as regression.
         elif task == "classification" and num_outputs == 1:
             task = "regression"
         elif task != "spans":

@@ -97,6 +97,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def _reading_both(first: Checkpoint, second: Checkpoint, name: str, other: str) -> Iterator[SizedTask[Tensor]]:
     """Yield tasks that read the same rows of both, alternating."""
+    # Both must be read in the same ranges. The larger suits both, as some files cannot be read by fewer rows.
     for rows in first.row_ranges(name, max(first.rows_at_once(name), second.rows_at_once(other))):
         yield first.read_task(name, rows)
         yield second.read_task(other, rows)

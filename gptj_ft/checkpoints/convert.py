@@ -249,6 +249,8 @@ def _resume_key(source: Path, conversion: Conversion) -> dict[str, Any]:
     files = files_of(source)
     files += sorted(conversion.merge.iterdir()) if conversion.merge else []
     versions = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files if path.is_file()]
+    # Verification changes no file: a resumed call may do without it.
     options = {key: str(value) for key, value in asdict(conversion).items() if key != "verify"}
     config = conversion.config.read_text(errors="replace") if conversion.config and conversion.config.is_file() else ""
+    # Through JSON, like the stored key that it is compared with: tuples become lists.
     return json.loads(json.dumps({"version": gptj_ft.__version__, "source": versions, **options, "config": config}))  # type: ignore[no-any-return]

@@ -197,6 +197,7 @@ def download(
     if offline or is_offline():
         return _report(folder, _earlier_download(request, folder, "--offline" if offline else "HF_HUB_OFFLINE"))
     repository, files = choose_files(request)
+    # config.json comes last: if it is there, an earlier call has checked it.
     if not is_fetched(folder, files[-1]):
         fetch_config(repository)
     license_tag = next((tag.removeprefix("license:") for tag in repository.tags if tag.startswith("license:")), "")

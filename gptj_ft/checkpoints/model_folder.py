@@ -238,6 +238,7 @@ def with_new(architecture: Architecture, checkpoint: Checkpoint, source: Archite
     for local, like in layers[-1].state_dict().items():
         name = architecture.family.name_of(len(layers) - 1, local, len(layers))
         is_present = name in checkpoint.names and checkpoint.shape(name) == tuple(like.shape)
+        # Outputs for other labels are new even if their shape fits.
         if local not in head.kept and (not is_present or (not is_same and local.startswith(f"{head.output}."))):
             new.add(name)
     return replace(architecture, new=frozenset(new))

@@ -136,6 +136,7 @@ def train_wordpiece(texts: Iterable[str], vocab_target: int) -> Tokenizer:
         vocab_size=vocab_target, min_frequency=2, special_tokens=[*PIECES, *inner], show_progress=False
     )
     trained.train_from_iterator(texts, trainer)
+    # In the trained tokenizer, letters are special tokens, which match anywhere: use only its vocabulary.
     tokenizer = with_model(models.WordPiece(vocab=trained.get_vocab(), unk_token=PIECES[1]))
     tokenizer.add_special_tokens(list(PIECES))
     return tokenizer

@@ -98,6 +98,7 @@ def render_parts(recipe: Recipe, conversation: Conversation) -> list[tuple[str, 
     """Render a conversation that ends with an answer: texts, and whether each is a target."""
     done, parts = "", list[tuple[str, bool]]()
     for index, message in enumerate(conversation):
+        # A conversation that begins with an answer has no prompt for it: that answer is only input.
         if message["role"] != ASSISTANT or not index:
             continue
         before = render(recipe.prompt, {MESSAGES: conversation[:index]})

@@ -179,6 +179,7 @@ def _split_of_path(name: str) -> tuple[str, str]:
         split = sharded[1]
     else:
         split = _split_in(file)
+    # The innermost folder that names a split decides. The folders above it name the configuration.
     for index in range(len(folders) - 1, -1, -1):
         if split:
             break
@@ -290,6 +291,7 @@ def fetch(
     """
     reference = parse_reference(data)
     note = _note(reference)
+    # A commit never changes, so it needs no lookup. A branch may have moved.
     if note is not None and _COMMIT.fullmatch(reference.revision):
         return note.pinned
     with open_network() as is_open:

@@ -66,6 +66,7 @@ class Budget:
     """
 
     def __init__(self, values: Mapping[str, Any], call: int, units: int = UNITS) -> None:
+        # Weigh the values with a budget that cannot run out: the units used are their weight.
         self.call, self.units = call, 2**62
         self.weigh(dict(values))
         self.units = units + UNITS_PER_INPUT * (2**62 - self.units)
@@ -99,6 +100,7 @@ class Environment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         _budget(context).weigh(left, right)
+        # `*` repeats texts and lists, `%` pads texts to any width: both would escape the budget.
         if operator in "*%":
             if not (isinstance(left, int | float) and isinstance(right, int | float)):
                 raise jinja2.TemplateRuntimeError(f"'{operator}' is for numbers only")
@@ -106,6 +108,7 @@ class Environment(ImmutableSandboxedEnvironment):
                 raise jinja2.TemplateRuntimeError("a number is too large")
         return super().call_binop(context, operator, left, right)
 
+    # Names as in Jinja: a keyword argument of the template cannot have them.
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         budget, owner = _budget(__context), getattr(__obj, "__self__", None)
         name = str(getattr(__obj, "__name__", type(__obj).__name__))
@@ -153,6 +156,7 @@ def compile_template(environment: Environment, source: str) -> Compiled:
     if len(source) > SOURCE_CHARACTERS:
         raise UsageError(f"template {shown(source)}: longer than {SOURCE_CHARACTERS:,} characters")
     with _template_errors(source):
+        # `_charge` changes its tree: parse another one for everything that reads the template.
         tree, charged = environment.parse(source), environment.parse(source)
         _check(tree)
         free = meta.find_undeclared_variables(tree)
@@ -261,6 +265,7 @@ def _bounded(name: str) -> Callable[..., Any]:
         if name == "join" and hasattr(value, "__len__"):
             longest = max((len(each) for each in arguments if isinstance(each, str)), default=0)
             budget.charge(len(value) * longest // UNIT_CHARACTERS)
+        # This environment has Jinja's own filters, under the names that the templates' environment wraps.
         result = _PLAIN.call_filter(name, value, args, kwargs, context, context.eval_ctx)
         if isinstance(result, str):
             budget.weigh(result)

@@ -83,6 +83,7 @@ def _choose(groups: _Numbers, labels: _Numbers, count: int, seed: int, keeps_one
 def _mixed(groups: _Numbers, seed: int) -> NDArray[np.uint64]:
     """Hash numbers with a seed (SplitMix64, doi:10.1145/2714064.2660195)."""
     start = int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=8).digest(), "little")
+    # The algorithm relies on unsigned integers that wrap around.
     z = groups.astype(np.uint64) + np.uint64(start)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

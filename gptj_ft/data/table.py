@@ -86,6 +86,7 @@ def to_python(array: pyarrow.Array) -> list[Any]:
     """Convert an Arrow array to Python values; the inverse of `to_arrow`."""
     kind = array.type
     if pyarrow.types.is_list(kind):
+        # In a slice, bounds count from the start of the whole array, flatten() from that of the slice.
         bounds, inner = bounds_of(array), to_python(array.flatten())
         return [inner[start:end] for start, end in pairwise((bounds - bounds[0]).tolist())]
     if pyarrow.types.is_integer(kind):
@@ -95,6 +96,7 @@ def to_python(array: pyarrow.Array) -> list[Any]:
 
 def numbers_of(array: pyarrow.Array) -> NDArray[Any]:
     """View an Arrow array of integers as a NumPy array."""
+    # A slice shares the buffer of the whole array and begins at an offset in it.
     content = np.frombuffer(array.buffers()[1] or b"", array.type.to_pandas_dtype())
     return content[array.offset : array.offset + len(array)]
 
@@ -209,12 +211,14 @@ class TokenTable:
 
     def num_targets(self) -> int:
         """Count the targets: tokens, marks, or windows with a span."""
+        # Rows with labels add 0 here: their prompt is the whole document.
         total = int(self.lengths().sum()) - int(np.maximum(self.numbers("prompt_length"), 1).sum())
         for batch in self.batches("untrained"):
             borders = numbers_of(batch.column(0).flatten())  # (start, end) pairs of all rows
             total -= int(borders[1::2].sum()) - int(borders[::2].sum())
         for batch in self.batches("marks", "targets"):
             marks, targets = (np.diff(bounds_of(column)) for column in batch.columns)
+            # Only spans have targets without marks: one for each window.
             total += int(marks.sum()) + int(((targets > 0) & (marks == 0)).sum())
         return total
 

@@ -132,6 +132,7 @@ class Answerer:
             fewer = {"max_new_tokens": room, "min_new_tokens": min(settings.min_new_tokens, room)}
             settings = settings.model_copy(update=fewer)
         with fork_rng(device):
+            # The stride keeps neighbouring seeds of the recipe from sharing samples with other groups.
             torch.manual_seed((self._recipe.seed * 1_000_003 + seed) % 2**63)
             rows = generate_tokens(model, self._tokenizer, prompts, settings, read=cache)
         return [text_of(self._tokenizer, row, settings) for row in rows]

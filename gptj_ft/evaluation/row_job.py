@@ -115,6 +115,7 @@ class OutputFile:
         with stop_message(lambda: f"stopped: {len(self.done):,} of {num_rows:,} {kept}"):
             for numbers in pending_rounds(batches, self.done, round_size):
                 for number, lines in zip(numbers, compute(numbers), strict=False):
+                    # Not strict: a shorter result must not lose the lines at hand. `check_complete` finds lost rows.
                     self.append(zip(batches[number], lines, strict=False))
                 if progress:
                     progress(len(self.done), num_rows)

@@ -89,6 +89,7 @@ def best_answer(windows: Sequence[Window], context: str, settings: SpanSettings)
         if place < settings.num_best:
             spans = spans[: settings.num_best - 1]
         spans.insert(place, (*null, -1, -1))
+    # "No answer" has the span -1, -1, which must become an empty text.
     texts = [context[max(start, 0) : max(end, 0)] for _, _, start, end in spans]
     if not any(texts):
         spans.insert(0, (0.0, 0.0, -1, -1))

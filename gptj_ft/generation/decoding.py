@@ -91,6 +91,7 @@ def generate_tokens(
     input_ids = torch.zeros(len(prompts), width, dtype=torch.int64)
     attention_mask = torch.zeros_like(input_ids)
     for row, prompt in enumerate(prompts):
+        # `transformers` wants padding on the left, so that all rows continue in the same column.
         input_ids[row, width - len(prompt) :] = torch.tensor(prompt)
         attention_mask[row, width - len(prompt) :] = 1
     eos = int(tokenizer.eos_token_id)
@@ -162,6 +163,7 @@ class AnswerStreamer(BaseStreamer):  # type: ignore[misc]
         return max((len(start) for start in starts if text.endswith(start)), default=0)
 
     def _advance(self, text: str) -> None:
+        # Further tokens may change the end of the text, e.g. complete a character. Shown text is never taken back.
         if text.startswith(self._shown) and len(text) > len(self._shown):
             self._show(text[len(self._shown) :])
             self._shown = text

@@ -112,6 +112,7 @@ class StreamedModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         budget_tokens: number of prompt tokens computed at once.
     """
 
+    # `generate` refuses prompt lookup for models whose cache cannot be cropped.
     _is_stateful = False
 
     def __init__(
@@ -205,6 +206,7 @@ class StreamedModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         ids = input_ids[rows]
         positions = cache.kv.begin_decode_step(columns, self.dtype)
         bounds = tuple(range(0, ids.numel() + 1, columns))
+        # Decoding has no targets: `ids` fills an unused field.
         batch = PackedBatch(ids.flatten(), positions.flatten(), ids, bounds, cache.kv, is_decode_step=True)
         wanted = torch.arange(ids.numel(), device=self.device).view_as(ids)[:, -kept:]
         logits = self.checked(self.passes.read([batch], [wanted.flatten()])[0]).view(len(rows), kept, -1)
@@ -214,6 +216,7 @@ class StreamedModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
 
     def checked(self, logits: Tensor) -> Tensor:
         """Return the logits; raise `NotFinite` if they are not finite."""
+        # NaN and infinity survive the sum, so only one number leaves the device.
         if not math.isfinite(logits.sum().item()):
             raise NotFinite(
                 "the model's output is not finite: its weights are damaged, or too large for "

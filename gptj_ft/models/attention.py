@@ -162,6 +162,7 @@ class _CausalAttention(torch.autograd.Function):
             values, norm = attend(*parts, 0.0, True, attn_mask=None, scale=scale)
             bucket.put(out, values)
             norms.append(norm)
+        # Uninitialized filler rows may hold NaN, which times a zero gradient is NaN in the weights' gradients.
         out[documents.cu_seqlens[-1] :] = 0.0
         # Concatenated: kept graphs handle every saved tensor separately.
         ctx.save_for_backward(q, k, v, out, torch.cat([norm.flatten() for norm in norms]))
@@ -190,6 +191,7 @@ class _CausalAttention(torch.autograd.Function):
             for x_TNH, result in zip(input_gradients, results, strict=True):
                 bucket.put(x_TNH, result)
         for x_TNH in input_gradients:
+            # Filler rows were not computed either: their gradients are zero.
             x_TNH[documents.cu_seqlens[-1] :] = 0.0
         return *input_gradients, None, None
 

@@ -33,6 +33,7 @@ class SentenceAttention(nn.Module):
     def __init__(self, config: Any, layer: int) -> None:
         super().__init__()
         width = config.n_embd
+        # The authors use 8 heads. The widths of small models may not be a multiple of 8.
         self.num_heads = next(number for number in range(MOST_HEADS, 0, -1) if width % number == 0)
         self.linear_query, self.linear_keys, self.linear_values = (Linear(width, width) for _ in range(3))
         self.final_linear = Linear(width, width)
@@ -88,6 +89,7 @@ class SentenceScores(nn.Module):
 
     def forward(self, x_SD: Tensor, rows: HeadRows) -> Tensor:
         seeds = None if rows.noise is None else tuple(span.seed for span in rows.noise)
+        # To `attend_in_buckets`, a sentence is what a token is elsewhere.
         documents = Documents((0, *rows.ends), seeds, x_SD.device)
         x_SD = x_SD + sinusoids(documents, x_SD.shape[-1]).to(x_SD)
         for layer in self.transformer_inter:

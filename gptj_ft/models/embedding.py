@@ -37,6 +37,7 @@ class Embedding(nn.Module):
     def forward(self, indices_T: Tensor) -> Tensor:
         weight = self.weight
         if isinstance(weight, EmbeddingRows):
+            # The rows include every index of the batch, so the search finds exact matches.
             return F.embedding(torch.searchsorted(weight.indices, indices_T), weight.values)
         if weight.requires_grad and weight.device.type == "cpu":
             rows_TD: Tensor = _LookUp.apply(weight, indices_T)  # type: ignore[no-untyped-call]
@@ -59,6 +60,8 @@ class _LookUp(torch.autograd.Function):
         # of zeros is allocated and added.
         (indices,) = ctx.saved_tensors
         rows, inverse = indices.unique(return_inverse=True)
+        # -1: no padding row. False: gradients are not divided by the counts of tokens.
         sums = torch.ops.aten.embedding_dense_backward(gradients[0], inverse, len(rows), -1, False)
+        # `unique` sorts, so the tensor is coalesced. Checking that would cost another pass.
         gradient = torch.sparse_coo_tensor(rows[None], sums, ctx.shape, check_invariants=False, is_coalesced=True)
         return gradient, None

@@ -36,5 +36,6 @@ class FunctionalLayer:
             output: Tensor = self._layer(*inputs)
             return output
         finally:
+            # Restore even after an error: the layer must not keep streamed weights in memory.
             for own, name, empty in slots:
                 own[name] = empty

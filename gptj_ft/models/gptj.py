@@ -142,8 +142,10 @@ class Attention(nn.Module):
         self.dropout = Dropout(config.resid_pdrop, index, "attention")
 
     def forward(self, projected: Iterator[Tensor], batch: PackedBatch, poll: Poll) -> Tensor:
+        # The fourth output stays in the iterator: it is computed only when the MLP needs it.
         q, k, v = (x_TD.view(x_TD.shape[0], self.num_heads, -1) for x_TD in islice(projected, 3))
         poll()
+        # In place only where there is no backward pass.
         freqs, in_place = rotary_freqs(batch, self.rotary_dim), batch.kernel == "decoding"
         q, k = apply_rotary(q, freqs, in_place), apply_rotary(k, freqs, in_place)
         attended = attend(q, k, v, batch, self.index, dropout=self.weight_dropout).flatten(-2)

@@ -163,6 +163,7 @@ class KVCache:
         if self.num_slots < self._compact_at:
             return
         live_GS = seen_GWS.any(1)
+        # This waits for the device. `_compact_at` makes it rare: the number of slots doubles between two checks.
         count = int(live_GS.sum(1).max())
         self._compact_at = 2 * count + MORE_ROOM
         if self.num_slots < self._compact_at:

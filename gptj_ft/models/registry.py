@@ -112,6 +112,7 @@ class Family:
         if home is None:
             return None
         part, local = home
+        # Layer 0 is the embedding, so block n is layer n + 1.
         index = {"embed": 0, "head": num_layers - 1}.get(part) if part != "block" else int(number[1]) + 1  # type: ignore[index]
         if index is None or (part == "block" and index >= num_layers - 1):
             raise KeyError(name)

@@ -31,6 +31,7 @@ class Selection:
         trained, frozen = [], []
         for index, layer in enumerate(build()):
             homes = {name: (index, name) for name, _ in layer.named_parameters()}
+            # A tied parameter is trained if its source is.
             homes |= {name: (TIED_SOURCE_LAYER, tie.source) for name, tie in tied_parameters(layer).items()}
             chosen = {name for name, home in homes.items() if is_trained(*home)}
             trained.append(Layout.of(layer, chosen))

@@ -36,4 +36,5 @@ class JoinedShard:
         return contiguous(whole.t() if self._leaf.is_transposed else whole)[start:stop]
 
     def rows_at_once(self, name: str) -> int:
+        # `read` joins the whole tensor each time.
         return self.entries[name].rows

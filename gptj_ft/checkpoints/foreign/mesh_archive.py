@@ -38,6 +38,7 @@ def unpack(path: Path, folder: Path) -> None:
         with path.open("rb") as raw:
             compression = compression_of(raw.read(SNIFFED_BYTES))
             raw.seek(0)
+            # "r|" reads forwards only: a compressed archive cannot seek.
             with tarfile.open(fileobj=decompressed(raw, compression), mode="r|") as archive:
                 for member in archive:
                     archive.members = []  # type: ignore[attr-defined]  # else it keeps every header in memory

@@ -58,6 +58,7 @@ class Duplicates:
             for number, is_same, source, line in _repeated(*self._rows_of(bucket, buckets)):
                 count[is_same] += 1
                 first[is_same].append((number, source, line))
+            # Buckets do not follow the order of rows: the first places may come from any.
             first = {is_same: heapq.nsmallest(places, rows) for is_same, rows in first.items()}
         names = list(self._sources)
         return {same: (count[same], [f"{names[source]}:{line}" for _, source, line in first[same]]) for same in count}
@@ -67,6 +68,7 @@ class Duplicates:
         self._file.close()
 
     def _write(self) -> None:
+        # `_rows_of` moves the position.
         self._file.seek(0, 2)
         self._file.write(np.array(self._held, _RECORD).tobytes())
         self._held.clear()
@@ -90,6 +92,7 @@ def _repeated(records: NDArray[Any], numbers: NDArray[np.int64]) -> Iterator[tup
     prompts, answers = records["prompt"][order], records["answer"][order]
     is_first = np.ones(len(prompts), bool)
     is_first[1:] = prompts[1:] != prompts[:-1]
+    # For each row the start of its group of equal prompts, whose first row comes first in the file.
     first = np.maximum.accumulate(np.where(is_first, np.arange(len(prompts)), 0))
     repeated = np.flatnonzero(~is_first)
     same = answers[repeated] == answers[first[repeated]]
@@ -247,6 +250,7 @@ def _passes_luhn(text: str) -> bool:
     """Verify a card number's check digit (https://www.iso.org/standard/70484.html, annex B)."""
     digits = [int(character) for character in text if character.isdigit()]
     doubled = [sum(divmod(2 * digit, 10)) for digit in digits[-2::-2]]
+    # A repeated digit, such as zeros in a form, may pass the check too.
     return len(set(digits)) > 1 and (sum(digits[-1::-2]) + sum(doubled)) % 10 == 0
 
 

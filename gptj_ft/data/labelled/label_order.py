@@ -35,6 +35,7 @@ def renumbered(table: TokenTable, ids: NDArray[np.int32]) -> TokenTable:
 
     def change(columns: dict[str, pyarrow.Array]) -> dict[str, pyarrow.Array]:
         targets = columns["targets"]
+        # In a slice, bounds count from the start of the whole array, flatten() from that of the slice.
         flat, bounds = ids[numbers_of(targets.flatten())], bounds_of(targets)
         starts = pyarrow.py_buffer(bounds - bounds[0])
         children = [to_arrow(pyarrow.int32(), flat)]

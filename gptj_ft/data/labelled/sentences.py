@@ -138,6 +138,7 @@ class SentenceReader(TaskReader):
             cell = row.values.get(columns[self._summary])
             summary = [" ".join(sentence) for sentence in _sentences(columns[self._summary], cell)]
             lower = [text.lower() for text in every]
+            # As in PreSumm, short sentences are candidates too, and dropped only afterwards.
             chosen = set(oracle_sentences(lower, [text.lower() for text in summary]))
         kept = [number for number, sentence in enumerate(words) if len(sentence) > SHORT_WORDS][:MAX_SENTENCES]
         if len(kept) < FEWEST_SENTENCES and needs_target:
@@ -172,6 +173,7 @@ class SentenceReader(TaskReader):
         for word in text.split():
             pieces = self._pieces.get(word)
             if pieces is None:
+                # Like PreSumm, skip the tokenizer's normalizer, which would strip accents.
                 cased = word.lower() if self._is_lower else word
                 pieces = self._pieces[word] = [piece.id for piece in self._backend.model.tokenize(cased)]
             ids += pieces
@@ -205,6 +207,7 @@ class SentenceReader(TaskReader):
             ids = [*ids[: recipe.max_length - 1], ids[-1]]
             marks = [mark for mark in marks if mark < len(ids)]
         count = len(marks)
+        # Token types alternate from sentence to sentence (the paper's interval segment embeddings).
         borders = marks[1:] if self.setting.frame.has_types else ()
         targets = labels[:count] if self.setting.needs_target else [0] * count
         document = EncodedDocument(ids, borders, marks, targets, texts=sentences[:count])

@@ -68,6 +68,7 @@ class SpanReader(TaskReader):
         inputs = {name: of for name, of in setting.columns.items() if name != self._answers}
         self._inputs = FieldReader(inputs, recipe)
         if not frame.exists:
+            # Decoders have no separator token: a line break stands between question and passage.
             frame = frame._replace(middle=tuple(tokenize(setting.tokenizer, [JOINT])[0]))
         self._frame = frame
         self._room = recipe.max_length - num_special_tokens(frame, is_pair=True)
@@ -79,6 +80,7 @@ class SpanReader(TaskReader):
         for name in (*fields_of(recipe.prompt), self._passage):
             if not fields.values[name].strip():
                 raise RowSkipped(f"the field '{name}' is empty")
+        # As in run_qa: some of SQuAD's questions begin with so many blanks that they would fill the window.
         question, passage = render(recipe.prompt, fields.values).lstrip(), fields.values[self._passage]
         answer, references = None, list[str]()
         if self.setting.needs_target:
@@ -119,6 +121,7 @@ class SpanReader(TaskReader):
             if recipe.on_long == "shorten":
                 spans, tokens_cut = spans[:1], len(passage) - room
         documents = [self._window(read, question, passage, first, end) for first, end in spans]
+        # Questions about a passage stay on one side of the split: validation must not see trained passages.
         group = content_hash(read.passage.strip().encode())
         return EncodedRow(documents, group, "", read.references, tokens_cut)
 
@@ -127,6 +130,7 @@ class SpanReader(TaskReader):
     ) -> EncodedDocument:
         ids, borders = add_special_tokens(self._frame, question.ids, passage.ids[first:end])
         before = len(self._frame.first) + len(question) + len(self._frame.middle)
+        # Tokens outside the passage have no characters: no answer may contain them.
         offsets = np.full((len(ids), 2), -1, np.int32)
         offsets[before : before + end - first] = passage.spans[first:end]
         targets = NO_SPAN

@@ -88,6 +88,7 @@ class WordReader(TaskReader):
 
     def row_of(self, row: Row, read: _Read, tokens: list[Any]) -> EncodedRow:
         pieces = [ids if len(ids) else array("i", [self._unknown]) for ids in tokens]
+        # One word may have more tokens than fit. Its first token carries the label.
         pieces, tokens_cut = [ids[: self._room] for ids in pieces], sum(max(len(ids) - self._room, 0) for ids in pieces)
         spans = self._spans([len(ids) for ids in pieces])
         recipe = self.setting.recipe
@@ -167,6 +168,7 @@ def _texts(column: str, cell: Any) -> list[str]:
         raise RowSkipped(f"column '{shortened(column)}': the list has items that are not words")
     texts = [str(item) for item in items]
     try:
+        # The tokenizer would reject unpaired surrogates too, but without naming row and column.
         "".join(texts).encode()
     except UnicodeEncodeError:
         raise RowSkipped(f"column '{shortened(column)}': unpaired surrogate (invalid Unicode)") from None

@@ -62,6 +62,7 @@ def single_label(labels: ArrayLike, probabilities: ArrayLike) -> dict[str, Stati
         "mcc": ConfusionScore(labels_N, answers_N, num_classes, ClassCounts.matthews),
     }
     if num_classes == 2:
+        # Class ids are 0 and 1: products and sums count the rows of class 1.
         both_N = (labels_N * answers_N).astype(np.float64)
         scores["positive_f1"] = Ratio(2.0 * both_N, (labels_N + answers_N).astype(np.float64), percent, 0.0)
         scores["roc_auc"] = RocAuc(labels_N == 1, probabilities_NC[:, 1])
