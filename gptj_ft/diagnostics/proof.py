@@ -415,6 +415,7 @@ class _Process:
                 # Kill in the middle of a step: half of the shortest step so far has passed since the last one ended.
                 if is_due and now - step_end > KILL_AT * min(line["seconds"] for line in self._lines):
                     _kill(process)
+                    # The step may have ended between the last look and the kill.
                     self._read_metrics()
                     self._sample(None)
                     self.seconds, self.lost_seconds = now - start, now - step_end

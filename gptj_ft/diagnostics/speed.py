@@ -266,6 +266,7 @@ def measure_memory(blocks: Blocks, known: Rates, tokens: int) -> dict[str, Any]:
             raise
         raise ResourceError(f"out of memory under a cap of {gigabytes(cap)}, enough by the forecast") from error
     finally:
+        # A limit of the whole memory lifts the cap for the rest of the process.
         limit_memory(device, total)
     results = {
         "cap": cap, "allocator_limit": limit, "forecast": plan.device_bytes, "allocated": peak.allocated,

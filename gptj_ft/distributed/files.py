@@ -26,7 +26,7 @@ def send_bytes(group: Group, target: int, content: bytes) -> None:
 
 
 def recv_bytes(group: Group, source: int) -> bytes:
-    """Receive what `send_bytes` sends."""
+    """Receive bytes from `send_bytes`."""
     values = torch.empty(_recv_int(group, source), dtype=torch.uint8)
     group.recv(source, values).wait()
     return values.numpy().tobytes()
@@ -41,7 +41,7 @@ def send_file(group: Group, target: int, path: Path) -> None:
 
 
 def recv_file(group: Group, source: int, path: Path) -> int:
-    """Receive what `send_file` sends; return the size. The file gets its name after it is written and synced."""
+    """Receive a file from `send_file`; return the size. The file gets its name after it is written and synced."""
     size, draft = _recv_int(group, source), new_name(path)
     remove(draft)
     write_file(draft, b"")

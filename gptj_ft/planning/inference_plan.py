@@ -1,4 +1,4 @@
-"""Plan inference before it starts: placement, memory, and the token budget of a pass. Refuse what cannot fit."""
+"""Plan inference before it starts: placement, memory, and the token budget of a pass. Refuse a job that cannot fit."""
 
 from __future__ import annotations
 

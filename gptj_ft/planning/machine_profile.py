@@ -170,6 +170,7 @@ def layer_seconds(
         # Before measuring, which itself loads the cores.
         load = machine.core_load()
         measured = dict(zip(missing, machine.layers(list(missing.values())), strict=True))
+        # Dictionaries keep the order of insertion, so the oldest layers go first.
         newest = list({**known, **{name: [*each, load] for name, each in measured.items()}}.items())[-MOST_LAYERS:]
         _keep("layers", key, dict(newest))
         seconds |= measured

@@ -114,7 +114,7 @@ class Requirements:
         return sum(each.need - each.have for each in self.lacking)
 
     def shortage(self, free: Free) -> str:
-        """Describe the missing bytes by resource; `free` is what exists without the caps of the recipe."""
+        """Describe the missing bytes by resource; ``free`` are the resources without the caps of the recipe."""
         uncapped = {"disk": free.disk, "host memory": free.host}
         parts = []
         for each in self.lacking:

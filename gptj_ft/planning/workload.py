@@ -202,7 +202,7 @@ class Workload:
 
     @cached_property
     def lent_elements(self) -> int:
-        """Elements of the layers that are read once more for a layer tied to them."""
+        """Elements that a pass reads once more, because another layer is tied to them."""
         return sum(self.layouts[TIED_SOURCE_LAYER].numel for layout in self.layouts if layout.tied)
 
     def flops(self, kept: int = 0) -> Flops:

@@ -317,7 +317,7 @@ def supports_bf16(device: torch.device) -> bool:
     """Tell whether a device computes in bf16 natively, without emulation."""
     if not is_accelerator(device) or not hasattr(module_of(device), "is_bf16_supported"):
         return True
-    # torch.xpu has no such argument; torch.cuda counts emulation by default.
+    # CUDA and XPU count emulation by default; other modules may lack the argument.
     with suppress(TypeError):
         return bool(module_of(device).is_bf16_supported(including_emulation=False))
     return bool(module_of(device).is_bf16_supported())

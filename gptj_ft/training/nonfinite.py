@@ -78,11 +78,11 @@ class LossWatch:
             return self._warn(f"the validation loss was {before:.2f} before training and is {loss:.2f}")
         return None
 
-    def _warn(self, what: str) -> str | None:
+    def _warn(self, text: str) -> str | None:
         if self._has_warned:
             return None
         self._has_warned = True
-        return f"{what}: the run gets worse, not better; start a new one with a lower --lr, or a longer --set warmup=N"
+        return f"{text}: the run gets worse, not better; start a new one with a lower --lr, or a longer --set warmup=N"
 
 
 class NonFiniteTensor(Exception):
@@ -94,12 +94,12 @@ class NonFiniteTensor(Exception):
 
 
 def explain_loss(
-    what: str, step: int, setup: TrainSetup, offloaded: OffloadedModel, forward: Callable[[], object]
+    loss_name: str, step: int, setup: TrainSetup, offloaded: OffloadedModel, forward: Callable[[], object]
 ) -> GptjFtError:
     """Return the error for a loss that is not finite.
 
     Args:
-        what: "loss" or "validation loss".
+        loss_name: "loss" or "validation loss".
         step: optimizer steps done before it.
         offloaded: model with the weights of the failed pass.
         forward: repeats the pass.
@@ -115,7 +115,7 @@ def explain_loss(
         remedy = "try another --model" + (", or --precision fp32" if setup.dtype != torch.float32 else "")
     else:
         remedy = advice(setup)
-    return NotFinite(f"the {what} {when} is not finite{place}\n{remedy}")
+    return NotFinite(f"the {loss_name} {when} is not finite{place}\n{remedy}")
 
 
 def explain_gradient(error: GptjFtError, setup: TrainSetup, offloaded: OffloadedModel) -> GptjFtError:
