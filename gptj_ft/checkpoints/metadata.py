@@ -93,7 +93,7 @@ def read_metadata(model: Path) -> ModelMetadata | None:
 
 
 def check_base(adapter: Path, architecture: Architecture, checkpoint: Checkpoint) -> None:
-    """Check that a model is the base of an adapter. An adapter of another program records no digest and always passes."""
+    """Check that a model is the base of an adapter. One of another program records no digest and always passes."""
     metadata = read_metadata(adapter)
     if metadata and metadata.base_digest and sampled_digest(architecture, checkpoint) != metadata.base_digest:
         raise DataError(
