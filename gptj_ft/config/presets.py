@@ -34,6 +34,7 @@ def preset_file(name: str) -> Path:
 
 def load_preset(name: str) -> dict[str, Any]:
     """Load the options of a preset."""
+    # The cached mapping is shared: callers may change theirs.
     return copy.deepcopy(_options_of(preset_file(name)))
 
 

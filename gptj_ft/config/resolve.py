@@ -140,6 +140,7 @@ def resolve(
         sources.append((base[0], dict(base[1])))
     if base is None and next((values["method"] for _, values in sources if "method" in values), None) == "lora":
         # Overrides a preset written for another method.
+        # Earlier sources win: before the preset, unless the preset itself chose LoRA and its values.
         sources.insert(3 if "method" not in sources[-1][1] else len(sources), ("method lora", FOR_LORA))
     merged: dict[str, Any] = {}
     origins: dict[str, str] = {}

@@ -53,6 +53,7 @@ def _num_values(node: yaml.Node) -> int:
         if id(node) not in counted:
             parts = node.value if isinstance(node.value, list) else []
             inner = [each for part in parts for each in (part if isinstance(part, tuple) else (part,))]
+            # An aliased node is one object: count it once, and add its size at every use.
             counted[id(node)] = 1 + sum(map(count, inner))
         return counted[id(node)]
 
@@ -79,6 +80,7 @@ def _whole_number(loader: _Loader, node: yaml.ScalarNode) -> int:
     """Parse an integer; reject one with more digits than Python prints."""
     number = int(loader.construct_yaml_int(node))
     if number.bit_length() > MOST_BITS:
+        # An integer above 1,024 bits converts to no float, and one above 4,300 digits to no text.
         raise yaml.constructor.ConstructorError(None, None, "a number with too many digits", node.start_mark)
     return number
 

@@ -94,6 +94,7 @@ def choose_columns(names: Iterable[str], recipe: Recipe, fields: Sequence[str] |
 def _recognised(field: str, free: Sequence[str], names: Sequence[str]) -> str:
     """Return a field's column among those that no other field has."""
     # Exact names win over names that differ in case.
+    # Reversed: of several columns that differ in case only, the first wins.
     by_name = {column.strip().casefold(): column for column in reversed(free)} | {column: column for column in free}
 
     def find(name: str) -> str | None:
@@ -257,6 +258,7 @@ class FieldReader:
             return FieldTexts(values, [])
         completions = []
         for choice in range(max(map(len, alternatives.values()))):
+            # A field with fewer alternatives repeats its last one.
             chosen = {field: texts[min(choice, len(texts) - 1)] for field, texts in alternatives.items()}
             completions.append(render(recipe.completion, chosen).strip())
         references = [text for text in dict.fromkeys(completions) if text]
@@ -352,6 +354,7 @@ def _answer_at(
         cell = row.get(columns[field])
         starts = cell.get("answer_start") if isinstance(cell, dict) else None
         start = starts[0] if isinstance(starts, list) and starts else None
+        # answer_start counts from the unstripped text. Data sets may have wrong positions: verify.
         if isinstance(start, int) and start >= stripped and document.startswith(values[field], start - stripped):
             return start - stripped
         if (position := document.find(values[field])) >= 0:

@@ -177,4 +177,5 @@ def document_hash(recipe: Recipe, values: Mapping[str, Any]) -> int:
 
 def content_hash(content: bytes) -> int:
     """Hash content to a signed 64-bit integer."""
+    # Arrow's column of groups is signed.
     return xxhash.xxh3_64_intdigest(content) - 2**63

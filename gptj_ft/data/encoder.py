@@ -159,7 +159,9 @@ class RowEncoder:
         tokens = iter(self._tokenize([text for _, texts, _ in usable for text in texts]))
         documents: list[tuple[Any, ...]] = []
         for row, texts, rest in usable:
+            # All texts were tokenized in one call: each row takes as many results as it has texts.
             documents += self._documents(row, rest, list(islice(tokens, len(texts))))
+        # A chunk whose rows are all skipped still needs a batch with every column.
         columns = list(zip(*documents, strict=True)) or [()] * len(SCHEMA)
         arrays = [to_arrow(field.type, values) for field, values in zip(SCHEMA, columns, strict=True)]
         return pyarrow.RecordBatch.from_arrays(arrays, schema=SCHEMA)

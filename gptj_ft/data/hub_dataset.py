@@ -345,6 +345,7 @@ def _locate(reference: Reference) -> tuple[Repository, str, tuple[HubFile, ...]]
     repository = look_up(name, reference.revision or None, "dataset")
     layout = layout_of(name, repository.files, repository.card)
     config, names = layout.find(reference)
+    # The Hub converts the main branch only.
     if not names and not reference.revision:
         with suppress(NoSuchRevision):
             converted = look_up(name, CONVERTED, "dataset")
@@ -352,6 +353,7 @@ def _locate(reference: Reference) -> tuple[Repository, str, tuple[HubFile, ...]]
             config, names = conversion.find(reference)
             if names:
                 repository = converted
+            # Neither has the split. If only the conversion has rows at all, its splits are worth listing.
             elif not any(layout.configs.values()) and conversion.configs:
                 layout = conversion
     if not names:

@@ -34,6 +34,7 @@ class PromptReader(TaskReader):
     def read(self, row: Row) -> tuple[list[str], _Read]:
         fields = self._fields.read(row.values)
         texts = parts(self.setting.recipe, fields.values)
+        # Of a conversation, everything before the last answer counts as its prompt.
         prompt = texts[0][0] if len(texts) == 2 else "".join(text for text, _ in texts[:-1])
         self.setting.checks.check_row(row, fields, prompt, texts[-1][0])
         return [text for text, _ in texts], _Read(fields, texts)

@@ -47,6 +47,7 @@ def prepare_once(
     folder = cache_folder() / _key(job)
     if is_prepared(folder):
         try:
+            # A link may lead out of the private cache.
             if not folder.is_symlink():
                 return load_dataset(folder)
         except DataError:  # damaged

@@ -158,6 +158,7 @@ def find_columns(
     rows = read_rows(source, findings)
     # A later row may have further columns that match a pattern.
     has_pattern = any(glob.has_magic(column) for column in recipe.map.values())
+    # islice(rows, None) reads on from the survey's last row to the end.
     for count in (None,) if has_pattern else (survey_rows, None):
         for row in islice(rows, count):
             number += 1

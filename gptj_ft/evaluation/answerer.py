@@ -113,6 +113,7 @@ class Answerer:
         if self._labels:
             answers = [list(self._labels.values())] * len(prompts)
             likelihoods = log_likelihoods(self._offloaded, prompts, answers, self._budget.computed)
+            # max keeps the first of equally likely labels: the order of the recipe decides.
             best = [max(zip(each, self._labels, strict=True), key=lambda pair: pair[0].total) for each in likelihoods]
             return [label for _, label in best], []
         model = StreamedModel(self._architecture, self._offloaded, self._budget.computed)
@@ -128,6 +129,7 @@ class Answerer:
     ) -> list[str]:
         device, settings = self._offloaded.device, self._recipe.generation
         room = max(1, self._window - max(map(len, prompts)))
+        # All rows of a group stop where the longest prompt meets the end of the context.
         if settings.max_new_tokens > room:
             fewer = {"max_new_tokens": room, "min_new_tokens": min(settings.min_new_tokens, room)}
             settings = settings.model_copy(update=fewer)

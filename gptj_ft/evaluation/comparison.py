@@ -177,6 +177,7 @@ def _by_row(name: str, model: Evaluation, baseline: Evaluation) -> ChangesByRow 
     after_N, before_N = model.figures[name].rows_N, baseline.figures[name].rows_N
     if after_N is None or before_N is None:
         return None
+    # So that a positive gain is an improvement for every score.
     gain_N = (before_N - after_N) if name in LOWER_IS_BETTER else (after_N - before_N)
     order = np.argsort(-gain_N, kind="stable").tolist()
     better = [row for row in order if gain_N[row] > 0]

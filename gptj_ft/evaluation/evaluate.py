@@ -149,6 +149,7 @@ def fitted(recipe: Recipe, folders: Iterable[Path], data: Path) -> Recipe:
     """Limit ``max_length`` to the context of every compared model; prepared rows keep their length."""
     if is_prepared(data):
         return recipe
+    # Both models must read the same tokens, else their losses cannot be compared.
     shortest = min(int(read_architecture(base_folder(folder)).config.n_positions) for folder in folders)
     return recipe.model_copy(update={"max_length": min(recipe.max_length, shortest)})
 

@@ -72,6 +72,7 @@ def outputs_of(
                 total, _ = objective.loss(output_SC, batch, batch.target_positions_T)
                 loss(StepLoss(float(total), objective.weight(batch), num_targets=batch.num_targets))
             whole = output_SC.cpu().numpy()
+            # The head reads only marked positions: documents end at other rows in its outputs than in the batch.
             ends = pairwise((0, *batch.row_ends))
             of_document |= {row: whole[start:end] for row, (start, end) in zip(group, ends, strict=True)}
         yield from (of_document[row] for row in span)
@@ -97,6 +98,7 @@ def row_outputs(table: TokenTable, rows: Rows, outputs: Iterator[Outputs]) -> It
     for output_SC, marks, (continues, texts, references, source, line, offsets) in zip(
         outputs, rows.marks, zip(*(table[name] for name in columns), strict=True), strict=True
     ):
+        # A new row begins: the windows collected so far are all of the previous one.
         if windows and not continues:
             yield joined()
             windows.clear()
@@ -143,6 +145,7 @@ def answer_rows(recipe: Recipe, readout: Readout, rows: Sequence[RowOutput]) -> 
             why = "the model is damaged, or too large for fp16; try --precision fp32"
             raise NotFinite(f"the loss of {row.place} is not a finite number: {why}")
     references = [list(row.references) for row in rows]
+    # Sums and divisors by row make the loss a ratio, whose interval the bootstrap can estimate.
     total_N, weight_N = (np.array(column, np.float64) for column in zip(*losses, strict=True))
     figures = {"loss": Ratio(total_N, weight_N), **readout.figures(answers, references)}
     remark = readout.remark(answers, references)

@@ -137,6 +137,7 @@ def log_likelihoods(
             context = [*prompt, *answer[:-1]]
             own = next(n for n, document in enumerate(documents) if document[: len(context)] == context)
             places.append((len(queries) + own, len(scored[own]), len(answer)))
+            # The token before predicts: the prompt's last one predicts the answer's first.
             scored[own] += [(len(prompt) - 1 + at, token) for at, token in enumerate(answer)]
         queries += zip(documents, scored, strict=True)
     scores = _run_queries(offloaded, queries, budget_tokens)

@@ -125,6 +125,7 @@ def run_labels(job: LabelJob, progress: Progress | None = None) -> LabelResult:
     continues, report = list(job.prepared.rows["continues"]), job.prepared.report
     starts = [document for document, is_more in enumerate(continues) if not is_more]  # first document of each row
     with OutputFile(job.lines, job.settings, job.output) as file:
+        # CSV and JSON appear only when all rows are done: the job is finished.
         if job.form != ".jsonl" and job.output.exists():
             found = len(starts)
         else:
@@ -162,6 +163,7 @@ def _label_rows(job: LabelJob, file: OutputFile, starts: Sequence[int], progress
 def _line(place: str, answer: RowAnswer, kept: Mapping[str, Any], several_files: bool) -> dict[str, Any]:
     source, _, line = place.rpartition(":")
     head = {"line": int(line), **({"file": source} if several_files else {})}
+    # A copied column must not overwrite a key of the answer.
     taken = {ROW, *FILE_AND_LINE, *answer.facts}
     copied = {f"{KEPT}{name}" if name in taken else name: value for name, value in kept.items()}
     return {**head, **copied, **answer.facts}
@@ -186,7 +188,9 @@ def label_texts(setup: InferenceSetup, texts: Sequence[Mapping[str, Any]]) -> li
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "rows.jsonl"
         rows = [{columns[field]: value for field, value in text.items()} for text in texts]
+        # Through a file, because then texts take the same path as rows, with the same checks.
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        # Single texts would fill the cache with entries that are never used again.
         uncached = replace(setup, recipe=recipe.model_copy(update={"cache": False}))
         try:
             prepared = read_labelled(uncached, path, needs_target=False)

@@ -96,6 +96,7 @@ def score_predictions(
     if data is not None:
         rows, notes = _rows(recipe, data)
         predictions = _matched(path, predictions, rows)
+    # Only after matching: without ids, both files must have the same number of rows.
     predictions = predictions[:limit]
     if not predictions:
         raise DataError(f"{path}: there are no predictions in it")
@@ -146,6 +147,7 @@ def write_outputs(path: Path, model: Evaluation, baseline: Evaluation | None) ->
 def _read(path: Path) -> Iterator[PredictionRow]:
     rows = read_rows(identify(path))
     first, second = next(rows, None), next(rows, None)
+    # SQuAD's official format is one object for the whole file, so look whether there is a second row.
     if first is not None and second is None and _is_texts_by_id(first.values):
         for id, text in first.values.items():
             yield PredictionRow(f"{first.source} ({id})", id, text, None)
@@ -184,6 +186,7 @@ def _rows(recipe: Recipe, data: Path) -> tuple[list[PredictionRow], tuple[str, .
             references: list[str] | None = reader.read(row.values).references
         except RowSkipped as reason:
             skipped[str(reason)] += 1
+            # Keep the row, so that predictions matched by order stay aligned; `_matched` drops it.
             references = None
         rows.append(PredictionRow(row.where, _id_of(row.values), "", references))
     return rows, tuple(f"{count:,} rows were left out: {reason}" for reason, count in skipped.items())

@@ -198,6 +198,7 @@ class SpanReadout(PlainReadout):
             for output_SC, offsets in zip(row.outputs, row.offsets, strict=True)
         ]
         answer = best_answer(windows, row.texts[0], self.settings)
+        # The null threshold may overrule the ranking. Then the first candidate is not the answer.
         best = answer.candidates[0] if answer.text == answer.candidates[0].text else answer.best
         facts: dict[str, Any] = {"answer": answer.text, "probability": round(best.probability, 6)}
         facts |= {"start": best.start, "end": best.end} if answer.text else {}

@@ -99,6 +99,7 @@ def best_answer(windows: Sequence[Window], context: str, settings: SpanSettings)
         SpanCandidate(text, probability, *span)
         for text, probability, span in zip(texts, probabilities, spans, strict=True)
     )
+    # "No answer" may rank first, but the odds compare it with the best real span.
     best = next(candidate for candidate in candidates if candidate.text)
     if not settings.may_abstain:
         return SpanAnswer(best.text, best, candidates, None)
@@ -110,6 +111,7 @@ def _best_spans(windows: Sequence[Window], settings: SpanSettings) -> list[tuple
     """Return start logit, end logit, start and end character of the best spans, best first."""
     columns: list[tuple[NDArray[Any], ...]] = []
     for number, window in enumerate(windows):
+        # A stable sort of negated fp64 logits: equal ones keep their order, lower positions first.
         starts_A, ends_Z = (
             np.argsort(-np.asarray(logits_L, np.float64), kind="stable")[: settings.num_best]
             for logits_L in (window.starts_L, window.ends_L)

@@ -118,6 +118,7 @@ def _cut_prompts(rows: EvalSet, max_prompt: int, max_length: int) -> EvalSet:
             return document
         removed = document.prompt_length - room
         ids = [*document.ids[:room], *document.ids[document.prompt_length :]]
+        # Masked spans come after the prompt, so they all move by the same number of tokens.
         return Document(ids, room, [at - removed for at in document.masked_spans], document.window)
 
     prompts = [prompt[:max_prompt] for prompt in rows.prompts]
@@ -205,6 +206,7 @@ class EvaluationPlan:
     def _compute_losses(self, offloaded: OffloadedModel, progress: Progress | None) -> None:
         loss_of, budget = self.cache.of("loss"), self.plan.together
         for span in passes([document.num_inputs for document in self.rows.documents], budget.read):
+            # Passes depend on the rows only. A resumed evaluation skips those that are complete.
             if not loss_of.keys() >= set(span):
                 documents = [self.rows.documents[row] for row in span]
                 self._note_losses(span, losses(offloaded, self.tokenizer, documents, budget.computed))
@@ -218,6 +220,7 @@ class EvaluationPlan:
             len(prompt) < document.num_inputs and list(document.ids[: len(prompt)]) == prompt
             for prompt, document in zip(prompts, documents, strict=True)
         )
+        # With prompt lookup the first pass also scores guesses, but `Prefill` keeps the logits of one position.
         with_losses = is_written and shared and not self.setup.recipe.generation.prompt_lookup_num_tokens
         return PromptGroup(prompts, rows[0], documents if with_losses else ())
 
@@ -271,6 +274,7 @@ def plan_on_rows(
 
 def evaluation_settings(folder: Path, recipe: Recipe) -> dict[str, Any]:
     """Return the settings that determine the results, except the rows: model, options, version."""
+    # Sizes and times, since hashing the weights would take as long as a pass over them.
     files = sorted(path for path in folder.iterdir() if path.is_file())
     keys = {"metrics", "generation", "completion", "labels", "seed", "micro_batch_tokens"}
     return {

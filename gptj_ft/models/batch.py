@@ -303,6 +303,7 @@ class PackedBatch:
         spans = [
             NoiseSpan(seed, max(start - first, 0), min(stop, end) - first, end - first)
             for seed, (first, end) in zip(self.seeds, pairwise((0, *self.row_ends)), strict=True)
+            # Heads that use the ends take a seed from every span, also of documents without rows here.
             if with_ends or (first < stop and end > start)
         ]
         return HeadRows(noise=tuple(spans), ends=ends)

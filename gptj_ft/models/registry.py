@@ -264,6 +264,7 @@ def full_name(name: str, family: Family | None = None) -> str:
     """Return a tensor's full name, given its name in any file format; without a family, try all families."""
     if family is not None:
         return family.full_name(name)
+    # BERT and RoBERTa share the names of a bare trunk. Without a family, BERT's prefix wins.
     return next((full for each in families().values() if (full := each.full_name(name)) != name), name)
 
 

@@ -66,6 +66,7 @@ def round_ticks(low: float, high: float, most: int = 6) -> list[float]:
     rough = (high - low) / max(most - 1, 1)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
+    # The small term absorbs rounding: 0.3 / 0.1 is 2.9999999999999996.
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [number * step for number in range(first, last + 1)]
 
@@ -174,6 +175,7 @@ def _x_texts(ticks: Sequence[float]) -> list[str]:
 def _apart(heights: Sequence[float]) -> list[float]:
     """Move heights apart so that labels do not overlap."""
     placed: dict[int, float] = {}
+    # Lowest place of the first label that leaves room for all others below it.
     lowest = HEIGHT - BOTTOM - NAME_HEIGHT * (len(heights) - 1)
     last = -math.inf
     for rank, number in enumerate(sorted(range(len(heights)), key=lambda number: heights[number])):

@@ -295,6 +295,7 @@ class _Repairer:
         columns = [each for column in self._columns.values() for each in columns_of(column, row.values)]
         names = [column for column in columns if column in row.values]
         before = {column: list(_texts_in(row.values[column])) for column in names}
+        # All cells of a row together: if one has Treebank tokens, the others must be joined too.
         fixed = iter(fix_texts([text for texts in before.values() for text in texts]))
         after = {column: [next(fixed) for _ in texts] for column, texts in before.items()}
         cells = {

@@ -97,7 +97,9 @@ def _problems(
     yield from _each(lengths > max_length + 1, f"longer than max_length ({max_length})")
     yield from _each(lengths < 1, "no tokens")
     wrong = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    # In a slice, bounds count from the start of the whole array, flatten() from that of the slice.
     rows = np.searchsorted(starts - starts[0], wrong, side="right") - 1
+    # Reversed, so that the dict keeps the first wrong id of each row.
     for row, id_ in dict(zip(rows[::-1].tolist(), ids[wrong[::-1]].tolist(), strict=True)).items():
         yield row, f"token id {id_}, but the model's ids are 0 to {vocab_size - 1}"
 
@@ -108,6 +110,7 @@ def _problems_of_labels(
     """Yield the problems in the label columns."""
     marks, borders = _Lists.read(batch.column("marks")), _Lists.read(batch.column("borders"))
     values, offsets = _Lists.read(batch.column("values")), _Lists.read(batch.column("offsets"))
+    # Only spans have targets without marks: first and last token of the answer.
     is_span = (marks.counts == 0) & (targets.counts == 2)
     yield from _each(~is_span & (marks.counts != targets.counts), "numbers of labels and labelled tokens differ")
     in_span = is_span[targets.row_of]

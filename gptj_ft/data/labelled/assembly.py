@@ -37,6 +37,7 @@ def longest_first(first: int, second: int, room: int) -> tuple[int, int]:
     if first + second <= room:
         return first, second
     short = min(first, second)
+    # True if the shorter text takes at most half of the room: then it is kept whole.
     if short + max(short, room - short) <= room:
         kept = short, room - short
     else:

@@ -85,6 +85,7 @@ class TextReader(TaskReader):
         label, references, targets, values = self._labelled(row, read.answer)
         for first, second in pieces:
             ids, borders = add_special_tokens(self._frame, first, second)
+            # An encoder is read at [CLS]. Of a decoder, only the last token has seen the whole text.
             mark = 0 if self._frame.exists else len(ids) - 1
             documents.append(EncodedDocument(ids, borders, (mark,), targets, values))
         group = document_hash(self.setting.recipe, read.fields.values)
@@ -215,6 +216,7 @@ class SetReader(TextReader):
         (column,) = self._targets.values()
         several = columns_of(column, row.values)
         if len(several) > 1:
+            # Each column is a label, even if no row has a yes in it.
             self.setting.labels.expect(map(self.setting.labels.name_of, several))
             labels = [name for name in several if self._is_yes(name, row.values.get(name))]
         else:
@@ -272,6 +274,7 @@ class SetReader(TextReader):
             targets = columns["targets"]
             values = np.zeros((len(targets), count))
             for row, own_ids in enumerate(to_python(targets)):
+                # `add` numbered the labels in the order of the rows. `ids` has their final numbers.
                 values[row, ids[own_ids]] = 1.0
             kind = SCHEMA.field("values").type
             has_values = self.setting.needs_target

@@ -121,6 +121,7 @@ class StreamedLM(TemplateLM):  # type: ignore[misc]
                     f"the task asks for {settings.max_new_tokens} new tokens, but the model's context has "
                     f"{self.max_length} for prompt and answer"
                 )
+            # Like lm-eval, cut long contexts on the left: the question stands at the end.
             prompts = [self.tok_encode(str(requests[number].args[0]))[-room:] for number in numbers]
             prompt_of = dict(zip(numbers, prompts, strict=True))
             groups = batches_by_length([len(ids) for ids in prompts], settings, 1, self._budget.written)
@@ -205,6 +206,7 @@ def _settings_of(kwargs: Mapping[str, Any], eos: str) -> tuple[Generation, list[
     unknown = [str(name) for name in own if name not in Generation.model_fields]
     if unknown:
         raise UsageError(f"the task's generation_kwargs has {', '.join(unknown)}, which gptj-ft does not support")
+    # Generation ends at the EOS token anyway, so its text is no stop string.
     stop = tuple(text for text in until if text and text != eos)
     try:
         return Generation.model_validate({**own, "stop": stop}), until

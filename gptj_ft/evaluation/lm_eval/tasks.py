@@ -260,6 +260,7 @@ class FixedStatistic:
     rows_N: None = None
 
     def evaluate(self, weights_BN: Vector) -> Vector:
+        # lm-eval gives the score of all rows only: it is unknown for any sample of them.
         is_whole_B = (weights_BN == 1).all(1)
         return np.where(is_whole_B, self.value, np.nan)
 
@@ -283,6 +284,7 @@ def _evaluation(model: str, outcome: Mapping[str, Any], loaded: LoadedTasks) -> 
     for name, values in outcome.get("groups", {}).items():
         for key, value in values.items():
             metric, comma, filter_name = key.partition(",")
+            # Keys are "metric,filter"; others, such as "alias", are no scores.
             if comma and not metric.endswith("_stderr") and isinstance(value, float):
                 figures[score_name(name, metric, filter_name)] = FixedStatistic(value)
     return Evaluation(

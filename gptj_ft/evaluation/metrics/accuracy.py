@@ -53,6 +53,7 @@ class MacroF1:
 
         right_BL = counts(labels_N, labels_N == answers_N)
         of_label_BL = counts(labels_N, np.ones_like(labels_N, dtype=np.bool_))
+        # Answers that are no label have the number after the last one: they count for no label.
         of_answer_BL = counts(answers_N, answers_N < num_labels)
         occurs_BL = of_label_BL > 0
         # of_label = tp + fn, of_answer = tp + fp

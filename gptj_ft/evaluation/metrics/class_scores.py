@@ -250,6 +250,7 @@ class CalibrationError:
 
     @cached_property
     def _bins_N(self) -> _Codes:
+        # Only inner bounds: a confidence of 0 or 1 then falls into the first or last bin.
         return np.digitize(self.confidence_N, np.linspace(0.0, 1.0, NUM_BINS + 1)[1:-1], right=True)
 
 

@@ -46,6 +46,7 @@ def entities_of(tags: Sequence[str]) -> list[Entity]:
     start, type, is_open = 0, "", False  # of the previous word's entity, and whether another word may continue it
     for word, tag in enumerate([*tags, "O"]):  # the last "O" closes an open entity
         prefix, new = tag[:1], tag[2:] or "_"
+        # An I- after O, or of another type, starts an entity: seqeval's lenient mode repairs such tags.
         is_inside = is_open and prefix in ("I", "E") and new == type
         if type and not is_inside:
             spans.append(Entity(start, word, type))
@@ -102,6 +103,7 @@ def entities(
     if not are_entity_tags(names):
         return accuracy
     counts = entity_counts(tags, answers).values()
+    # Micro-average: add the counts of all types in each row.
     both, given, expected = (
         np.array([getattr(each, kind) for each in counts], np.float64).reshape(-1, len(words)).sum(0)
         for kind in ("both", "given", "expected")

@@ -60,6 +60,7 @@ class Spearman:
     @cached_property
     def _codes(self) -> list[NDArray[np.int64]]:
         """Index of each number among the distinct numbers, for both sides."""
+        # Ranks depend on the sample, but the order of the numbers does not: sort only once.
         return [np.unique(each, return_inverse=True)[1] for each in (self.x_N, self.y_N)]
 
 

@@ -159,6 +159,7 @@ def estimate_scores(
 
 def _resampled(figures: Mapping[str, Statistic], part_N: Vector, seed: int) -> dict[str, Vector]:
     """Evaluate each score on all rows, then on each sample."""
+    # The weights of the part itself, as a sample in which each of its rows occurs once.
     values: dict[str, list[Vector]] = {name: [figure.evaluate(part_N[None])] for name, figure in figures.items()}
     for weights_BN in _weights(part_N, seed) if figures else ():
         for name, figure in figures.items():
@@ -183,6 +184,7 @@ def _estimate(values: Vector, num_rows: int) -> Estimate:
     samples = values[1:][~np.isnan(values[1:])]
     if num_rows < 2 or not len(samples):
         return Estimate(float(values[0]), None, None)
+    # Interpolating between infinite samples gives NaN: then there is no interval.
     low, high = np.percentile(samples, PERCENTILES) if np.isfinite(samples).all() else (np.nan, np.nan)
     bounds = [None if math.isnan(bound) else float(bound) for bound in (low, high)]
     return Estimate(float(values[0]), bounds[0], bounds[1])
