@@ -349,18 +349,18 @@ def _write_weights(
     total_size, index, stored = 0, 0, dtype
     for tensors in layers:  # not enumerate(): it keeps the previous layer in memory while the next is made
         assert tensors.keys() == expected[index].keys(), f"layer {index} has {sorted(tensors)}"
-        named = {}
         for local, like in expected[index].items():
-            tensor = tensors[local]
-            assert tensor.shape == like.shape, f"layer {index}: {local} has shape {list(tensor.shape)}"
-            stored = dtype or (torch.promote_types(stored, tensor.dtype) if stored else tensor.dtype)
-            named[name_of(index, local, len(expected))] = tensor
+            assert tensors[local].shape == like.shape, f"layer {index}: {local} has shape {list(tensors[local].shape)}"
+        named = {name_of(index, local, len(expected)): tensors[local] for local in expected[index]}
+        if dtype is None:
+            for kind in {tensor.dtype for tensor in named.values()}:
+                stored = torch.promote_types(stored, kind) if stored else kind
         file_name = f"model-{index + 1:05d}-of-{len(expected):05d}.safetensors"
         size, digests[file_name] = write_safetensors(folder / file_name, named, dtype)
         total_size += size
         weight_map |= dict.fromkeys(named, file_name)
         index += 1
-        del tensors, named, tensor  # for the same reason
+        del tensors, named  # for the same reason
     assert index == len(expected), f"{index} layers, expected {len(expected)}"
     assert stored is not None
     write_index(folder, weight_map, total_size)
