@@ -4,8 +4,9 @@
     loss      head:                       run forward and backward on the target positions, in chunks of logits
     backward  for each layer, top down:   recompute every micro-batch from its boundary; sum the layer's gradient
 
-The outer loop runs over layers and the inner loop over micro-batches. So each weight is loaded twice per optimizer
-step, however many micro-batches the step has. `schedule` lists what the step reads, updates and writes for each layer.
+The outer loop runs over layers and the inner loop over micro-batches. So each block's weights are loaded twice per
+optimizer step, however many micro-batches the step has. `schedule` lists what the step reads, updates and writes for
+each layer.
 
 While a layer computes, `Prefetcher` loads and updates the next layers and writes the previous one. It works through
 these transfers in `Prefetcher.poll`, which the layers call between their operations. If memory allows, the top layers
@@ -55,7 +56,7 @@ class Optimizer(Updater, Protocol):
 
 @dataclass(frozen=True)
 class Step:
-    """One training step: its data, and the ways that tensors leave it."""
+    """Data, objective and channels of one training step."""
 
     batches: Sequence[PackedBatch]
     objective: Objective
@@ -98,6 +99,7 @@ def train_step(
     up.close()
     backward(step, layers, gradients, kept)
     down.close()
+    # Every process needs the loss; the one with the head has it.
     return model.exchange.broadcast_losses([loss] if loss else None)[0]
 
 
@@ -146,9 +148,10 @@ def forward(
         The inputs of the head, [T, D] per micro-batch; empty if `up` has sent them.
     """
     model = layers.model
+    # `local_layers` are all layers, unless several processes share them.
     num_layers = sum(layer < len(model.layers) - 1 for layer in model.local_layers)
     hidden: list[Tensor] = [batch.tokens_T for batch in batches]
-    # Decoding never trains on its tensors. inference_mode then saves more of autograd's bookkeeping than no_grad.
+    # Decoding never trains on its tensors. inference_mode skips more of autograd's bookkeeping than no_grad.
     is_decoding = bool(batches) and batches[0].kernel == "decoding"
     for layer in islice(layers, num_layers):
         inputs = up.inputs(layer.index, hidden)
@@ -189,7 +192,7 @@ def head_gradients(step: Step, head: LoadedLayer, hidden: Iterable[Tensor]) -> t
             by the gradient norm instead.
     """
     scale = step.loss_scale.scale if step.loss_scale else 1.0
-    weight, num_targets = step.reducer.totals(step.batches, step.objective)
+    divisor, num_targets = step.reducer.totals(step.batches, step.objective)
     parameters = head.leaf_parameters()
     if head.is_trained:
         attach_gradients(head, parameters)
@@ -208,7 +211,7 @@ def head_gradients(step: Step, head: LoadedLayer, hidden: Iterable[Tensor]) -> t
             if z_loss is not None:
                 z_losses.append(z_loss.detach())
                 loss = loss + z_loss
-            (loss / weight * scale).backward()  # type: ignore[no-untyped-call]
+            (loss / divisor * scale).backward()  # type: ignore[no-untyped-call]
             if x_SD.grad is not None:
                 gradient_TD[positions_S] = x_SD.grad[: len(positions_S)]
         if not step.down.send(head.index, gradient_TD):
@@ -221,7 +224,7 @@ def head_gradients(step: Step, head: LoadedLayer, hidden: Iterable[Tensor]) -> t
     total, z_total = (reduce(add, terms, 0.0) for terms in series)  # fp64, in this order
     if step.loss_scale is None and not math.isfinite(total + z_total):
         raise NotFinite("the loss is not finite")
-    return StepLoss(total, weight, z_total, num_targets), gradients
+    return StepLoss(total, divisor, z_total, num_targets), gradients
 
 
 def backward(step: Step, layers: Prefetcher, gradients: list[Tensor], kept: dict[int, KeptActivations]) -> None:
@@ -239,7 +242,7 @@ def backward(step: Step, layers: Prefetcher, gradients: list[Tensor], kept: dict
         graphs = kept.pop(layer.index, None)
         inputs = boundaries.take(layer.index) if step.batches and graphs is None else []
         if graphs is not None:
-            graphs.bind(layer)
+            graphs.bind(layer)  # the weights may be in another buffer than in forward
         parameters = graphs.parameters if graphs is not None else layer.leaf_parameters()
         for b, batch in enumerate(step.batches):
             layers.poll()
@@ -249,7 +252,7 @@ def backward(step: Step, layers: Prefetcher, gradients: list[Tensor], kept: dict
                 x = inputs[b].detach().requires_grad_(layer.needs_input_gradient)
                 output = layer.run(parameters, x, batch, layers.poll)
             if b == 0 and layer.is_trained:
-                # Only now: the previous layer's gradient could leave the buffer while this layer recomputed.
+                # Not earlier: the previous layer's gradient was still leaving the buffer while this layer recomputed.
                 attach_gradients(layer, parameters)
                 step.reducer.begin(layer)
             torch.autograd.backward(output, next(output_gradients))
@@ -315,5 +318,5 @@ def head_chunk_size(head: LoadedLayer) -> int:
 
 def num_padding_rows(head: LoadedLayer, positions_S: Tensor, objective: Objective) -> int:
     """Return the number of rows that pad a chunk to a common size, as in `pad_batches`."""
-    is_filled = compiles_per_shape(head.device) and not objective.reads_documents
-    return rounded_up(len(positions_S)) - len(positions_S) if is_filled else 0
+    is_padded = compiles_per_shape(head.device) and not objective.reads_documents
+    return rounded_up(len(positions_S)) - len(positions_S) if is_padded else 0
