@@ -171,7 +171,7 @@ def _is_texts_by_id(values: Mapping[str, Any]) -> bool:
 
 
 def _rows(recipe: Recipe, data: Path) -> tuple[list[PredictionRow], tuple[str, ...]]:
-    """Read the rows of a dataset with their references; skipped rows have none and are counted in the notes."""
+    """Read the rows of a dataset with their references; rows that the recipe skips have no references."""
     if is_prepared(data):
         table = load_dataset(data).rows
         columns = (table[name] for name in ("source", "line", "references"))

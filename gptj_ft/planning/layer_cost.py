@@ -216,7 +216,7 @@ def measure_blocks(
 
 
 def first_alike(layers: Sequence[nn.Module], layouts: Sequence[Layout], lowest_trained: int) -> list[int]:
-    """Return for each block the index of the first equal block; arguments as of `measure_blocks`."""
+    """Return for each block the index of the first block with the same class, shapes, layout and backward."""
     alike: dict[Any, int] = {}
     firsts = []
     for index in range(1, len(layers) - 1):

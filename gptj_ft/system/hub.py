@@ -27,7 +27,10 @@ def close_network() -> None:
 
 @contextmanager
 def open_network() -> Iterator[bool]:
-    """Undo `close_network` for huggingface_hub in the block; yield False if the user's environment says offline."""
+    """Undo `close_network` for huggingface_hub in the block; yield whether the network is open.
+
+    It stays closed if the user's own environment asked for offline before `close_network`.
+    """
     from huggingface_hub import constants
 
     before = constants.HF_HUB_OFFLINE

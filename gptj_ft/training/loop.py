@@ -150,7 +150,7 @@ class Training:
     def validate_if_due(self) -> None:
         """Validate before the first step, after the last, and every ``validate_every`` steps.
 
-        Keeps the best state, and ends a run whose patience is exhausted.
+        Keep the best state, and set `is_done` after the last step or when `patience` is used up.
         """
         step, recipe = self.state.step, self.setup.recipe
         self.is_done = step == self.setup.num_steps

@@ -171,7 +171,10 @@ class Checker:
         try:
             form = stored_form(path, layout)
             if form.kinds.keys() - {"master"} != kinds:
-                raise DataError(f"{path} contains {', '.join(form.kinds)}, not {', '.join(sorted(kinds))}")
+                raise DataError(
+                    f"{path} has the tensors {', '.join(sorted(form.kinds.keys() - {'master'}))}, but this run needs "
+                    f"{', '.join(sorted(kinds))}: the file may be from another run"
+                )
             stamp, _ = form.check(path)
             status = path.stat()
             # Hard-linked checkpoints share files: check each inode once.

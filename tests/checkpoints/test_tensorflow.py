@@ -91,7 +91,7 @@ def test_checkpoint_of_other_program_is_rejected(tmp_path: Path) -> None:
 def test_unsupported_bundles_are_rejected(tmp_path: Path) -> None:
     tensors = {"bert/x": torch.arange(6.0)}
     for options, reason in (
-        ({"compression": 1}, "a block of it is compressed"),
+        ({"compression": 1}, "a block is compressed"),
         ({"header": number(2, 1)}, "big-endian checkpoint"),
         ({"more": message(7, b"")}, "bert/x is partitioned into slices"),
     ):

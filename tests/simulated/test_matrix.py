@@ -43,8 +43,8 @@ def test_placement_changes_no_bit(scenario: str, reduced: list[dict[str, Any]]) 
 
 
 def test_overlapped_copies_use_pinned_memory(reduced: list[dict[str, Any]]) -> None:
-    # Single rows of an embedding that stays off the device are gathered into memory of their own; and so is what lies
-    # in its file in no one piece.
+    # Single rows of an embedding that stays off the device are gathered into memory of their own, and so are
+    # strided tensors, which are not contiguous in their file.
     cases = [case for case in reduced if "strided" not in case["group"]]
     found = {where for case in cases for _, where, _ in case["pageable"]}
     assert {where for where in found if "read_rows" not in where} == set()

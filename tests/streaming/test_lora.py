@@ -341,7 +341,7 @@ def test_kept_activations_return_free_heap(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stride", [23, pytest.param(1, marks=pytest.mark.slow)])
-def test_power_cut_costs_only_the_current_step(stride: int, straight, tmp_path: Path) -> None:
+def test_run_cut_anywhere_resumes_to_same_adapter(stride: int, straight, tmp_path: Path) -> None:
     session = small_session(straight[0].model, **LORA)
     with pytest.MonkeyPatch.context() as patch:
         power = Power(patch)

@@ -96,7 +96,11 @@ def _orders(names: Sequence[str], family: Family) -> Iterator[list[str]]:
 
 
 def _updates(file: MdlFile) -> int:
-    """Return the number of updates that the moments have seen."""
+    """Return the number of updates that the moments have seen.
+
+    Raises:
+        UsageError: the file does not record it.
+    """
     # Adam's state holds beta2 to the power of (updates + 1), so the number follows from a logarithm. Without bias
     # correction there is no such power, and beta2 may be missing: then take the run's step.
     powers = (name for name in file.names if name.startswith(STATE_PREFIX) and name.endswith(".beta2_power"))

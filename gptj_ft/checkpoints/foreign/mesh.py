@@ -260,7 +260,7 @@ def _shard_folders(path: Path) -> list[Path]:
     )
     for expected, number in enumerate(numbers):
         if number != expected:
-            raise DataError(f"{path}: shard_{expected} is missing; get it again")
+            raise DataError(f"{path}: shard_{expected} is missing; download that folder again")
     return [path / f"shard_{number}" for number in numbers]
 
 
@@ -268,7 +268,7 @@ def _arrays_of_shard(folder: Path) -> list[NpzArray]:
     files = [folder / f"{number}.npz" for number in range(NUM_FILES)]
     for file in files:
         if not file.is_file():
-            raise DataError(f"{file} is missing; get it again")
+            raise DataError(f"{file} is missing; download that folder again")
         inside(file, folder.parent)
     return [array for file in files for array in arrays_of(file)]
 

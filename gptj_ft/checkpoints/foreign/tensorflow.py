@@ -226,9 +226,9 @@ def _block(data: bytes, handle: bytes) -> Iterator[tuple[bytes, bytes]]:
     # The checksum covers the block and the byte of its compression type.
     block, trailer = data[offset : offset + size + 1], data[offset + size + 1 : offset + size + TRAILER_BYTES]
     if len(trailer) < 4 or not has_checksum(block, trailer):
-        raise ValueError("the checksum of a block differs")
+        raise ValueError("a block does not match its checksum")
     if block[-1]:
-        raise ValueError("a block of it is compressed")
+        raise ValueError("a block is compressed")
     # The block ends with its restart points, 4 bytes each, and their number; sequential reading does not need them.
     restarts = int.from_bytes(block[-5:-1], "little")
     end, at, key = len(block) - 5 - 4 * restarts, 0, b""

@@ -251,6 +251,11 @@ def _questions(file: File, article: Decoded, index: int, number: int, is_one_lin
     """Yield the questions of an article of SQuAD v1.1 or v2.0 (https://rajpurkar.github.io/SQuAD-explorer).
 
     Unanswerable questions (v2.0) have no answers.
+
+    Args:
+        index: position of the article in the list.
+        number: questions yielded before it.
+        is_one_line: whether the file is a single line; then a row's line is the number of its question.
     """
     position = 0
     try:
