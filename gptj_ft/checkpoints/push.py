@@ -90,7 +90,6 @@ def push(
     repository: str,
     *,
     is_public: bool = False,
-    endpoint: str | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> PushReport:
     """Upload files as one commit. After an interruption, weights that the Hub has are not sent again.
@@ -101,7 +100,6 @@ def push(
         files: result of `files_to_push`.
         repository: ``owner/name``; created as private if it does not exist.
         is_public: create or use a public repository.
-        endpoint: the Hub's address; default ``HF_ENDPOINT``, else https://huggingface.co.
         progress: callback of bytes done and total bytes.
 
     Raises:
@@ -114,7 +112,7 @@ def push(
         raise UsageError("to push, set HF_TOKEN to a token with write access (https://huggingface.co/settings/tokens)")
     from huggingface_hub import CommitOperationAdd
 
-    api, total, done = hub_api(endpoint), sum(file.bytes for file in files), 0
+    api, total, done = hub_api(), sum(file.bytes for file in files), 0
     with open_network(), hub_errors(repository, api.endpoint, wants="write"), _plain_upload():
         api.create_repo(repository, private=not is_public, exist_ok=True)
         is_private = bool(api.model_info(repository).private)

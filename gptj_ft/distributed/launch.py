@@ -209,9 +209,9 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def end_others(children: Sequence[subprocess.Popen[bytes]], seconds: float = 10.0) -> None:
-    """Wait until all started ranks have ended, and kill the late ones."""
-    deadline = time.monotonic() + seconds
+def end_others(children: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Wait until all started ranks have ended; kill those that need over 10 seconds."""
+    deadline = time.monotonic() + 10.0
     for process in children:
         with suppress(subprocess.TimeoutExpired):
             process.wait(max(0.1, deadline - time.monotonic()))

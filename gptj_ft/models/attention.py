@@ -23,27 +23,26 @@ from gptj_ft.system.machine import bf16_unit
 log = logging.getLogger(__name__)
 
 
-def rotary_freqs(batch: PackedBatch, rotary_dim: int, base: float = 10000.0) -> Tensor:
+def rotary_freqs(batch: PackedBatch, rotary_dim: int) -> Tensor:
     """Return the rotary frequencies of a batch: cos + i sin of the angles, complex64 [T, 1, R/2].
 
     In decoding and on a CPU they are cached for all layers of a pass: computing them takes longer than the rotation.
     """
-    key = rotary_dim, base
-    if key in batch.rotary_cache:
-        return batch.rotary_cache[key]
+    if rotary_dim in batch.rotary_cache:
+        return batch.rotary_cache[rotary_dim]
     # In fp32 always: bf16 cannot tell positions above 256 apart.
-    angle_T1R = (batch.positions_T[:, None].float() * _inv_freq(rotary_dim, base, batch.positions_T.device))[:, None]
+    angle_T1R = (batch.positions_T[:, None].float() * _inv_freq(rotary_dim, batch.positions_T.device))[:, None]
     freqs = torch.complex(angle_T1R.cos(), angle_T1R.sin())
     if batch.cache is not None or freqs.device.type == "cpu":
-        batch.rotary_cache[key] = freqs
+        batch.rotary_cache[rotary_dim] = freqs
     return freqs
 
 
 @lru_cache
-def _inv_freq(rotary_dim: int, base: float, device: torch.device) -> Tensor:
+def _inv_freq(rotary_dim: int, device: torch.device) -> Tensor:
     with torch.inference_mode(mode=False):  # training shares this cached tensor
         exponent = torch.arange(0, rotary_dim, 2, device=device, dtype=torch.int64).float() / rotary_dim
-        return 1.0 / base**exponent
+        return 1.0 / 10000.0**exponent
 
 
 def apply_rotary(x_TNH: Tensor, freqs: Tensor, in_place: bool) -> Tensor:

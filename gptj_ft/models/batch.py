@@ -236,7 +236,7 @@ class PackedBatch:
     seeds: tuple[int, ...] | None = None  # dropout seed of each document; None: no dropout
     types_T: Tensor | None = None  # token types, int64; None: all 0
     values_SC: Tensor | None = None  # target numbers of each mark, fp32
-    rotary_cache: dict[tuple[int, float], Tensor] = field(default_factory=dict, repr=False, compare=False)
+    rotary_cache: dict[int, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def kernel(self) -> Kernel:

@@ -140,11 +140,11 @@ def create_file(path: Path, mode: int = PRIVATE_FILE) -> int:
     return open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
 
 
-def create_folder(folder: Path, mode: int = PRIVATE_FOLDER) -> None:
+def create_folder(folder: Path) -> None:
     """Create a folder and its parents, replacing anything with its name."""
     remove(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    folder.mkdir(mode)
+    folder.mkdir(PRIVATE_FOLDER)
 
 
 def keep_folder(folder: Path, mode: int = PRIVATE_FOLDER) -> None:
@@ -255,10 +255,10 @@ def link_or_copy(source: Path, target: Path) -> bool:
     return False
 
 
-def copy_file(source: Path, target: Path, mode: int = PRIVATE_FILE) -> None:
+def copy_file(source: Path, target: Path) -> None:
     """Copy the content of a file, replacing anything with the copy's name."""
     # `copyfile` writes through a link at the target, so put an empty plain file there first.
-    os.close(create_file(target, mode))
+    os.close(create_file(target))
     shutil.copyfile(source, target)
 
 

@@ -135,9 +135,8 @@ def workload_of(
     selection: Selection,
     train: Rows,
     validation: Rows,
-    dtype: torch.dtype = torch.float32,
 ) -> Workload:
-    """Return the workload of a whole run on one machine; ``dtype`` until one is chosen."""
+    """Return the workload of a whole run on one machine, in fp32 until a type is chosen."""
     per_epoch, num_steps = steps_per_epoch(len(train), recipe.batch_size), recipe.num_steps(len(train))
     lengths, steps = train.lengths, range(min(num_steps, per_epoch))
     rows = [rows_of_step(step, len(train), recipe.batch_size, recipe.seed) for step in steps]
@@ -165,7 +164,7 @@ def workload_of(
         frozen=selection.frozen,
         layers=selection.build(),
         width=architecture.config.n_embd,
-        dtype=dtype,
+        dtype=torch.float32,
         step=StepTokens(
             micro_batch=most,
             most=max(sizes),

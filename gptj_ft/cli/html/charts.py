@@ -58,12 +58,12 @@ class Change:
         return max(abs(self.value), *map(abs, self.ends or (self.value,)))
 
 
-def round_ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Return about ``most`` ticks that enclose a range; their steps are 1, 2 or 5 times a power of ten."""
+def round_ticks(low: float, high: float) -> list[float]:
+    """Return about six ticks that enclose a range; their steps are 1, 2 or 5 times a power of ten."""
     if high <= low:
         margin = abs(low) * 0.1 or 1.0
         low, high = (low - margin if low else 0.0), high + margin
-    rough = (high - low) / max(most - 1, 1)
+    rough = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
     # The small term absorbs rounding: 0.3 / 0.1 is 2.9999999999999996.

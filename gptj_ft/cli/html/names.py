@@ -29,11 +29,11 @@ def apart_names(files: Sequence[str]) -> list[str]:
     ]
 
 
-def file_names(files: Sequence[str], most: int = 3) -> str:
-    """List the first names of files and the number of others."""
+def file_names(files: Sequence[str]) -> str:
+    """List the first three names of files and the number of others."""
     names = [Path(file).name for file in files]
-    more = f" and {len(names) - most:,} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def portable(words: Sequence[str], names: Mapping[str, str] | None = None) -> str:
