@@ -113,9 +113,7 @@ def prepare_run(
 
     reporter = reporter or Reporter()
     if start is not None and resume is None:
-        raise UsageError(
-            "--from needs --resume RUN (Python: start needs resume): it names a checkpoint of that run"
-        )
+        raise UsageError("--from needs --resume RUN (Python: start needs resume): it names a checkpoint of that run")
     if resume is not None:
         resolved = recipe if isinstance(recipe, Resolved) else options_on_resume(*_split(options, recipe))
         reporter.on_activity("reading the run")

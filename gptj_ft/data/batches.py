@@ -95,7 +95,6 @@ class Rows:
 
     @cached_property
     def _tokens(self) -> Sequence[int]:
-        """Number of tokens of each document."""
         return [len(ids) for ids in self.documents] if self.known_lengths is None else self.known_lengths
 
     @property

@@ -81,11 +81,9 @@ class Report:
 
     @property
     def settings_sha256(self) -> str:
-        """Digest of `settings`."""
         return hashlib.sha256(json.dumps(dict(self.settings), sort_keys=True).encode()).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to JSON values."""
         return {**asdict(self), "settings_sha256": self.settings_sha256}
 
     @classmethod

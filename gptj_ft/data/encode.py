@@ -73,7 +73,6 @@ def check_templates(recipe: Recipe) -> None:
 
 
 def _check_task_templates(recipe: Recipe) -> None:
-    """Check the templates of a task with labels."""
     task, inputs = recipe.task, (*fields_of(recipe.prompt), *fields_of(recipe.pair))
     if not fields_of(recipe.prompt):
         raise UsageError(

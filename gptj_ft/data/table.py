@@ -223,7 +223,6 @@ class TokenTable:
         return total
 
     def value(self, name: str, number: int) -> Any:
-        """Return one value of a column."""
         at = number if self._indices is None else int(self._indices[number])
         batch = bisect_right(self._starts, at) - 1
         return to_python(self._batches[batch].column(name).slice(at - self._starts[batch], 1))[0]
@@ -275,7 +274,6 @@ class TableWriter(AbstractContextManager["TableWriter"]):
             self._path.unlink(missing_ok=True)
 
     def write(self, batch: pyarrow.RecordBatch) -> None:
-        """Append rows."""
         self._pending.append(batch)
         self._pending_bytes += batch.nbytes
         if self._pending_bytes > self._batch_bytes:

@@ -193,7 +193,6 @@ class Proof:
         return f"proven: {done}: equal bits to {other}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the object of `--json`."""
         return {"verdict": self.verdict, "holds": self.holds, **asdict(self)}
 
 
@@ -495,7 +494,6 @@ def _page_cache() -> int | None:
 
 
 def _read_run(run: Run, memory: Memory, seconds: float) -> ProofRun:
-    """Read the numbers of a finished run."""
     lines = [line for line in run.metrics() if "loss" in line]
     keys = ("loss", "grad_norm", "seconds", "bytes_read", "bytes_written")
     losses, norms, step_seconds, read, written = (tuple(line[key] for line in lines) for key in keys)

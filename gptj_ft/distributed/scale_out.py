@@ -65,7 +65,6 @@ class NodePass:
         return self.network > max(self.compute, self.transfer)
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert for ``--json``."""
         return {**asdict(self), "seconds": self.seconds, "bound": self.bound}
 
 
@@ -98,7 +97,6 @@ class NodeRequirements(Requirements):
         return self.forward.received + self.backward.received
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert for ``--json``."""
         own = ("ranks", "layers", "device_bytes", "host_bytes", "disk_bytes", "memory_bytes", "sent", "received")
         return {
             **{name: getattr(self, name) for name in own},
@@ -178,7 +176,6 @@ class Share:
         return float(max(getattr(node, amount) for node in self.nodes))
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert for ``--json``."""
         own = (
             "name", "stages", "replicas", "settings", "owners", "micro_batches", "fits", "seconds_per_step", "seconds",
             "bound",
@@ -227,7 +224,6 @@ class ScaleOut:
         return self.alone.seconds_per_step / share.seconds_per_step
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert for ``--json``."""
         shares = [each.to_dict() | {"speedup": self.speedup(each)} for each in self.shares]
         return {
             "num_nodes": self.num_nodes,
@@ -253,7 +249,6 @@ class SharedForecast(Forecast):
         return cls(plan, machines.problem, forecast.notes, forecast.published, machines=machines)
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert for ``--json``."""
         return {**super().to_dict(), "machines": self.machines.to_dict()}
 
 
@@ -317,8 +312,6 @@ def forecast_share(job: Job, stages: int, replicas: int) -> Share:
 
 @dataclass(frozen=True)
 class _Replica:
-    """The machines of one replica."""
-
     job: Job
     workload: Workload  # of the replica
     owners: tuple[int, ...]  # stage of each layer

@@ -66,7 +66,6 @@ class ChangesByRow:
     after: list[float]  # score of each row with the model
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the counts."""
         return {"score": self.score, "better": len(self.better), "worse": len(self.worse), "same": self.same}
 
     def change_of(self, row: int) -> str:

@@ -197,7 +197,6 @@ class ResultCache:
         JsonLines(self.path, is_sealed=True).append({"kind": kind, "findings": by_row})
 
     def close(self) -> None:
-        """Delete the file."""
         self.path.unlink(missing_ok=True)
 
 
@@ -206,7 +205,6 @@ def _settings_path(path: Path) -> Path:
 
 
 def _changed_settings(before: str, now: str) -> str:
-    """Name the settings that differ."""
     try:
         old, new = json.loads(before), json.loads(now)
         return " and ".join(key for key in new if old.get(key) != new[key]) or "settings"

@@ -198,7 +198,6 @@ class StreamedModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         return full.repeat_interleave(width, 0)
 
     def _decode_step(self, input_ids: Tensor, cache: RaggedCache, kept: int) -> Tensor:
-        """Decode one step for unfinished rows."""
         num_rows, columns = input_ids.shape
         rows = cache.drop_finished(input_ids)
         if not len(rows):

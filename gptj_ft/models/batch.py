@@ -338,7 +338,6 @@ class PackedBatch:
         return replace(self, tokens_T=tokens_T, positions_T=positions_T, targets_T=targets_T, cu_seqlens=cu_seqlens)
 
     def to(self, device: torch.device) -> PackedBatch:
-        """Move the batch to a device."""
         if self.tokens_T.device == device:
             return self
         # One copy for all tensors: each copy makes the program wait for the device.

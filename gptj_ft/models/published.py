@@ -33,7 +33,6 @@ class Published:
         return Architecture(family, family.read_config(self.config), self.config)
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to JSON values."""
         return asdict(self)
 
 

@@ -146,7 +146,6 @@ class Costs:
         return self.start, self.validations, self.checkpoints, self.end
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to JSON values."""
         sums = (
             "bytes_read_per_step",
             "bytes_written_per_step",

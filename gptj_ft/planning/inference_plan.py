@@ -111,7 +111,6 @@ class InferencePlan(Requirements):
     have: Free = field(repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to JSON values."""
         return {
             "weights": self.weights,
             "precision": self.precision,

@@ -65,7 +65,6 @@ class Plan(Requirements):
     tokens_to_hide_stall: int = 0  # further tokens of a step whose computation would hide its transfers
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to JSON values."""
         separate = ("costs", "have", "workload", "timeline", "device", "tokens_to_hide_stall")
         own = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in separate}
         own |= {"placement": asdict(self.placement), "rates": asdict(self.rates), "outlook": self.outlook.to_dict()}

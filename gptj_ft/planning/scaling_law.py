@@ -71,7 +71,6 @@ class ScalingForecast:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to JSON values."""
         law = {"fitted_flops": FITTED_FLOPS, "confirmed_flops": CONFIRMED_FLOPS}
         return {**asdict(self), "scratch_tokens_per_parameter": TOKENS_PER_PARAMETER, **law}
 

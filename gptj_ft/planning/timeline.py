@@ -116,7 +116,6 @@ class Timeline:
         return sum(self.waits.values()) / self.seconds
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to JSON values."""
         derived = ("share_of_bound", "bound_by_pass", "share_by_pass", "tokens_per_second", "stall")
         return {
             **asdict(self.step),

@@ -90,7 +90,6 @@ class Work:
             self._then.append(call)
 
     def end(self) -> None:
-        """End it now."""
         self.ended = True
         for call in self._then:
             call()

@@ -42,7 +42,6 @@ class PoolShape(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all buffers."""
         return self.num_buffers * self.numel * self.dtype.itemsize
 
 
@@ -168,7 +167,6 @@ class Lease:
             self.buffer.key = key
 
     def release(self) -> None:
-        """End the use."""
         if self.buffer is not None:
             self.buffer.release()
 

@@ -209,7 +209,6 @@ class LoadedLayer:
 
     @property
     def device(self) -> torch.device:
-        """Device of the computation."""
         return self._model.device
 
     @property

@@ -91,7 +91,6 @@ class Transfers:
                 store.drain()
 
     def close(self) -> None:
-        """Close every store."""
         for store in self._unique(self._stores):
             store.close()
 

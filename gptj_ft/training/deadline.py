@@ -34,7 +34,6 @@ class Deadline:
         self._measured: dict[str, deque[float]] = {}
 
     def record(self, activity: str, seconds: float) -> None:
-        """Record the duration of an activity."""
         self._measured.setdefault(activity, deque(maxlen=RECENT)).append(seconds)
 
     @contextmanager

@@ -105,7 +105,6 @@ class NpzWriter(AbstractContextManager["NpzWriter"]):
         self._count = 0
 
     def write(self, tensor: Tensor) -> None:
-        """Add an array."""
         member = zipfile.ZipInfo(f"arr_{self._count}.npy")  # dated 1980: the same model gives the same bytes
         self._count += 1
         with self._archive.open(member, "w", force_zip64=True) as out:

@@ -103,7 +103,6 @@ def _speed(proof: Proof, run: ProofRun) -> str:
 
 
 def _machine(known: Mapping[str, Any]) -> FactRows:
-    """Return the known facts of the machine."""
     cpu, memory, disk = (known.get(name) or {} for name in ("cpu", "memory", "disk"))
     versions, system = known.get("versions") or {}, known.get("system") or {}
     rows = {}

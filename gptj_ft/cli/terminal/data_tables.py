@@ -65,7 +65,6 @@ def show_examples(
     """Show the first rows as the model reads them; training targets are bold and between marks.
 
     Args:
-        console: terminal or log.
         decode: token ids -> text.
         cut: abridge long rows.
     """

@@ -140,7 +140,6 @@ def show_comparison(console: Console, facts: Facts, written: Sequence[Path] = ()
     """Show the scores of model and baseline, sampled rows, the verdict and the next commands.
 
     Args:
-        console: terminal or log.
         facts: mapping made by `evaluation_facts`.
         written: output files.
         commands: commands to suggest.

@@ -120,7 +120,6 @@ def show_reading(
     """Show the resources of an evaluation, or of answering the rows of a file.
 
     Args:
-        console: terminal or log.
         title: heading of the panel.
         about: rows on the model and the task.
         plan: memory and token budget.
@@ -178,7 +177,6 @@ def show_training(
     """Show the result of a run, the folder of its model, and the next commands.
 
     Args:
-        console: terminal or log.
         recipe: options of the run.
         num_validation: number of validation rows.
         verbose: also show FLOPs, stalls and bytes moved.

@@ -217,7 +217,6 @@ class RepairReport:
     """fix -> number of changed cells in written rows"""
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to JSON values."""
         return asdict(self)
 
 

@@ -107,7 +107,6 @@ def _problems(
 def _problems_of_labels(
     batch: pyarrow.RecordBatch, lengths: _Numbers, targets: _Lists, num_labels: int
 ) -> Iterator[tuple[int, str]]:
-    """Yield the problems in the label columns."""
     marks, borders = _Lists.read(batch.column("marks")), _Lists.read(batch.column("borders"))
     values, offsets = _Lists.read(batch.column("values")), _Lists.read(batch.column("offsets"))
     # Only spans have targets without marks: first and last token of the answer.

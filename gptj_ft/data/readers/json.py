@@ -181,7 +181,6 @@ class JsonText:
         self.take()
 
     def value(self) -> Decoded:
-        """Decode the next value."""
         self.peek()
         while True:
             try:

@@ -102,7 +102,6 @@ def _records(file: File, sheet: Any, first: int, width: int, findings: Findings)
 
 
 def _text_of(cell: Any) -> str:
-    """Convert a cell to text."""
     value = cell.value
     if value is None or cell.data_type == "e":
         return ""

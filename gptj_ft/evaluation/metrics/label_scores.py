@@ -61,7 +61,6 @@ class LabelScores:
     threshold: float | None = None  # lowest probability of a predicted label; None: the most likely label
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to JSON values."""
         return asdict(self)
 
     @classmethod

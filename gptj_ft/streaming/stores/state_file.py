@@ -63,7 +63,6 @@ class StateFile:
         return {kind: [NO_DIGEST] * len(chunks(self.layout.numel, self.chunk_numel)) for kind in self.kinds}
 
     def write_header(self, descriptor: int, step: int, digests: Digests) -> None:
-        """Write the header with the step."""
         body = self._header(step, digests).ljust(self.header_bytes - 8)
         page = allocate(self.header_bytes, torch.uint8, torch.device("cpu"))  # aligned, for direct I/O
         view = _bytes_of(page)
@@ -162,7 +161,6 @@ class StateFile:
             yield (start + span.start) // self.chunk_numel, values[span]
 
     def _name_chunk(self, index: int) -> str:
-        """Name the parameters in a chunk."""
         start, stop = index * self.chunk_numel, (index + 1) * self.chunk_numel
         ends = {name: offset + self.layout.shapes[name].numel() for name, offset in self.layout.offsets.items()}
         return ", ".join(name for name, at in self.layout.offsets.items() if at < stop and ends[name] > start)
