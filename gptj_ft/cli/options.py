@@ -95,7 +95,7 @@ PLACEMENT_OPTIONS = (
     "device_memory", "host_memory", "device", "precision", "weights", "optimizer_state", "activations", "boundaries",
     "disk_space",
 )  # fmt: skip
-Given = Mapping[str, Any]  # options set by flags
+SetOptions = Mapping[str, Any]  # options set by flags
 
 
 def takes_options(

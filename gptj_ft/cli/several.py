@@ -45,7 +45,7 @@ def leading(num_processes: int | None) -> Iterator[Workers]:
                 yield workers
             except PeerFailed as error:
                 if error.is_gone:
-                    error.add_note("what is done is kept; the same command goes on")
+                    error.add_note("finished rows are kept; the same command resumes")
                 raise
             workers.dismiss()
             return
@@ -55,7 +55,7 @@ def leading(num_processes: int | None) -> Iterator[Workers]:
     sys.exit(0)
 
 
-def check_dealt(num_processes: int | None, rows: object) -> None:
+def check_has_rows(num_processes: int | None, rows: object) -> None:
     """Check that a command with --nproc has rows to scatter."""
     if num_processes not in (None, 1) and rows is None:
-        raise UsageError("--nproc deals the rows of a file out: add --input FILE --output FILE, or leave it out")
+        raise UsageError("--nproc divides the rows of a file: add --input FILE --output FILE, or leave it out")

@@ -48,7 +48,7 @@ class BatchResult:
     """Row counts of a finished job."""
 
     rows: int
-    found: int  # rows that were in the output before
+    resumed: int  # rows that were in the output before
     cut: int  # rows with a truncated prompt
     bad: list[tuple[str, str]]  # place and problem of each unusable row
 
@@ -118,11 +118,11 @@ def run_batch(generator: Generator, job: BatchJob, progress: Progress | None = N
             yield [_line(questions[row], [next(texts) for _ in range(job.num_return)]) for row in batches[number]]
 
     with OutputFile(job.output, job.settings) as file:
-        found = len(file.done)
+        resumed = len(file.done)
         bad = [(row, question) for row, question in enumerate(questions) if not question.ids]
         file.append((row, question.head | {"text": "", "error": question.problem}) for row, question in bad)
         file.write_batches(batches, len(questions), answer, generator.model.offloaded.exchange.num_replicas, progress)
-    return BatchResult(len(questions), found, sum(question.cut for question in questions), job.findings.bad)
+    return BatchResult(len(questions), resumed, sum(question.cut for question in questions), job.findings.bad)
 
 
 def read_prompts(setup: GenerationSetup, rows: Path, findings: Findings) -> Iterator[BatchPrompt]:

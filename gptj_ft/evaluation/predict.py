@@ -68,7 +68,7 @@ class LabelResult:
     """Row counts of a labelled file."""
 
     rows: int  # labelled rows
-    found: int  # rows that were in the output before
+    resumed: int  # rows that were in the output before
     windowed: int  # rows longer than the context, read in several windows
     cut: int  # rows longer than that, truncated
     skipped: Mapping[str, Occurrences]  # rows left out, by reason
@@ -127,9 +127,9 @@ def run_labels(job: LabelJob, progress: Progress | None = None) -> LabelResult:
     with OutputFile(job.lines, job.settings, job.output) as file:
         # CSV and JSON appear only when all rows are done: the job is finished.
         if job.form != ".jsonl" and job.output.exists():
-            found = len(starts)
+            resumed = len(starts)
         else:
-            found = len(file.done)
+            resumed = len(file.done)
             _label_rows(job, file, starts, progress)
             if job.form == ".csv":
                 replace_text(job.output, _table(job.lines))
@@ -138,7 +138,7 @@ def run_labels(job: LabelJob, progress: Progress | None = None) -> LabelResult:
         if job.form != ".jsonl":
             discard(job.lines)
     windowed = sum(start + 1 < len(continues) and continues[start + 1] for start in starts)
-    return LabelResult(len(starts), found, windowed, report.rows_cut, report.rows_skipped)
+    return LabelResult(len(starts), resumed, windowed, report.rows_cut, report.rows_skipped)
 
 
 def _label_rows(job: LabelJob, file: OutputFile, starts: Sequence[int], progress: Progress | None) -> None:

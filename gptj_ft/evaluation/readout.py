@@ -51,7 +51,7 @@ class RowAnswer:
     text: str  # label, comma-separated labels, number, span or summary
     facts: Mapping[str, Any]  # fields of the row in the output of `predict`, JSON values
     expected: Any = None  # target, for the scores; empty if the row has none
-    given: Any = None  # the model's answer, for the scores
+    predicted: Any = None  # the model's answer, for the scores
 
 
 class Readout(Protocol):
@@ -104,10 +104,10 @@ class ClassReadout(PlainReadout):
         return RowAnswer(label, facts, row.marks[0].targets[0], probabilities_C)
 
     def figures(self, answers: Sequence[RowAnswer], references: Sequence[Sequence[str]]) -> dict[str, Statistic]:
-        return single_label([each.expected for each in answers], np.stack([each.given for each in answers]))
+        return single_label([each.expected for each in answers], np.stack([each.predicted for each in answers]))
 
     def by_label(self, answers: Sequence[RowAnswer]) -> LabelScores:
-        probabilities_NC = np.stack([each.given for each in answers])
+        probabilities_NC = np.stack([each.predicted for each in answers])
         return scores_of_rows([each.expected for each in answers], probabilities_NC, self.names)
 
 
@@ -132,7 +132,7 @@ class LabelSetReadout(PlainReadout):
 
     @staticmethod
     def _arrays(answers: Sequence[RowAnswer]) -> tuple[FloatArray, FloatArray]:
-        return np.array([each.expected for each in answers], np.float64), np.stack([each.given for each in answers])
+        return np.array([each.expected for each in answers], np.float64), np.stack([each.predicted for each in answers])
 
     def remark(self, answers: Sequence[RowAnswer], references: Sequence[Sequence[str]]) -> str:
         best = best_threshold(*self._arrays(answers))
@@ -149,7 +149,7 @@ class NumberReadout(PlainReadout):
         return RowAnswer(f"{number:.6g}", {"score": number}, values[0] if len(values) else None, number)
 
     def figures(self, answers: Sequence[RowAnswer], references: Sequence[Sequence[str]]) -> dict[str, Statistic]:
-        return regression([each.expected for each in answers], [each.given for each in answers])
+        return regression([each.expected for each in answers], [each.predicted for each in answers])
 
 
 @dataclass(frozen=True)
@@ -160,15 +160,15 @@ class WordReadout(PlainReadout):
 
     def read(self, row: RowOutput) -> RowAnswer:
         probabilities_SC = softmax(np.concatenate(row.outputs).astype(np.float64))
-        given = probabilities_SC.argmax(-1).tolist()
+        predicted = probabilities_SC.argmax(-1).tolist()
         expected = [target for mark in row.marks for target in mark.targets]
-        labels = [self.names[number] for number in given]
+        labels = [self.names[number] for number in predicted]
         best = probabilities_SC.max(-1).tolist()
         tokens = [
             {"text": text, "label": label, "probability": round(each, 6)}
             for text, label, each in zip(row.texts, labels, best, strict=False)
         ]
-        return RowAnswer(" ".join(labels), {"tokens": tokens}, expected, given)
+        return RowAnswer(" ".join(labels), {"tokens": tokens}, expected, predicted)
 
     def figures(self, answers: Sequence[RowAnswer], references: Sequence[Sequence[str]]) -> dict[str, Statistic]:
         return entities(*self._tags(answers), self.names)
@@ -176,14 +176,17 @@ class WordReadout(PlainReadout):
     def by_label(self, answers: Sequence[RowAnswer]) -> LabelScores:
         if are_entity_tags(self.names):
             return scores_of_entities(*self._tags(answers))
-        expected, given = ([number for each in answers for number in getattr(each, of)] for of in ("expected", "given"))
-        return scores_of_words(expected, given, self.names)
+        expected, predicted = (
+            [number for each in answers for number in getattr(each, of)] for of in ("expected", "predicted")
+        )
+        return scores_of_words(expected, predicted, self.names)
 
     def _tags(self, answers: Sequence[RowAnswer]) -> tuple[list[list[str]], list[list[str]]]:
-        expected, given = (
-            [[self.names[number] for number in getattr(each, of)] for each in answers] for of in ("expected", "given")
+        expected, predicted = (
+            [[self.names[number] for number in getattr(each, of)] for each in answers]
+            for of in ("expected", "predicted")
         )
-        return expected, given
+        return expected, predicted
 
 
 @dataclass(frozen=True)
@@ -213,7 +216,7 @@ class SpanReadout(PlainReadout):
         """Name the thresholds that would have scored best, if questions may have no answer."""
         if not self.settings.may_abstain:
             return ""
-        spans: list[SpanAnswer] = [each.given for each in answers]
+        spans: list[SpanAnswer] = [each.predicted for each in answers]
         best = best_thresholds(spans, references)
         return (
             f"on these rows null_threshold {best.best_f1_threshold:.4g} has the best f1, {best.best_f1:.2f}, and "
@@ -289,9 +292,9 @@ def loss_of(task: Task, row: RowOutput) -> tuple[float, float]:
             weight += len(mark.values)
         else:
             expected = np.asarray(mark.values if task == "multi-label" else mark.targets, np.float64)
-            given = logits[0] if task == "multi-label" else logits[:, 0]
+            predicted = logits[0] if task == "multi-label" else logits[:, 0]
             # Binary cross-entropy with logits: log(1 + e^x) - target * x.
-            total += float((np.logaddexp(0.0, given) - expected * given).sum())
+            total += float((np.logaddexp(0.0, predicted) - expected * predicted).sum())
             weight += len(expected)
     return total, weight
 

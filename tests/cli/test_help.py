@@ -11,7 +11,7 @@ import pytest
 from typer.main import get_command
 
 from gptj_ft.cli.app import app
-from gptj_ft.cli.options import Given, takes_options
+from gptj_ft.cli.options import SetOptions, takes_options
 from gptj_ft.config.options import GROUPS, Recipe, flag_spec
 from gptj_ft.config.presets import load_preset, preset_names
 from gptj_ft.config.resolve import PEERS_NAMES, resolve
@@ -185,7 +185,7 @@ def test_shell_completes_commands_and_values(shell, monkeypatch, tmp_path) -> No
 def test_command_receives_only_options_that_are_set() -> None:
     got: list[object] = []
 
-    def command(*, first: int = 1, options: Given, last: bool = False) -> None:
+    def command(*, first: int = 1, options: SetOptions, last: bool = False) -> None:
         """Do nothing."""
         got.append((first, dict(options), last))
 

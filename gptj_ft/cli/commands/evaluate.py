@@ -15,11 +15,11 @@ from gptj_ft.cli.options import (
     TUNED_RECIPE,
     Assignments,
     Config,
-    Given,
     Json,
     Nproc,
     Offline,
     Quiet,
+    SetOptions,
     complete_model,
     flag,
     option_of,
@@ -45,7 +45,7 @@ def evaluate(
         str | None, typer.Argument(help="model or run; default: the newest run", autocompletion=complete_model)
     ] = None,
     data: Annotated[str | None, option_of("data", "rows to measure on; default: the held-out rows of the run")] = None,
-    options: Given,
+    options: SetOptions,
     baseline: Annotated[str, flag("model to compare with; auto: the model it was tuned from; none")] = "auto",
     predictions: Annotated[
         Path | None,

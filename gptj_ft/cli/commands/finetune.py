@@ -11,10 +11,10 @@ from gptj_ft.cli.options import (
     PLACEMENT_OPTIONS,
     Assignments,
     Config,
-    Given,
     Json,
     Offline,
     Quiet,
+    SetOptions,
     complete_run,
     flag,
     takes_options,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     "keep", "export", "report_to", *PLACEMENT_OPTIONS,
 )  # fmt: skip
 def finetune(
-    options: Given,
+    options: SetOptions,
     config: Config = None,
     assignments: Assignments = None,
     dry_run: Annotated[bool, flag("forecast the cost and stop", "--dry-run")] = False,

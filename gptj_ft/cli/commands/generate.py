@@ -13,10 +13,10 @@ from gptj_ft.cli.options import (
     TUNED_RECIPE,
     Assignments,
     Config,
-    Given,
     Json,
     Nproc,
     Quiet,
+    SetOptions,
     complete_model,
     flag,
     takes_options,
@@ -56,7 +56,7 @@ def generate(
     system: Annotated[str | None, flag("with --chat: system message")] = None,
     stream: Annotated[bool, flag("show the answer while it is generated", "--stream")] = False,
     num_return: Annotated[int, flag("number of different answers", min=1)] = 1,
-    options: Given,
+    options: SetOptions,
     raw: Annotated[bool, flag("continue the text itself, without the template", "--raw")] = False,
     config: Config = None,
     assignments: Assignments = None,
@@ -69,9 +69,9 @@ def generate(
 
     Prompt template and settings are those that the model was tuned with.
     """
-    from gptj_ft.cli.several import check_dealt, leading
+    from gptj_ft.cli.several import check_has_rows, leading
 
-    check_dealt(nproc, rows)
+    check_has_rows(nproc, rows)
     with leading(nproc) as workers:
         text = None if rows or chat else sys.stdin.read() if prompt == "-" or _is_piped(prompt) else prompt
         _check_kind(prompt, rows, output, chat, stream or as_json)

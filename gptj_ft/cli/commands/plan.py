@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gptj_ft.cli.options import PLACEMENT_OPTIONS, Assignments, Config, Given, Json, Offline, flag, takes_options
+from gptj_ft.cli.options import PLACEMENT_OPTIONS, Assignments, Config, Json, Offline, SetOptions, flag, takes_options
 from gptj_ft.cli.terminal.output import Output, print_note
 from gptj_ft.config.resolve import resolve
 from gptj_ft.errors import UsageError
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @takes_options("recipe", "data", "model", "epochs", "max_steps", "batch_size", "max_length", *PLACEMENT_OPTIONS)
 def plan(
-    options: Given,
+    options: SetOptions,
     config: Config = None,
     assignments: Assignments = None,
     scaling_law: Annotated[

@@ -13,10 +13,10 @@ from gptj_ft.cli.options import (
     TUNED_RECIPE,
     Assignments,
     Config,
-    Given,
     Json,
     Nproc,
     Quiet,
+    SetOptions,
     complete_model,
     flag,
     takes_options,
@@ -41,7 +41,7 @@ def predict(
         ),
     ] = None,
     keep: Annotated[str | None, flag("with --input: columns to copy to the output", metavar="NAME,...")] = None,
-    options: Given,
+    options: SetOptions,
     config: Config = None,
     assignments: Assignments = None,
     dry_run: Annotated[bool, flag("with --input: show the plan and stop", "--dry-run")] = False,
@@ -55,9 +55,9 @@ def predict(
     span that answers a question, or the sentences of a summary. Texts go through the template that the model was tuned
     with.
     """
-    from gptj_ft.cli.several import check_dealt, leading
+    from gptj_ft.cli.several import check_has_rows, leading
 
-    check_dealt(nproc, rows)
+    check_has_rows(nproc, rows)
     with leading(nproc) as workers:
         if rows is not None and text is not None:
             raise UsageError("a text and --input exclude each other: use one")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from gptj_ft.cli.options import Assignments, Config, Given, Json, Offline, Quiet, flag, option_of, takes_options
+from gptj_ft.cli.options import Assignments, Config, Json, Offline, Quiet, SetOptions, flag, option_of, takes_options
 from gptj_ft.cli.terminal.output import Output, asking
 from gptj_ft.config.resolve import Resolved, resolve
 from gptj_ft.errors import UsageError
@@ -20,7 +20,7 @@ def prepare_data(
     *,
     data: Annotated[str, option_of("data")],
     output: Annotated[Path | None, flag("new folder; default DATA.prepared")] = None,
-    options: Given,
+    options: SetOptions,
     fix: Annotated[bool, flag("write a repaired copy of DATA next to it, and use that", "--fix")] = False,
     fixed: Annotated[
         Path | None, flag("with --fix: name of the repaired file; default NAME.fixed.jsonl", metavar="FILE")

@@ -211,7 +211,7 @@ def marked(samples: Sequence[Facts]) -> list[dict[str, Any]]:
 def _parts(text: str, other: str) -> list[dict[str, Any]]:
     """Split a text into parts that occur in another text, word by word, and parts that differ."""
     words = list(WORD.finditer(text))
-    keys, others = ([found[0].lower() for found in WORD.finditer(each)] for each in (text, other))
+    keys, others = ([word[0].lower() for word in WORD.finditer(each)] for each in (text, other))
     blocks = SequenceMatcher(None, keys, others, autojunk=False).get_matching_blocks()
     same = {at for block in blocks for at in range(block.a, block.a + block.size)}
     starts = [word.start() if number else 0 for number, word in enumerate(words)]

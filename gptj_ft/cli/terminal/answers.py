@@ -100,9 +100,9 @@ def answer_file(setup: GenerationSetup, job: BatchJob, rows: Path, dry_run: bool
         done = api.run_file(setup, job, reporter)
     for where, problem in done.bad if not out.is_quiet else ():
         print_note(f"{where}: {problem}")
-    facts = {"model": str(folder), "output": str(output), "rows": done.rows, "found": done.found,
+    facts = {"model": str(folder), "output": str(output), "rows": done.rows, "found": done.resumed,
              "shortened": done.cut, "bad": len(done.bad)}  # fmt: skip
-    resumed = f", {done.found:,} of them by an earlier session" if done.found else ""
+    resumed = f", {done.resumed:,} of them by an earlier session" if done.resumed else ""
     notes = [f"{done.cut:,} prompts were shortened"] * bool(done.cut) + [f"{len(done.bad):,} bad rows"] * bool(done.bad)
 
     def show(console: Console) -> None:

@@ -72,9 +72,9 @@ def label_file(
     with TerminalReporter(out.notes) as reporter:
         done = api.run_predictions(job, reporter)
     skipped = {reason: each.count for reason, each in done.skipped.items()}
-    facts = {"model": str(setup.folder), "output": str(output), "rows": done.rows, "found": done.found,
+    facts = {"model": str(setup.folder), "output": str(output), "rows": done.rows, "found": done.resumed,
              "windowed": done.windowed, "cut": done.cut, "skipped": skipped}  # fmt: skip
-    notes = [f"{done.found:,} of them by an earlier session"] * bool(done.found)
+    notes = [f"{done.resumed:,} of them by an earlier session"] * bool(done.resumed)
     notes += [f"{done.windowed:,} read in several windows"] * bool(done.windowed)
     notes += [f"{done.cut:,} cut to the model's maximum length"] * bool(done.cut)
     notes += [f"{count:,} left out: {reason}" for reason, count in skipped.items()]

@@ -161,9 +161,9 @@ class JsonText:
         """Return the next non-blank character; "" at the end."""
         blank = 0
         while True:
-            if found := NOT_BLANK.search(self._buffer, self._position):
-                self._advance(found.start())
-                return found[0]
+            if match := NOT_BLANK.search(self._buffer, self._position):
+                self._advance(match.start())
+                return match[0]
             blank += len(self._buffer) - self._position
             if blank > self._file.options.max_record:
                 raise too_long(self._file, self.line)

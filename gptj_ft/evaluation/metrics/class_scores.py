@@ -82,16 +82,18 @@ def multi_label(labels: ArrayLike, probabilities: ArrayLike, threshold: float) -
         threshold: lowest probability of a predicted label.
     """
     has_NC = np.asarray(labels, dtype=np.float64) > 0.5
-    given_NC = np.asarray(probabilities, dtype=np.float64) >= threshold
-    both_N, expected_N, given_N = ((each.sum(-1)).astype(np.float64) for each in (has_NC & given_NC, has_NC, given_NC))
-    micro = precision_recall_f1("micro_", both_N, given_N, expected_N)
+    predicted_NC = np.asarray(probabilities, dtype=np.float64) >= threshold
+    both_N, expected_N, predicted_N = (
+        (each.sum(-1)).astype(np.float64) for each in (has_NC & predicted_NC, has_NC, predicted_NC)
+    )
+    micro = precision_recall_f1("micro_", both_N, predicted_N, expected_N)
     return {
         "micro_f1": micro["micro_f1"],
-        "macro_f1": LabelSetScore(has_NC, given_NC, ClassCounts.macro_f1),
-        "weighted_f1": LabelSetScore(has_NC, given_NC, ClassCounts.weighted_f1),
+        "macro_f1": LabelSetScore(has_NC, predicted_NC, ClassCounts.macro_f1),
+        "weighted_f1": LabelSetScore(has_NC, predicted_NC, ClassCounts.weighted_f1),
         "micro_precision": micro["micro_precision"],
         "micro_recall": micro["micro_recall"],
-        "subset_accuracy": mean(100.0 * (has_NC == given_NC).all(-1)),
+        "subset_accuracy": mean(100.0 * (has_NC == predicted_NC).all(-1)),
     }
 
 
@@ -101,21 +103,21 @@ class ClassCounts:
 
     right: Vector  # true positives
     expected: Vector  # rows that have the class
-    given: Vector  # rows that were predicted to have it
+    predicted: Vector  # rows that were predicted to have it
 
     @property
     def f1(self) -> Vector:
         """F1 of each class; 0 if there are no rows."""
-        rows_BC = self.expected + self.given
+        rows_BC = self.expected + self.predicted
         return divided(2.0 * self.right, rows_BC, empty=0.0)
 
     def macro_f1(self) -> Vector:
-        """Average F1 over the classes that some row has or was given, times 100; [B].
+        """Average F1 over the classes that some row has or was predicted to have, times 100; [B].
 
         Equals scikit-learn's ``f1_score(average="macro")`` for one label per row; for several, with
         ``zero_division=nan``.
         """
-        occurs_BC = self.expected + self.given > 0
+        occurs_BC = self.expected + self.predicted > 0
         return 100.0 * divided(self.f1.sum(-1), occurs_BC.sum(-1))
 
     def weighted_f1(self) -> Vector:
@@ -129,9 +131,9 @@ class ClassCounts:
         """
         rows_B = self.expected.sum(-1)
         # Covariance of labels and answers over the root of the product of their variances.
-        covariance_B = rows_B * self.right.sum(-1) - (self.expected * self.given).sum(-1)
-        expected_B, given_B = (rows_B**2 - (each**2).sum(-1) for each in (self.expected, self.given))
-        return 100.0 * divided(covariance_B, np.sqrt(expected_B * given_B), empty=0.0)
+        covariance_B = rows_B * self.right.sum(-1) - (self.expected * self.predicted).sum(-1)
+        expected_B, predicted_B = (rows_B**2 - (each**2).sum(-1) for each in (self.expected, self.predicted))
+        return 100.0 * divided(covariance_B, np.sqrt(expected_B * predicted_B), empty=0.0)
 
 
 @dataclass(frozen=True)
@@ -166,12 +168,12 @@ class LabelSetScore:
     """A score of several labels per row that is a function of `ClassCounts`."""
 
     has_NC: NDArray[np.bool_]  # whether the row has the label
-    given_NC: NDArray[np.bool_]  # whether the label was predicted
+    predicted_NC: NDArray[np.bool_]  # whether the label was predicted
     formula: Callable[[ClassCounts], Vector]
     rows_N: Vector | None = None
 
     def evaluate(self, weights_BN: Vector) -> Vector:
-        counts = (weights_BN @ each for each in (self.has_NC & self.given_NC, self.has_NC, self.given_NC))
+        counts = (weights_BN @ each for each in (self.has_NC & self.predicted_NC, self.has_NC, self.predicted_NC))
         return self.formula(ClassCounts(*counts))
 
 
@@ -263,15 +265,17 @@ def best_threshold(labels: ArrayLike, probabilities: ArrayLike) -> float:
         labels: 1 where the row has the label, else 0; [N, C].
         probabilities: probability of each label; [N, C].
     """
-    has, given = np.asarray(labels, dtype=np.float64).ravel() > 0.5, np.asarray(probabilities, np.float64).ravel()
-    order = np.argsort(-given, kind="stable")
-    given, right = given[order], has[order].cumsum()
+    has, unsorted = np.asarray(labels, dtype=np.float64).ravel() > 0.5, np.asarray(probabilities, np.float64).ravel()
+    order = np.argsort(-unsorted, kind="stable")
+    descending, right = unsorted[order], has[order].cumsum()
     # A threshold predicts the labels up to some index of the sorted ones, never only some of equally likely ones.
-    ends = np.flatnonzero(np.append(given[1:] < given[:-1], True)) if len(given) else np.array([], np.int64)
+    ends = (
+        np.flatnonzero(np.append(descending[1:] < descending[:-1], True)) if len(descending) else np.array([], np.int64)
+    )
     f1 = 2.0 * right[ends] / (ends + 1 + has.sum())
     if not len(ends) or not f1.max():
         return 0.5
     # Halfway to the next lower probability, or to 0 after the last.
-    thresholds = (given[ends] + np.append(given, 0.0)[ends + 1]) / 2
+    thresholds = (descending[ends] + np.append(descending, 0.0)[ends + 1]) / 2
     best = thresholds[f1 == f1.max()]
     return float(best[np.abs(best - 0.5).argmin()])

@@ -60,8 +60,8 @@ def entities_of(tags: Sequence[str]) -> list[Entity]:
 class EntityCounts:
     """Number of entities of one type in each row: true positives, predicted, expected."""
 
-    both: list[int]
-    given: list[int]
+    true_positives: list[int]
+    predicted: list[int]
     expected: list[int]
 
 
@@ -75,12 +75,12 @@ def entity_counts(tags: Sequence[Sequence[str]], answers: Sequence[Sequence[str]
     Returns:
         Counts by type, in alphabetical order.
     """
-    expected, given = ([set(entities_of(row)) for row in rows] for rows in (tags, answers))
+    expected, predicted = ([set(entities_of(row)) for row in rows] for rows in (tags, answers))
     of_rows = [
-        tuple(Counter(entity.type for entity in each) for each in (right & written, written, right))
-        for right, written in zip(expected, given, strict=True)
+        tuple(Counter(entity.type for entity in each) for each in (truth & answer, answer, truth))
+        for truth, answer in zip(expected, predicted, strict=True)
     ]
-    types = sorted({entity.type for row in (*expected, *given) for entity in row})
+    types = sorted({entity.type for row in (*expected, *predicted) for entity in row})
     return {type: EntityCounts(*([row[kind][type] for row in of_rows] for kind in range(3))) for type in types}
 
 
@@ -104,9 +104,9 @@ def entities(
         return accuracy
     counts = entity_counts(tags, answers).values()
     # Micro-average: add the counts of all types in each row.
-    both, given, expected = (
+    true_positives, predicted, expected = (
         np.array([getattr(each, kind) for each in counts], np.float64).reshape(-1, len(words)).sum(0)
-        for kind in ("both", "given", "expected")
+        for kind in ("true_positives", "predicted", "expected")
     )
-    scores = precision_recall_f1("entity_", both, given, expected)
+    scores = precision_recall_f1("entity_", true_positives, predicted, expected)
     return {name: scores[name] for name in ENTITY_SCORES[:3]} | accuracy

@@ -29,11 +29,11 @@ class ClassScore:
     given: int  # number that were predicted to have it
 
     @classmethod
-    def of(cls, name: str, both: int, given: int, expected: int) -> ClassScore:
-        """Compute the scores from counts; ``both``: true positives."""
-        precision, recall = (100.0 * both / number if number else 0.0 for number in (given, expected))
-        f1 = 200.0 * both / (given + expected) if given + expected else 0.0
-        return cls(name, precision, recall, f1, expected, given)
+    def of(cls, name: str, true_positives: int, predicted: int, expected: int) -> ClassScore:
+        """Compute the scores from counts."""
+        precision, recall = (100.0 * true_positives / number if number else 0.0 for number in (predicted, expected))
+        f1 = 200.0 * true_positives / (predicted + expected) if predicted + expected else 0.0
+        return cls(name, precision, recall, f1, expected, predicted)
 
 
 @dataclass(frozen=True)
@@ -110,11 +110,11 @@ def _scores_of_classes(
     calibration: tuple[CalibrationBin, ...] = (),
 ) -> LabelScores:
     labels_N, answers_N = np.asarray(labels, dtype=np.int64), np.asarray(answers, dtype=np.int64)
-    right, given, expected = (
+    right, predicted, expected = (
         np.bincount(each, minlength=len(names)).tolist()
         for each in (labels_N[labels_N == answers_N], answers_N, labels_N)
     )
-    classes = tuple(ClassScore.of(*of_class) for of_class in zip(names, right, given, expected, strict=True))
+    classes = tuple(ClassScore.of(*of_class) for of_class in zip(names, right, predicted, expected, strict=True))
     # Count the pairs that occur: with hundreds of classes that is far fewer than all.
     pairs, counts = np.unique(np.stack([labels_N, answers_N], -1), axis=0, return_counts=True)
     of_pair = {(label, answer): count for (label, answer), count in zip(pairs.tolist(), counts.tolist(), strict=True)}
@@ -146,8 +146,8 @@ def scores_of_label_sets(
         threshold: lowest probability of a predicted label.
     """
     has_NC = np.asarray(labels, dtype=np.float64) > 0.5
-    given_NC = np.asarray(probabilities, dtype=np.float64) >= threshold
-    counts = zip(*((each.sum(0)).tolist() for each in (has_NC & given_NC, given_NC, has_NC)), strict=True)
+    predicted_NC = np.asarray(probabilities, dtype=np.float64) >= threshold
+    counts = zip(*((each.sum(0)).tolist() for each in (has_NC & predicted_NC, predicted_NC, has_NC)), strict=True)
     classes = tuple(ClassScore.of(name, *of_label) for name, of_label in zip(names, counts, strict=True))
     ((commonest, number),) = Counter(map(tuple, has_NC.tolist())).most_common(1)
     text = ", ".join(name for name, has in zip(names, commonest, strict=True) if has) or "no label"
@@ -166,7 +166,7 @@ def scores_of_entities(tags: Sequence[Sequence[str]], answers: Sequence[Sequence
     return LabelScores(
         "entities",
         tuple(
-            ClassScore.of(type, sum(counts.both), sum(counts.given), sum(counts.expected))
+            ClassScore.of(type, sum(counts.true_positives), sum(counts.predicted), sum(counts.expected))
             for type, counts in entity_counts(tags, answers).items()
         ),
     )

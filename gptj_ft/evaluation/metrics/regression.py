@@ -23,11 +23,11 @@ def regression(numbers: ArrayLike, predictions: ArrayLike) -> dict[str, Statisti
         numbers: target of each row; [N].
         predictions: [N].
     """
-    expected_N, given_N = (np.asarray(each, dtype=np.float64) for each in (numbers, predictions))
-    errors_N = given_N - expected_N
+    expected_N, predicted_N = (np.asarray(each, dtype=np.float64) for each in (numbers, predictions))
+    errors_N = predicted_N - expected_N
     return {
-        "pearson": Pearson(expected_N, given_N),
-        "spearman": Spearman(expected_N, given_N),
+        "pearson": Pearson(expected_N, predicted_N),
+        "spearman": Spearman(expected_N, predicted_N),
         "mse": mean(errors_N * errors_N),
         "mae": mean(np.abs(errors_N)),
     }

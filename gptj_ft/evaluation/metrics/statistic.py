@@ -81,23 +81,23 @@ def mean(values: Sequence[float] | Vector, of: Sequence[bool] | None = None) -> 
     return Ratio(values_N * counted_N, counted_N)
 
 
-def precision_recall_f1(name: str, both: Vector, given: Vector, expected: Vector) -> dict[str, Statistic]:
+def precision_recall_f1(name: str, true_positives: Vector, predicted: Vector, expected: Vector) -> dict[str, Statistic]:
     """Build micro-averaged precision, recall and F1, times 100.
 
-    They are tp / given, tp / expected and 2 tp / (given + expected); 0 if the divisor is 0. If no row has anything
-    given or expected, all three are 100.
+    They are tp / predicted, tp / expected and 2 tp / (predicted + expected); 0 if the divisor is 0. If no row has a
+    predicted or expected item, all three are 100.
 
     Args:
         name: prefix of the scores' names.
-        both: true positives of each row.
-        given: number of predicted items of each row.
+        true_positives: number of right predictions of each row.
+        predicted: number of predicted items of each row.
         expected: number of expected items of each row.
     """
-    empty = 0.0 if given.any() or expected.any() else 1.0
+    empty = 0.0 if predicted.any() or expected.any() else 1.0
     return {
-        f"{name}precision": Ratio(both, given, percent, empty),
-        f"{name}recall": Ratio(both, expected, percent, empty),
-        f"{name}f1": Ratio(2.0 * both, given + expected, percent, 1.0),
+        f"{name}precision": Ratio(true_positives, predicted, percent, empty),
+        f"{name}recall": Ratio(true_positives, expected, percent, empty),
+        f"{name}f1": Ratio(2.0 * true_positives, predicted + expected, percent, 1.0),
     }
 
 
