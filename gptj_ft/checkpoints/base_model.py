@@ -149,6 +149,7 @@ def tiny_model(recipe: Recipe, source: Source) -> Path:
 
     name = recipe.model or "tiny"
     digest = load_dataset(source.path).report.data_sha256 if source.is_prepared else source.sha256
+    # The tokenizer is trained on the rows, so other rows make another model.
     folder = models() / f"{name}-{digest[:12]}-{recipe.seed}"
     if not is_model(folder):
         if source.is_prepared:

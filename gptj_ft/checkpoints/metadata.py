@@ -183,6 +183,7 @@ def _model_card(trained: TunedModel, end: str | None, has_chat_template: bool, i
         fields=fields_of(recipe.prompt),
         prompt=repr(recipe.prompt),
         stop=", ".join(map(repr, recipe.generation.stop)),
+        # math.exp raises OverflowError above 709.
         perplexities=[math.exp(min(loss, 700.0)) for loss in losses],
     )
 

@@ -403,6 +403,7 @@ def _describe_tokenizer(folder: Path, architecture: Architecture) -> None:
         read_json(path) if path.is_file() else {"tokenizer_class": "BertTokenizer"} if is_alone else {}
     )
     longest = architecture.config.n_positions
+    # transformers writes 1e30 for an unknown length.
     if not isinstance(settings.get("model_max_length"), int) or settings["model_max_length"] > longest:
         settings["model_max_length"] = longest
     if settings.get("do_lower_case") is None and is_alone:

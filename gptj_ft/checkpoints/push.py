@@ -158,6 +158,7 @@ def _plain_upload() -> Iterator[None]:
 def _upload_file(path: Path, base: str) -> UploadFile:
     """Return a file to upload; remove local paths from JSON."""
     size = path.stat().st_size
+    # The keys of vocabularies are tokens: one of them may be called like a field with a path.
     if path.suffix != ".json" or path.name in (INDEX, "tokenizer.json", "vocab.json", "added_tokens.json"):
         return UploadFile(path.name, path, size)
     values = read_json(path)

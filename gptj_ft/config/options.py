@@ -98,6 +98,7 @@ class Options(BaseModel):
         extra="forbid",
         frozen=True,
         validate_default=True,
+        # YAML reads an unquoted 2024 as a number, also where a name is meant.
         coerce_numbers_to_str=True,
         allow_inf_nan=False,
         use_attribute_docstrings=True,

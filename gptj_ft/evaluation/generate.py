@@ -132,6 +132,7 @@ def read_prompts(setup: GenerationSetup, rows: Path, findings: Findings) -> Iter
     files = set[str]()
     for row in read_rows(source, findings):
         files.add(row.source)
+        # The first file's rows are read before a second file is known, so only later files are named.
         head: dict[str, Any] = {"line": row.line} | ({"file": row.source} if len(files) > 1 else {})
         head |= {"id": row.values["id"]} if isinstance(row.values.get("id"), str | int) else {}
         try:

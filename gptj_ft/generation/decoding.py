@@ -120,6 +120,7 @@ def text_of(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[int], settings:
 
 def cut_at(text: str, stop: Sequence[str]) -> str:
     """Cut a text at the first stop string that follows a non-blank character."""
+    # Leading blanks are stripped later: a line break among them must not end the answer.
     start = len(text) - len(text.lstrip())
     ends = [at for string in stop if (at := text.find(string, start)) >= 0]
     return text[: min(ends, default=len(text))]

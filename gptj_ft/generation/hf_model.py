@@ -262,4 +262,5 @@ def _equal_rows(rows: Tensor) -> int:
     runs, length = list[int](), 1
     for other in is_other:
         runs, length = ([*runs, length], 1) if other else (runs, length + 1)
+    # Equal prompts in sequence make longer runs: only a common divisor splits all of them evenly.
     return math.gcd(*runs, length)

@@ -313,6 +313,7 @@ FAMILY = Family(
     ),
     prefix="bert.",
     trunk=frozenset({"embeddings", "encoder", "pooler"}),
+    # Old conversions kept TensorFlow's names of the norms.
     aliases={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
     dropouts=(("hidden_dropout_prob", "classifier_dropout"), ("attention_probs_dropout_prob",)),
     is_encoder=True,

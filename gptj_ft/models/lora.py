@@ -43,6 +43,7 @@ class LoRALinear(nn.Module):
         super().__init__()
         width, height = widths(linear)
         self.scaling, self.dropout, self.is_transposed = rank.scaling, dropout, isinstance(linear, Conv1D)
+        # Same names as before, so that the base model's tensors still fit.
         for name, parameter in linear.named_parameters():
             self.register_parameter(name, parameter)
         if "bias" not in self._parameters:

@@ -90,6 +90,7 @@ def _orders(names: Sequence[str], family: Family) -> Iterator[list[str]]:
     # The two copies of the last norm count as one parameter, and so does a head tied to the embedding.
     unique = [name for name in names if family.cerebras.get(own_name(name), name) is not None]
     created = sorted(unique, key=place)
+    # Releases differ in whether a tied head counts, and whether parameters with weight decay come first.
     for order in (created, [name for name in created if own_name(name) != HEAD]):
         yield sorted(order, key=lambda name: not is_decayed(name))  # a stable sort keeps the order of creation
         yield order

@@ -27,6 +27,7 @@ def _templates() -> Environment:
 
     return Environment(
         loader=FileSystemLoader(Path(__file__).parent),
+        # Markdown would show escaped characters as entities.
         autoescape=lambda template: template is not None and not template.endswith(".md.jinja"),
         undefined=StrictUndefined,
         trim_blocks=True,

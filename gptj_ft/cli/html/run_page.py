@@ -408,6 +408,7 @@ def _width(points: Sequence[tuple[float, float]]) -> int:
 def _smoothed(points: Points) -> Points:
     """Return the moving average over a twentieth of the points."""
     half = _width(points) // 2
+    # Prefix sums: the time does not grow with the width of the average.
     sums = list(accumulate((y for _, y in points), initial=0.0))
     spans = [(max(0, at - half), min(len(points), at + half + 1)) for at in range(len(points))]
     return [(x, (sums[end] - sums[start]) / (end - start)) for (x, _), (start, end) in zip(points, spans, strict=True)]

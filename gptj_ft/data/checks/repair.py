@@ -112,9 +112,11 @@ def join_tokens(text: str) -> str:
 
 def _decoded(match: re.Match[str], marks: Set[int]) -> str:
     """Decode letters as UTF-8; return them unchanged if none of them is marked, or they are invalid."""
+    # One typical letter is enough to decode its neighbours: the same error has changed all of them.
     if marks.isdisjoint(range(*match.span())):
         return match[0]
     try:
+        # A wrongly decoded byte-order mark becomes U+FEFF, which is no text.
         return match[0].translate(BYTES).encode("latin-1").decode().replace("\ufeff", "")
     except UnicodeDecodeError:
         return match[0]

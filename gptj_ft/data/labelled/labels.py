@@ -65,6 +65,7 @@ class LabelSet:
         name = label_text(text)
         if self._words:
             key = text.strip().casefold()
+            # pandas writes integers as 1.0 if their column has gaps.
             word = self._words.get(key) or self._words.get(label_text(key))
             if word is None:
                 raise RowSkipped(f"label '{shortened(name)}' is none of {', '.join(self._translations)}")

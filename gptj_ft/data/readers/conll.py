@@ -29,6 +29,7 @@ def read_conll(file: File, findings: Findings) -> Iterator[Row]:
             words, tags, size = [], [], 0
             continue
         cells = text.split("\t") if "\t" in text else text.split()
+        # A "#" alone with its tag is a word. Comments have more cells, and no tab.
         if not words and (cells[0] == DOCUMENT or (text.startswith(COMMENT) and "\t" not in text and len(cells) > 2)):
             continue
         if not words:

@@ -85,6 +85,7 @@ def read_json_rows(file: File, findings: Findings) -> Iterator[Row]:
                 text.expect('"', "Expecting property name enclosed in double quotes")
             key = text.value().value
             text.expect(":", "Expecting ':' delimiter")
+            # The usual name for rows: stream them. Other values wait until the end shows whether they are rows.
             if key == "data" and text.peek() == "[":
                 has_rows = True
                 yield from _rows_of(file, findings, text)
@@ -104,6 +105,7 @@ def read_json_rows(file: File, findings: Findings) -> Iterator[Row]:
         if text.peek():
             if has_rows or text.line == end:
                 raise DataError(f"{file.path}:{text.line}: not JSON: more text after the end of the object")
+            # More objects on later lines: these are JSON lines after all. Read them from the file again.
             rest = (line for line in numbered_lines(file, findings) if line[0] >= text.line)
             yield from _rows_of_lines(file, findings, rest)
     elif first:
@@ -155,6 +157,7 @@ class JsonText:
         self._buffer, self._position, self.line = "", 0, line
         self._decoder = json.JSONDecoder()
         self._more()
+        # In minified JSON every row is on line 1: records are counted instead.
         self.is_one_line = "\n" not in self._buffer.strip()
 
     def peek(self) -> str:
@@ -186,6 +189,7 @@ class JsonText:
             try:
                 value, end = self._decoder.raw_decode(self._buffer, self._position)
             except json.JSONDecodeError as error:
+                # An unterminated string is reported at its start, which may be far from the end of the buffer.
                 may_go_on = error.msg.startswith("Unterminated") or error.pos >= len(self._buffer) - CUT_OFF
                 if may_go_on and self._more():
                     continue

@@ -23,8 +23,8 @@ def relations(predictions: Sequence[str], references: Sequence[Sequence[str]]) -
         # Choose the best reference per row before summing: micro-averages need counts, not scores.
         right = max((_facts(target) for target in targets or [""]), key=lambda target: _dice(facts, target))
         counts.append((len(facts & right), len(facts), len(right)))
-    both_N, written_N, expected_N = np.asarray(counts, dtype=np.float64).T
-    return precision_recall_f1("relations_", both_N, written_N, expected_N)
+    true_positives_N, predicted_N, expected_N = np.asarray(counts, dtype=np.float64).T
+    return precision_recall_f1("relations_", true_positives_N, predicted_N, expected_N)
 
 
 def _facts(text: str) -> frozenset[tuple[str, ...]]:
