@@ -193,6 +193,7 @@ class Proof:
         return f"proven: {done}: equal bits to {other}"
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the object of `--json`."""
         return {"verdict": self.verdict, "holds": self.holds, **asdict(self)}
 
 

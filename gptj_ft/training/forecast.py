@@ -39,6 +39,7 @@ class Forecast:
     published: Published | None = None  # facts of a model known by name
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the object of `--json`."""
         published = self.published.to_dict() if self.published else None
         problem = {"error": str(self.problem), "exit_code": self.problem.exit_code} if self.problem else {}
         return {**self.plan.to_dict(), "notes": list(self.notes), "published": published, **problem}

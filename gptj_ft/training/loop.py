@@ -65,6 +65,7 @@ class TrainResult:
     throughput: Throughput  # mean rates of all steps
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the object of ``--json``."""
         best = {**self.best.to_dict(), "checkpoint": self.best_checkpoint} if self.best else None
         own = {**vars(self), "best": best, "tally": asdict(self.counts), "meters": asdict(self.throughput)}
         return {key: value for key, value in own.items() if key not in ("best_checkpoint", "counts", "throughput")}

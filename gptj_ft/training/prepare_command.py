@@ -75,6 +75,7 @@ class Preparation:
     fixes: RepairReport | None  # None without ``--fix``
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the object of `--json`."""
         return {**self.origin, **self.prepared.report.to_dict()}
 
     @property
