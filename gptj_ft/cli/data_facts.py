@@ -160,7 +160,7 @@ def example_facts(prepared: Prepared, decode: Callable[[list[int]], str], count:
 
 
 def without_folders(rows: Pairs, folders: Sequence[str]) -> Pairs:
-    """Remove the names of folders from texts, so that a page can be handed on."""
+    """Remove the names of folders from texts, so that a page can be shared."""
     for folder in folders:
         rows = [(label, text.replace(f"{folder}/", "")) for label, text in rows]
     return rows

@@ -52,7 +52,7 @@ def apply_rotary(x_TNH: Tensor, freqs: Tensor, in_place: bool) -> Tensor:
     """
     rotary_dim = 2 * freqs.shape[-1]
     if in_place and x_TNH.dtype == torch.float32 and x_TNH.shape[-1] % 2 == 0:
-        # One complex product rotates all pairs. view_as_complex needs fp32 and even strides.
+        # One complex product rotates all pairs in fp32. view_as_complex needs even strides.
         pairs = x_TNH[..., :rotary_dim].view(*x_TNH.shape[:-1], -1, 2)
         torch.view_as_complex(pairs).mul_(freqs)
         return x_TNH

@@ -1,4 +1,4 @@
-"""Check tokenized rows, whoever made them, against a model."""
+"""Check tokenized rows of any origin against a model."""
 
 from __future__ import annotations
 
