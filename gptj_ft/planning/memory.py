@@ -360,7 +360,7 @@ def _on_cpu(demand: _Demand, by_place: Mapping[Place, int], have: Free) -> tuple
     away = 0 if stays else NUM_BUFFERS * hidden * rows
     head = LOGITS * torch.float32.itemsize * workload.vocabulary * workload.most_logits
     fixed = by_place["device"] + activations + step + away + head
-    packed = PACKED_SHARE if have.is_shared and workload.dtype == torch.bfloat16 else 0.0
+    packed = PACKED_SHARE if have.is_shared and workload.dtype != torch.float32 else 0.0
     host = by_place["host"] + PROCESS_BYTES if have.is_shared else 0
     free = int((have.device - host) / (1 + packed)) - fixed
     budget, buffers = demand.buffers_within(free)

@@ -212,7 +212,7 @@ def test_report_shows_scale_and_skipped_steps(shell, rows_file: Path) -> None:
     done = shell(f"{line} --set z_loss=100 --max-length 80 --output run")
     assert done.code == 0, done.said
     page = Path("run/report.html").read_text(encoding="utf-8")
-    assert "whose gradients overflowed fp16" in page
+    assert "(gradients overflowed fp16)" in page
     assert "Loss scale" in page
     assert "overflow: skipped, and the scale halved" in Path("run/log.txt").read_text(encoding="utf-8")
     losses = {}
