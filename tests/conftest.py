@@ -122,15 +122,11 @@ def assumed_rates() -> Rates:
 @pytest.fixture(scope="session", autouse=True)
 def fixed_rates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rates]:
     """Replace measurements of the machine by fixed rates, in every process that a test starts."""
-    from support.rates import layers_by
-
-    from gptj_ft.planning import layer_times, probe
+    from support.rates import set_rates
 
     rates = assumed_rates()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(probe, "measure_compute", lambda device: rates.compute)
-        patch.setattr(layer_times, "time_kinds", layers_by(rates.compute))
-        patch.setattr(probe, "measure_disk", lambda folder: rates.disk)
+        set_rates(patch, rates)
         patch.setenv("GPTJ_FT_HOME", str(tmp_path_factory.mktemp("home")))  # for what is made before a test begins
         yield rates
 
@@ -164,8 +160,8 @@ def equal_layers_measured_once() -> Iterator[None]:
         return measured
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layer_cost, "measure_block", once(layer_cost.measure_block))
-        patch.setattr(memory, "measure_head", once(layer_cost.measure_head))
+        for module, name in ((layer_cost, "measure_block"), (memory, "measure_head")):
+            patch.setattr(module, name, once(getattr(module, name)))
         yield
 
 

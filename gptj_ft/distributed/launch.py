@@ -321,7 +321,9 @@ def _answers(host: str, port: int) -> bool:
     return True
 
 
-def interface_to(address: tuple[str, int] | None) -> tuple[str, str]:
+def interface_to(
+    address: tuple[str, int] | None, open_socket: Callable[..., socket.socket] = socket.socket
+) -> tuple[str, str]:
     """Return the network interface towards the rendezvous, and this machine's address on it.
 
     Raises:
@@ -331,7 +333,7 @@ def interface_to(address: tuple[str, int] | None) -> tuple[str, str]:
         return "lo" if sys.platform == "linux" else "lo0", "127.0.0.1"
     import psutil
 
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    with open_socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(address)  # sends nothing: the kernel only chooses a route
         except OSError as error:

@@ -32,22 +32,31 @@ class ProcessGroup(Group):
         local_size: processes on this machine.
         local_rank: number of this process among them.
         threads_alone: CPU threads that this process would have without the others.
+        transport: module that transfers tensors, by default `torch.distributed`.
     """
 
-    def __init__(self, control: Control, local_size: int, local_rank: int, threads_alone: int | None = None) -> None:
+    def __init__(
+        self,
+        control: Control,
+        local_size: int,
+        local_rank: int,
+        threads_alone: int | None = None,
+        transport: Any = None,
+    ) -> None:
+        import torch.distributed as dist
+
         self.rank, self.size, self.names = control.rank, control.size, control.names
         self.local_size, self.local_rank, self.threads_alone = local_size, local_rank, threads_alone
         self.waited = WaitTimer()
-        self._control = control
+        self._control, self._transport = control, transport or dist
         self._nccl: list[Any] = []  # communicators
 
     def connect(self, device: torch.device, links: Sequence[Link]) -> str:
         import torch
-        import torch.distributed as dist
 
         from gptj_ft.system.accelerator import device_id
 
-        can = os.environ.get(NCCL) == "1" and device.type == "cuda" and dist.is_nccl_available()
+        can = os.environ.get(NCCL) == "1" and device.type == "cuda" and self._transport.is_nccl_available()
         own = f"{platform.node()} {device_id(device)}" if can else ""
         if len({each["device"] for each in self.gather("devices", {"device": own})} - {""}) < self.size:
             return "through host memory (gloo)"
@@ -55,7 +64,7 @@ class ProcessGroup(Group):
         # are posted early, those of backward while forward still sends. In one communicator, a send behind such a
         # receive would wait for ever. So each pass and each direction has its own, in which both ends have the order
         # of layers and micro-batches.
-        self._nccl = [dist.new_group(backend="nccl", timeout=NO_TIMEOUT) for _ in range(4)]
+        self._nccl = [self._transport.new_group(backend="nccl", timeout=NO_TIMEOUT) for _ in range(4)]
         # torch creates a communicator at its first transfer, which blocks both ends: do it before anything overlaps.
         for source, target, down in links:
             if self.rank == source:
@@ -70,17 +79,13 @@ class ProcessGroup(Group):
         return device if self._nccl else torch.device("cpu")
 
     def send(self, target: int, values: Tensor, tag: int = 0) -> PendingTransfer:
-        import torch.distributed as dist
-
         assert values.is_contiguous()
         communicator = self._communicator(values, self.rank, target, tag)
-        return self._start(lambda: dist.isend(values, target, communicator, tag), values)
+        return self._start(lambda: self._transport.isend(values, target, communicator, tag), values)
 
     def recv(self, source: int, out: Tensor, tag: int = 0) -> PendingTransfer:
-        import torch.distributed as dist
-
         communicator = self._communicator(out, source, self.rank, tag)
-        return self._start(lambda: dist.irecv(out, source, communicator, tag), out)
+        return self._start(lambda: self._transport.irecv(out, source, communicator, tag), out)
 
     def _communicator(self, values: Tensor, source: int, target: int, tag: int) -> Any:
         """Return the NCCL communicator of a transfer; None for gloo."""

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
-from huggingface_hub import constants
-from support.hub_server import COMMIT, REPOSITORY, Hub, Revision, reachable, serve
+from support.hub_server import COMMIT, REPOSITORY, Hub, Revision, reachable, serve, set_hub_constants
 
 from gptj_ft.checkpoints.base_model import default_download
 from gptj_ft.checkpoints.download import DownloadRequest, download
@@ -236,7 +235,7 @@ def test_foreign_folder_is_never_written(hub: Hub, repository: Path, tmp_path: P
 
 def test_token_comes_from_environment_only(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "token").write_text("hf_stored")
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    set_hub_constants(monkeypatch, HF_TOKEN_PATH=str(tmp_path / "token"))
     download(target=tmp_path / "a")
     assert not any("authorization" in request.headers for request in hub.requests)
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
@@ -337,7 +336,7 @@ def test_killed_download_resumes_at_byte(hub: Hub, repository: Path) -> None:
 
 
 def test_silent_server_times_out(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.1)
+    set_hub_constants(monkeypatch, HF_HUB_DOWNLOAD_TIMEOUT=0.1)
     hub.stall_after = 0
     with pytest.raises(NetworkError, match=r"no connection to .*timed out.*type the same command again") as caught:
         download()

@@ -25,7 +25,6 @@ NAME = "me/mine"
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
     with reachable(tmp_path / "nothing", monkeypatch) as running:
         monkeypatch.setenv("HF_TOKEN", "hf_secret")
         yield running

@@ -223,10 +223,8 @@ def test_caps_are_flags_and_obeyed(shell, rows_file: Path) -> None:
     assert [need["have"] for need in plan.json["needs"]] == [5 * 10**9, 3 * 10**9]
 
 
-def test_a_full_disk_is_foreseen(shell, rows_file: Path, monkeypatch) -> None:
-    from gptj_ft.system import machine
-
-    monkeypatch.setattr(machine, "free_disk", lambda folder: 10**6)
+def test_a_full_disk_is_foreseen(shell, rows_file: Path, set_free_space) -> None:
+    set_free_space(10**6)
     done = shell(f"{FINETUNE} --data rows.jsonl --output out")
     assert (done.code, "of disk" in done.err) == (4, True)
     assert not Path("out").exists()

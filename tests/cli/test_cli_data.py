@@ -46,26 +46,25 @@ def test_repeated_map_flags_add_up(shell) -> None:
     assert "document is both body and article: use one; several right answers: document=body+article" in twice.err
 
 
-def test_terminal_asks_for_ambiguous_columns(shell, monkeypatch) -> None:
+def test_terminal_asks_for_ambiguous_columns(shell) -> None:
     write("notes.jsonl", NOTES)
     command = "prepare-data --data notes.jsonl --recipe summarization --model tiny"
     keyboard, screen = Terminal("nothing\n"), Terminal()
-    monkeypatch.setattr("sys.stdin", keyboard)
     with redirect_stderr(screen):
-        done = shell(command)
+        done = shell(command, stdin=keyboard)
     assert (done.code, "Aborted" in screen.getvalue()) == (2, False)
     assert "no column chosen for 'document': add --map document=COLUMN" in " ".join(screen.getvalue().split())
     keyboard.write("\nbody\ntl_dr\n")
     keyboard.seek(0)
     with redirect_stderr(screen):
-        done = shell(command)
+        done = shell(command, stdin=keyboard)
     assert done.code == 0
     for line in ("column for 'document' (article, body): no column 'nothing'; type one of the names above",
                  "column for 'document' (article, body): ", "column for 'summary' (article, tl_dr): "):  # fmt: skip
         assert line in screen.getvalue()
     assert load_dataset(Path("notes.jsonl.prepared")).report.columns == {"document": "body", "summary": "tl_dr"}
     with redirect_stderr(screen):  # --json asks nothing
-        assert shell(f"{command} --output other --json").code == 3
+        assert shell(f"{command} --output other --json", stdin=keyboard).code == 3
 
 
 @pytest.mark.parametrize("packing", ["apart", "joined"])

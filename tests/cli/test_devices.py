@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.fake_cuda import pretend_cuda
 from support.steps import failing
 
 from gptj_ft.checkpoints.base_model import tiny_model
@@ -87,15 +88,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
         if device.index == 1:
             raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable\nCUDA kernel errors might")
 
-    fakes = {
-        "is_available": lambda: True,
-        "current_device": lambda: 0,
-        "device_count": lambda: 2,
-        "set_device": take,
-        "mem_get_info": lambda device: (7 * 10**9, 8 * 10**9),
-    }
-    for name, fake in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
+    pretend_cuda(monkeypatch, count=2, set_device=take, mem_get_info=lambda device: (7 * 10**9, 8 * 10**9))
 
 
 def test_invalid_device_selection_is_rejected(shell, lines: list[str], card) -> None:

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.full_disk import fill_disk
+from support.os_calls import wrap_calls
 
 from gptj_ft.config.resolve import resolve
 from gptj_ft.data.checks.repair import FIXES, RepairReport, choose_target, fix_rows, fix_texts
@@ -419,14 +420,14 @@ def test_a_full_disk_leaves_nothing(call: int, tmp_path: Path, shell: Any, monke
 
 def test_failed_second_rename_undoes_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_rows(tmp_path / "rows.jsonl", [{"note": "a", "summary": "b"}])
-    rename = Path.rename
+    rename = os.rename
 
-    def failing(self: Path, target: Path) -> Path:
+    def failing(path: Path, target: Path) -> None:
         if target.suffix == ".jsonl":
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return rename(self, target)
+        rename(path, target)
 
-    monkeypatch.setattr(Path, "rename", failing)
+    wrap_calls(monkeypatch, ["rename"], lambda _: failing)
     with pytest.raises(UsageError, match="cannot write"):
         fix(source)
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]

@@ -12,7 +12,7 @@ import pyarrow
 import pytest
 from huggingface_hub import constants
 from pyarrow import parquet
-from support.hub_server import CONVERTED, Hub, Revision, reachable
+from support.hub_server import CONVERTED, Hub, Revision, reachable, set_hub_constants
 
 from gptj_ft.config.presets import load_options
 from gptj_ft.data.hub_dataset import datasets, fetch, layout_of, local_folder, parse_reference
@@ -178,7 +178,7 @@ def said() -> list[str]:
 
 def disable_hub_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Set the constant that `huggingface_hub` reads from the environment on import."""
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    set_hub_constants(monkeypatch, HF_HUB_OFFLINE=True)
 
 
 @pytest.fixture
@@ -329,16 +329,11 @@ def test_missing_access_is_reported_despite_cache(
         fetch(f"hub:{NAME}", False, said.append)
 
 
-def test_names_leaving_the_folder_are_ignored(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    from support import hub_server
-
-    listed = hub_server._siblings
-
-    def with_traps(folder: Path) -> list[dict[str, object]]:
-        traps = ("../train.parquet", "/train.parquet", "data/../../train.parquet")
-        return listed(folder) + [{"rfilename": name, "size": 1, "blobId": "0"} for name in traps]
-
-    monkeypatch.setattr(hub_server, "_siblings", with_traps)
+def test_names_leaving_the_folder_are_ignored(hub: Hub) -> None:
+    hub.datasets[NAME]["main"].unsafe_files = [
+        {"rfilename": name, "size": 1, "blobId": "0"}
+        for name in ("../train.parquet", "/train.parquet", "data/../../train.parquet")
+    ]
     assert len(hub_download.look_up(NAME, kind="dataset").files) == 5
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -98,9 +97,8 @@ def test_page_without_cgroup_shows_measured_memory(tmp_path: Path) -> None:
     assert all("memory not limited" in path.read_text() for path in pages[:2])
 
 
-def test_small_disk_fails_before_writing(shell, monkeypatch) -> None:
-    usage = shutil.disk_usage(".")._replace(free=10**9)
-    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+def test_small_disk_fails_before_writing(shell, set_free_space) -> None:
+    set_free_space(10**9)
     done = shell("prove --size 124M --output none")
     assert done.code == 4
     assert "of disk, 1.0 GB are free in" in done.err

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.steps import around_steps
 from support.thread_group import Hub, Member, together
 
 from gptj_ft.config.resolve import build
@@ -18,7 +19,7 @@ from gptj_ft.distributed.scale_out import Job, forecast_share
 from gptj_ft.distributed.training import DistributedTraining
 from gptj_ft.distributed.worker import worker_run
 from gptj_ft.system.group import ALONE, Group
-from gptj_ft.training import compute, loop
+from gptj_ft.training import loop
 from gptj_ft.training.setup import TrainSetup, make_setup
 
 STEPS = 2  # of four rows each: both epochs' halves
@@ -43,11 +44,9 @@ def setup_of(model: Path, folder: Path, group: Group = ALONE, **options: Any) ->
     )
 
 
-def sent_by_rank(
-    size: int, model: Path, folder: Path, patch: pytest.MonkeyPatch, options: dict[str, Any]
-) -> dict[int, int]:
+def sent_by_rank(size: int, model: Path, folder: Path, options: dict[str, Any]) -> dict[int, int]:
     """Train on several ranks, each a thread; return the bytes that each sends in its steps."""
-    take, sent = compute.train_step, dict.fromkeys(range(size), 0)
+    sent = dict.fromkeys(range(size), 0)
     run = Run(folder)
     folder.mkdir()
     run.start_record(setup_of(model, folder, **options).recipe)
@@ -59,15 +58,14 @@ def sent_by_rank(
         setup = setup_of(model, folder, member, **options)
         loop.train(setup, worker_run(folder, setup) if member.rank else run)
 
-    def counted(*args):
+    def counted(train_step, *args):
         member = members[threading.get_ident()]
         before = member.bytes_sent
-        found = take(*args)
+        found = train_step(*args)
         sent[member.rank] += member.bytes_sent - before
         return found
 
-    with patch.context() as patched:
-        patched.setattr(compute, "train_step", counted)
+    with around_steps(counted):
         together(size, work)
     return sent
 
@@ -79,7 +77,7 @@ SPLITS = [
 
 
 @pytest.mark.parametrize(("method", "splits"), SPLITS)
-def test_ranks_send_forecast_bytes(models, tmp_path, monkeypatch, method, splits) -> None:
+def test_ranks_send_forecast_bytes(models, tmp_path, method, splits) -> None:
     model, options = models["gpt2" if method == "tied" else "gptj"], METHODS[method]
     setup = setup_of(model, tmp_path / "alone", **options)
     job = Job(setup.recipe, setup.plan.workload, setup.plan.have, setup.plan.rates, Network(1e9))
@@ -87,7 +85,7 @@ def test_ranks_send_forecast_bytes(models, tmp_path, monkeypatch, method, splits
         size = stages * replicas
         share = {"share": "layers", "replicas": replicas} if stages > 1 else {"share": "rows"}
         shared = {**options, **share, "lanes": replicas}
-        sent = sent_by_rank(size, model, tmp_path / f"{stages}x{replicas}", monkeypatch, shared)
+        sent = sent_by_rank(size, model, tmp_path / f"{stages}x{replicas}", shared)
         nodes = forecast_share(job, stages, replicas).nodes
         said = {rank: node.sent for node in nodes for rank in range(size) if rank % stages in node.ranks}
         assert sum(sent.values()) / STEPS == pytest.approx(sum(said.values()), rel=0.01), size

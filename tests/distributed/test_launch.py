@@ -21,8 +21,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.thread_group import Hub, Member
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gptj_ft.config.resolve import build
 from gptj_ft.distributed import launch
@@ -59,26 +59,26 @@ def test_nccl_needs_one_device_per_rank(monkeypatch, devices, way) -> None:
     said, links = [{"device": device} for device in devices], Partition(ALONE, (0, 1, 0, 1, 1)).links
     assert links == [(0, 1, 0), (0, 1, 1), (1, 0, 0), (1, 0, 1)]
     monkeypatch.setenv("GPTJ_FT_NCCL", "1")
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(accelerator, "device_id", lambda device: "1")
-    monkeypatch.setattr(dist, "new_group", lambda **_: next(groups))
-    monkeypatch.setattr(torch, "zeros", lambda *_, device: torch.empty(1, device="meta"))
     used = defaultdict[tuple[str, int], list[Any]](list)
 
     def begin(name: str, values: torch.Tensor, peer: int, way: Any, tag: int) -> Any:
         used[name, peer].append(way)
         return SimpleNamespace(wait=lambda: None)
 
-    for name in ("isend", "irecv"):
-        monkeypatch.setattr(dist, name, partial(begin, name))
+    transport = SimpleNamespace(
+        is_nccl_available=lambda: True, new_group=lambda **_: next(groups),
+        isend=partial(begin, "isend"), irecv=partial(begin, "irecv"),
+    )  # fmt: skip
     is_direct = way == "from device to device"
     for rank in range(2):
         groups = iter("abcd")
         control: Any = SimpleNamespace(
             rank=rank, size=2, names=[], gather=lambda *_: said, waiting=contextlib.nullcontext
         )
-        process = ProcessGroup(control, 2, rank)
-        assert way in process.connect(torch.device("cuda"), links)
+        process = ProcessGroup(control, 2, rank, transport=transport)
+        with FakeTensorMode():
+            assert way in process.connect(torch.device("cuda"), links)
         assert process.wire(torch.device("cuda")).type == ("cuda" if is_direct else "cpu")
     assert used["isend", 0] == used["irecv", 1]
     assert used["isend", 1] == used["irecv", 0]
@@ -185,11 +185,10 @@ def test_public_network_needs_permission(monkeypatch: pytest.MonkeyPatch) -> Non
         def getpeername(self) -> Any:
             return "8.8.8.8", 29500
 
-    monkeypatch.setattr(socket, "socket", Probe)
     with pytest.raises(UsageError, match=r"MASTER_ADDR host is 8.8.8.8, on a public network"):
-        interface_to(("host", 29500))
+        interface_to(("host", 29500), Probe)
     monkeypatch.setenv("GPTJ_FT_PUBLIC_NETWORK", "1")
-    assert interface_to(("host", 29500))[1] == "127.0.0.1"
+    assert interface_to(("host", 29500), Probe)[1] == "127.0.0.1"
 
 
 def test_launcher_conflicts_with_nproc(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,7 @@ from gptj_ft.evaluation.evaluate import EvaluateRequest, PairedEvaluation
 from gptj_ft.evaluation.row_job import OutputFile
 from gptj_ft.generation import decoding
 from gptj_ft.generation.generator import GenerationSetup, InferenceSetup
+from gptj_ft.planning import inference_plan
 from gptj_ft.system.group import ALONE, Group
 from gptj_ft.training.reporter import Reporter
 
@@ -56,8 +57,8 @@ def one_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Divide the few rows of a test into several batches and passes."""
-    monkeypatch.setattr("gptj_ft.planning.inference_plan.BATCH_TOKENS", 200)
-    monkeypatch.setattr("gptj_ft.planning.inference_plan.PASS_TOKENS", 200)
+    for name in ("BATCH_TOKENS", "PASS_TOKENS"):
+        monkeypatch.setattr(inference_plan, name, 200)
 
 
 def led(size: int, lead: Callable[[Group], T]) -> T:
@@ -206,16 +207,18 @@ def test_write_error_ends_all_ranks(tmp_path, rows, monkeypatch) -> None:
         led(2, answered)
 
 
-def test_other_model_or_threads_are_rejected(tmp_path, rows, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("function", "key", "message"),
+    [
+        ("tuned_fingerprint", "config.json", "is not the one of process 1"),
+        ("local_environment", "threads", "process 2 has threads"),
+    ],
+)
+def test_other_model_or_threads_are_rejected(tmp_path, rows, monkeypatch, function, key, message) -> None:
     folder = writer(tmp_path / "tuned", "summarization")
-    prints = iter([{"config.json": 1}, {"config.json": 2}])
-    with monkeypatch.context() as patch:
-        patch.setattr(serving, "tuned_fingerprint", lambda _: next(prints))
-        with pytest.raises(UsageError, match="is not the one of process 1"):
-            led(2, lambda group: evaluated(folder, rows, group))
-    threads = iter([1, 2])
-    monkeypatch.setattr(serving, "local_environment", lambda: {"threads": next(threads)})
-    with pytest.raises(UsageError, match="process 2 has threads"):
+    answers = iter([{key: 1}, {key: 2}])
+    monkeypatch.setattr(serving, function, lambda *_: next(answers))
+    with pytest.raises(UsageError, match=message):
         led(2, lambda group: evaluated(folder, rows, group))
 
 

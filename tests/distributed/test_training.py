@@ -237,6 +237,23 @@ def after_each_step(patch: pytest.MonkeyPatch, call: Callable[[loop.Training], o
     patch.setattr(loop.Training, "take_step", take_then_call)
 
 
+def die_at_commit(patch: pytest.MonkeyPatch, step: int, rank: int, when: str) -> None:
+    """Kill the rank, which has a folder of its own, at its commit of a step."""
+    commit = checkpoint.commit_together
+
+    def die(run: Run, group: Group, state: Any, update: Any) -> None:
+        if state.step != step or run.folder.name != str(rank):
+            return commit(run, group, state, update)
+        if when == "before it is prepared":
+            raise Killed
+        group.gather("prepared", {"step": state.step})
+        if when == "behind the commit":
+            checkpoint.commit(run, state, update)
+        raise Killed
+
+    patch.setattr(checkpoint, "commit_together", die)
+
+
 def stop_all_after(patch: pytest.MonkeyPatch, step: int, kind: type[BaseException]) -> None:
     """Kill every rank after a step: nothing is saved on the way out."""
 
@@ -296,21 +313,13 @@ def test_dead_replica_rank_loses_no_step(models, tmp_path, monkeypatch, rank) ->
     """Rank 0 dies between its commit and that of rank 1; rank 2, of the second replica, between steps."""
     options = {**ON_DISK, "max_steps": 4, "lanes": 2, "replicas": 2}
     train_alone(models["gptj"], tmp_path / "alone", **options)
-    commit = checkpoint.commit_together
-
-    def die(run: Run, group: Group, state: Any, update: Any) -> None:
-        if state.step != 2 or run.folder.name != str(rank) or rank > 1:
-            return commit(run, group, state, update)
-        group.gather("prepared", {"step": state.step})
-        if rank == 0:
-            checkpoint.commit(run, state, update)
-        raise Killed
 
     def die_after(self: loop.Training) -> None:
         if self.setup.parallel.world.rank == rank > 1 and self.state.step == 2:
             raise Killed
 
-    monkeypatch.setattr(checkpoint, "commit_together", die)
+    if rank < 2:
+        die_at_commit(monkeypatch, 2, rank, "before the commit" if rank else "behind the commit")
     after_each_step(monkeypatch, die_after)
     with pytest.raises(BaseException):  # noqa: B017, PT011
         train_apart(4, models["gptj"], tmp_path, **options)
@@ -592,19 +601,7 @@ def test_death_around_commit_loses_no_step(models, tmp_path, monkeypatch, rank, 
     """Without a shared disk, one rank may have a commit that the other lacks. Both have the gradients."""
     options = {**ON_DISK, "max_steps": 5}
     train_alone(models["gptj"], tmp_path / "alone", **options)
-    commit = checkpoint.commit_together
-
-    def die(run: Run, group: Group, state: Any, update: Any) -> None:
-        if state.step != 3 or group.rank != rank:
-            return commit(run, group, state, update)
-        if when == "before it is prepared":
-            raise Killed
-        group.gather("prepared", {"step": state.step})
-        if when == "behind the commit":
-            checkpoint.commit(run, state, update)
-        raise Killed
-
-    monkeypatch.setattr(checkpoint, "commit_together", die)
+    die_at_commit(monkeypatch, 3, rank, when)
     with pytest.raises(BaseException):  # noqa: B017, PT011
         train_apart(2, models["gptj"], tmp_path, **options)
     monkeypatch.undo()

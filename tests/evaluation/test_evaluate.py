@@ -11,6 +11,7 @@ import pytest
 import torch
 from rouge_score.rouge_scorer import RougeScorer
 from safetensors.torch import load_file, save_file
+from support.head_chunks import limit_head_chunk
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gptj_ft.checkpoints.tiny import make_tiny
@@ -24,8 +25,6 @@ from gptj_ft.evaluation.evaluate import EvaluateRequest, PairedEvaluation
 from gptj_ft.evaluation.likelihood import documents_of, label_candidates, log_likelihoods, losses, passes
 from gptj_ft.evaluation.text_evaluation import make_eval_set
 from gptj_ft.generation import hf_model
-from gptj_ft.streaming import step
-from gptj_ft.streaming.loaded_layer import LoadedLayer
 from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.open import open_for_inference
 from gptj_ft.system.paths import home
@@ -87,18 +86,9 @@ def test_logits_are_computed_in_chunks(folder: Path, stack: OffloadedModel, monk
     tokenizer = load_tokenizer(folder)
     documents = [Document(tokenizer.encode(text), 1) for text in TEXTS]
     whole = losses(stack, tokenizer, documents, 64)
-    sizes, original = [], LoadedLayer.run
-
-    def spy(*arguments):
-        output = original(*arguments)
-        sizes.append(output.shape)
-        return output
-
-    monkeypatch.setattr(LoadedLayer, "run", spy)
-    monkeypatch.setattr(step, "HEAD_CHUNK_BYTES", 4 * 3 * 320)
+    sizes = limit_head_chunk(monkeypatch, stack, 3, 320)
     parts = losses(stack, tokenizer, documents, 64)
-    vocabulary = max(size[-1] for size in sizes)
-    assert max(size[0] for size in sizes if size[-1] == vocabulary) <= 3
+    assert 0 < max(sizes) <= 3
     assert [part.total for part in parts] == pytest.approx([each.total for each in whole], rel=1e-6)
 
 

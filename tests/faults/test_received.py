@@ -18,12 +18,12 @@ from pathlib import Path
 import pytest
 from support.cli_runner import Shell, run_command
 from support.os_calls import Call, wrap_calls
+from support.steps import failing
 
 from gptj_ft.config.run_folder import Run, environment_changes
 from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.system import atomic, files
 from gptj_ft.system.jsonl import JsonLines
-from gptj_ft.training import compute
 from gptj_ft.training.finetune import options_on_resume, resume_run
 
 RUN = "--recipe summarization --model tiny --max-length 96 --batch-size 2 --precision fp32 --device cpu"
@@ -129,8 +129,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, trace: Trace, request: pytest
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("GPTJ_FT_HOME", "home")
-        with patch.context() as stopping:
-            stopping.setattr(compute, "rows_of_step", stop_at(2))
+        with failing(3, KeyboardInterrupt()):
             typed(f"finetune {RUN} {DISK} --max-steps 4 --save-every 1 --keep 1 --data rows.jsonl --output stopped")
         shutil.copytree("stopped", "finished")
         with trace.under(folder / "finished", resumed):
@@ -142,18 +141,6 @@ def made(tmp_path_factory: pytest.TempPathFactory, trace: Trace, request: pytest
             for path in set(folder.rglob("*")) - before:
                 files.remove(path)
     return Made(folder, sorted(resumed), {name: sorted(found) for name, found in others.items()})
-
-
-def stop_at(step: int) -> Callable[..., range]:
-    """Return a replacement for the choice of a step's rows that stops the run before that step."""
-    chosen = compute.rows_of_step
-
-    def rows_of_step(number: int, *others: int) -> range:
-        if number == step:
-            raise KeyboardInterrupt
-        return chosen(number, *others)
-
-    return rows_of_step
 
 
 def typed(line: str) -> int:

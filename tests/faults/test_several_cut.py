@@ -10,10 +10,12 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.os_calls import wrap_calls
 from support.small_run import (
     OPERATIONS,
     PowerCut,
@@ -24,7 +26,7 @@ from support.small_run import (
     train,
     weights_of,
 )
-from support.thread_group import Member, together
+from support.thread_group import Hub, Member, together
 
 from gptj_ft.config.run_folder import Run, steps_done
 from gptj_ft.distributed.worker import worker_run
@@ -44,9 +46,8 @@ class Deaths:
     def __init__(self, patch: pytest.MonkeyPatch, machines: Path, last: Mapping[int, int]) -> None:
         self.done = Counter[int]()
         self._last, self._machines = last, machines
-        for name in OPERATIONS:
-            patch.setattr(os, name, self._guard(getattr(os, name)))
-        patch.setattr(os, "unlink", self._guard(os.unlink, counts=False))
+        wrap_calls(patch, OPERATIONS, self._guard)
+        wrap_calls(patch, ["unlink"], partial(self._guard, counts=False))
 
     def deed(self, rank: int, counts: bool = True) -> None:
         self.done[rank] += counts
@@ -66,14 +67,14 @@ class Deaths:
 class Mortal(Member):
     """A rank that may die before or after it sends its part of a gather."""
 
-    deaths: Deaths | None = None
+    def __init__(self, hub: Hub, rank: int, deaths: Deaths) -> None:
+        super().__init__(hub, rank)
+        self._deaths = deaths
 
     def gather(self, topic: str, facts: Mapping[str, Any], among: Sequence[int] = ()) -> list[dict[str, Any]]:
-        if self.deaths:
-            self.deaths.deed(self.rank)
+        self._deaths.deed(self.rank)
         found = super().gather(topic, facts, among)
-        if self.deaths:
-            self.deaths.deed(self.rank)
+        self._deaths.deed(self.rank)
         return found
 
 
@@ -86,15 +87,15 @@ def machines_with_a_run(model: Path, machines: Path, options: Mapping[str, Any])
     return machines
 
 
-def train_apart(model: Path, machines: Path, options: Mapping[str, Any]) -> None:
+def train_apart(model: Path, machines: Path, options: Mapping[str, Any], deaths: Deaths | None = None) -> None:
     """Start or resume the run on its machines, each a thread."""
 
-    def work(member: Mortal) -> None:
+    def work(member: Member) -> None:
         folder = machines / str(member.rank)
         setup = small_session(model, group=member, lanes=SIZE, **options)
         train_run(setup, worker_run(folder, setup, writes=True) if member.rank else Run(folder))
 
-    together(SIZE, work, Mortal)
+    together(SIZE, work, partial(Mortal, deaths=deaths) if deaths else Member)
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +113,7 @@ def test_killed_rank_loses_at_most_one_step(model, tmp_path, share, trials) -> N
     with pytest.MonkeyPatch.context() as patch:
         machines = machines_with_a_run(model, tmp_path / "counted", options)
         counted = Deaths(patch, machines, {})
-        patch.setattr(Mortal, "deaths", counted)
-        train_apart(model, machines, options)
+        train_apart(model, machines, options, counted)
     numbers = [range(counted.done[rank]) for rank in range(SIZE)]
     of_one = [{rank: last} for rank in range(SIZE) for last in numbers[rank]]
     of_both = [dict(enumerate(pair)) for pair in zip(*numbers, strict=False)]
@@ -121,10 +121,10 @@ def test_killed_rank_loses_at_most_one_step(model, tmp_path, share, trials) -> N
     for last in every[:: max(1, len(every) // trials)]:
         machines = machines_with_a_run(model, tmp_path / "machines", options)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Mortal, "deaths", Deaths(patch, machines, last))
+            deaths = Deaths(patch, machines, last)
             # One run has some deeds more than another, as its threads meet.
             with suppress(PowerCut) if is_last(last, numbers) else pytest.raises(PowerCut):
-                train_apart(model, machines, options)
+                train_apart(model, machines, options, deaths)
         runs = [Run(machines / str(rank)) for rank in range(SIZE)]
         logged = max((line["step"] for run in runs for line in run.metrics()), default=0)
         if not runs[0].model.is_dir():  # with the model, the run has ended, and checkpoints are no longer needed

@@ -271,10 +271,9 @@ def test_chat_keeps_recent_messages(generator: Generator) -> None:
     assert "".join(shown).count("\n") >= len(prompts)
 
 
-def test_chat_reads_a_pipe(tmp_path: Path, shell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_reads_a_pipe(tmp_path: Path, shell) -> None:
     tiny(tmp_path / "chat", "chat")
-    monkeypatch.setattr("sys.stdin", io.StringIO("The lift stops.\nThe printer blinks.\n"))
-    done = shell("generate --chat --model chat")
+    done = shell("generate --chat --model chat", stdin=io.StringIO("The lift stops.\nThe printer blinks.\n"))
     assert done.code == 0, done.err
     assert done.out.count("\n") >= 2
     assert "/exit" in done.err

@@ -113,10 +113,11 @@ def test_offloaded_boundaries_leave_three_buffers() -> None:
 
 def test_training_limits_torch_before_allocating(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[tuple[torch.device, int]] = []
-    monkeypatch.setattr(loop, "limit_memory", lambda *args: limits.append(args))
-    monkeypatch.setattr(
-        loop, "open_state", lambda *_: pytest.fail("limit memory first") if not limits else open_state(*_)
-    )
+    for name, function in (
+        ("limit_memory", lambda *args: limits.append(args)),
+        ("open_state", lambda *args: open_state(*args) if limits else pytest.fail("limit memory first")),
+    ):
+        monkeypatch.setattr(loop, name, function)
     session = small_session(tmp_path, num_steps=1)
     train(session, new_run(tmp_path))
     assert limits == [(torch.device("cpu"), allocator_limit(session.plan.have.device))]

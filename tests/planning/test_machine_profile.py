@@ -15,14 +15,15 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from support.rates import FakeMachine, layers_by
+from support.os_calls import wrap_calls
+from support.rates import FakeMachine, set_rates
 from support.steps import failing
 from support.thread_group import Hub, Member
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.readers.source import identify
 from gptj_ft.errors import ResourceError
-from gptj_ft.planning import layer_times, machine_profile, probe
+from gptj_ft.planning import machine_profile, probe
 from gptj_ft.planning.machine_profile import choose_dtype, compute_rates, disk_rates, reason_for, with_times
 from gptj_ft.planning.probe import ASSUMED_DISK, DiskRates, Rates, matmul_rate, measure_disk
 from gptj_ft.planning.resources import Target
@@ -63,7 +64,7 @@ def test_failing_disk_has_no_leftover_files(operation: str, tmp_path: Path, monk
     def fail(*_: object) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(os, operation, fail)
+    wrap_calls(monkeypatch, [operation], lambda _: fail)
     with pytest.raises((OSError, ResourceError)):
         measure_disk(tmp_path, file_bytes=2 * MB, chunk_bytes=MB)
     assert not list(tmp_path.iterdir())
@@ -221,13 +222,6 @@ def test_explicit_precision_needs_no_measurement(machine: FakeMachine, fixed_rat
     assert choose_dtype("fp32", CPU, machine) == torch.float32
     assert not machine.counts
     assert reason_for("bf16", without_layers(torch.bfloat16), fixed_rates.compute) == "as asked for"
-
-
-def set_rates(monkeypatch: pytest.MonkeyPatch, rates: Rates) -> None:
-    """Have commands measure these rates."""
-    monkeypatch.setattr(probe, "measure_compute", lambda device: rates.compute)
-    monkeypatch.setattr(probe, "measure_disk", lambda folder: rates.disk)
-    monkeypatch.setattr(layer_times, "time_kinds", layers_by(rates.compute))
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import SHAPES, random_gpt2, random_gptj, random_model
+from support.head_chunks import limit_head_chunk
 from support.small_stack import (
     CPU,
     FEW_STEPS,
@@ -468,9 +469,7 @@ def test_micro_batching_changes_results_by_rounding_only(narrow_folder: Path, tm
 def test_positions_without_targets_have_no_logits(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_for_inference(model_folder, CPU, torch.float32) as (architecture, stack):
         batch = pack(documents(architecture.config.vocab_size), PROMPTS)
-        seen = []
-        stack.layers[-1].register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
-        monkeypatch.setattr("gptj_ft.streaming.step.HEAD_CHUNK_BYTES", 4 * 7 * architecture.config.vocab_size)
+        seen = limit_head_chunk(monkeypatch, stack, 7, architecture.config.vocab_size)
         (loss,) = evaluate_losses(stack, [batch])
     assert sum(seen) == loss.num_targets == int((batch.targets_T != NO_TARGET).sum()) < len(batch.tokens_T)
     assert max(seen) == 7

@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import json
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 
@@ -39,10 +40,11 @@ class Terminal(io.StringIO):
         return True
 
 
-def run_command(words: Sequence[str]) -> int:
+def run_command(words: Sequence[str], stdin: TextIO | None = None) -> int:
     """Run ``gptj-ft`` with these arguments; return its exit code."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["gptj-ft", *words])
+        for name, value in (("argv", ["gptj-ft", *words]), ("stdin", stdin or sys.stdin)):
+            patch.setattr(sys, name, value)
         with pytest.raises(SystemExit) as stop:
             app.main()
     return int(stop.value.code or 0)
@@ -54,9 +56,9 @@ class Shell:
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys = capsys
 
-    def __call__(self, line: str, *more: object) -> Outcome:
+    def __call__(self, line: str, *more: object, stdin: TextIO | None = None) -> Outcome:
         """Run ``gptj-ft`` with the words of a line plus unsplit arguments."""
         self._capsys.readouterr()
-        code = run_command([*shlex.split(line), *map(str, more)])
+        code = run_command([*shlex.split(line), *map(str, more)], stdin)
         captured = self._capsys.readouterr()
         return Outcome(code, captured.out, captured.err)

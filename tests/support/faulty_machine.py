@@ -48,9 +48,9 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.fixture
 def forbid_network(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Set HF_HUB_OFFLINE, which huggingface_hub reads only when it is imported."""
-    from huggingface_hub import constants
+    from support.hub_server import set_hub_constants
 
-    return lambda: monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return lambda: set_hub_constants(monkeypatch, HF_HUB_OFFLINE=True)
 
 
 @pytest.fixture

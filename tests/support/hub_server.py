@@ -45,6 +45,7 @@ class Revision:
     folder: Path
     commit: str
     card: dict[str, object] = field(default_factory=dict)
+    unsafe_files: list[dict[str, object]] = field(default_factory=list)  # listed, with names outside the folder
 
 
 @dataclass
@@ -101,7 +102,8 @@ class Hub:
         if found is None:
             return None
         tags = ["pytorch", "gptj", "license:apache-2.0"]
-        about = {"id": name, "sha": found.commit, "tags": tags, "siblings": _siblings(found.folder)}
+        siblings = _siblings(found.folder) + found.unsafe_files
+        about = {"id": name, "sha": found.commit, "tags": tags, "siblings": siblings}
         return about | ({"modelId": name} if kind == "models" else {"cardData": found.card or None})
 
     def file(self, path: str) -> Path:
@@ -152,13 +154,18 @@ def serve(folder: Path, port: int = 0) -> Iterator[Hub]:
         server.server_close()
 
 
+def set_hub_constants(patch: pytest.MonkeyPatch, **values: object) -> None:
+    """Set constants that `huggingface_hub` reads from the environment only on import."""
+    for name, value in values.items():
+        patch.setattr(constants, name, value)
+
+
 @contextmanager
 def reachable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """Serve a folder as the Hub of this process, with network access meanwhile."""
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy", "HF_TOKEN"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)  # a cut download has whole chunks
+    set_hub_constants(monkeypatch, HF_HUB_OFFLINE=False, DOWNLOAD_CHUNK_SIZE=1000)  # a cut download has whole chunks
     monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda seconds: None)
     huggingface_hub.close_session()
     with serve(folder) as running:

@@ -6,8 +6,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import pytest
 import torch
 
+from gptj_ft.planning import layer_times, probe
 from gptj_ft.planning.layer_times import LayerKind, Seconds
 from gptj_ft.planning.machine_profile import MachineProbe
 from gptj_ft.planning.probe import ComputeRates, DiskRates, Rates
@@ -23,6 +25,13 @@ def layers_by(compute: ComputeRates) -> Callable[[Sequence[LayerKind]], list[Sec
         return Seconds(forward, 2.0 * forward if kind.is_trained else 0.0)
 
     return lambda kinds: [seconds(kind) for kind in kinds]
+
+
+def set_rates(patch: pytest.MonkeyPatch, rates: Rates) -> None:
+    """Make measurements of the machine return these rates."""
+    patch.setattr(probe, "measure_compute", lambda device: rates.compute)
+    patch.setattr(probe, "measure_disk", lambda folder: rates.disk)
+    patch.setattr(layer_times, "time_kinds", layers_by(rates.compute))
 
 
 def round_rates(disk: DiskRates, to_device: float, from_device: float, on_cpu: bool = False) -> Rates:

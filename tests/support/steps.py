@@ -1,4 +1,4 @@
-"""Inject an event while a run computes a step: a signal, a full disk, an error."""
+"""Inject an event while a run computes a step or exports: a signal, a full disk, an error."""
 
 from __future__ import annotations
 
@@ -7,26 +7,33 @@ import os
 import signal
 from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
 
 import pytest
 
+from gptj_ft.errors import ResourceError
 from gptj_ft.streaming.adamw import AdamW
-from gptj_ft.training import compute
+from gptj_ft.training import compute, export
 from gptj_ft.training.retention import CheckpointRetention
 
 
 @contextmanager
-def before_steps(action: Callable[[int], object]) -> Iterator[None]:
-    """Call a function with the number of each optimizer step, from 1, before the step."""
-    original = compute.train_step
-
-    def watched(stack, optimizer, *rest):
-        action(optimizer.step + 1)
-        return original(stack, optimizer, *rest)
-
+def around_steps(call: Callable[..., Any]) -> Iterator[None]:
+    """Replace each optimizer step by ``call(train_step, stack, optimizer, ...)``."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compute, "train_step", watched)
+        patch.setattr(compute, "train_step", partial(call, compute.train_step))
         yield
+
+
+def before_steps(action: Callable[[int], object]) -> AbstractContextManager[None]:
+    """Call a function with the number of each optimizer step, from 1, before the step."""
+
+    def watched(train_step, stack, optimizer, *rest):
+        action(optimizer.step + 1)
+        return train_step(stack, optimizer, *rest)
+
+    return around_steps(watched)
 
 
 def interrupting(*steps: int, by: int = signal.SIGINT) -> AbstractContextManager[None]:
@@ -42,6 +49,18 @@ def failing(step: int, error: BaseException | None = None) -> AbstractContextMan
             raise error or OSError(28, "No space left on device")
 
     return before_steps(fail)
+
+
+@contextmanager
+def full_disk_at_export() -> Iterator[None]:
+    """Fail to write the outcome of a run, the last file of an export."""
+
+    def full(*arguments: object) -> None:
+        raise ResourceError("no space left")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export, "write_outcome", full)
+        yield
 
 
 @contextmanager

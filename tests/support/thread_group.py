@@ -113,7 +113,7 @@ class Coming:
         raise PeerFailed(f"nothing has come: {self._hub.failed}", 1, -1)
 
 
-def together(size: int, work: Callable[[M], T], kind: type[M] = Member) -> list[T]:  # type: ignore[assignment]
+def together(size: int, work: Callable[[M], T], kind: Callable[[Hub, int], M] = Member) -> list[T]:  # type: ignore[assignment]
     """Run a function on every rank at once; return the results, or raise the first error that is no PeerFailed."""
     hub = Hub(size)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from support.fake_cuda import pretend_cuda
 from support.thread_group import Hub, Member
 
 from gptj_ft.errors import UsageError
@@ -17,13 +18,6 @@ from gptj_ft.planning.resources import free_resources
 from gptj_ft.system import accelerator
 from gptj_ft.system.accelerator import NARROW_SUMS, sum_in_fp32
 from gptj_ft.system.machine import choose_device
-
-
-def pretend_cuda(patch: pytest.MonkeyPatch, count: int, current: int = 0, **more: Callable[..., object]) -> None:
-    """Make `torch.cuda` report some devices; ``more`` replaces further functions of the module."""
-    facts = {"is_available": lambda: True, "device_count": lambda: count, "current_device": lambda: current}
-    for name, function in {**facts, "set_device": lambda device: None, **more}.items():
-        patch.setattr(torch.cuda, name, function)
 
 
 def test_cuda_device_number_must_exist(monkeypatch: pytest.MonkeyPatch) -> None:

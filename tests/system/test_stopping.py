@@ -21,7 +21,7 @@ from types import FrameType
 import pytest
 import torch
 from support.small_run import assert_same_weights, new_run, small_session, train, weights_of
-from support.steps import before_steps, failing
+from support.steps import around_steps, before_steps, failing, full_disk_at_export
 
 from gptj_ft.cli.html import run_page
 from gptj_ft.cli.terminal.progress import TerminalReporter
@@ -242,19 +242,18 @@ def test_second_signal_exits_with_saved_state(
     place: str, save_every: int, model: Path, tmp_path: Path, clock: list[float], capfd: pytest.CaptureFixture[str]
 ) -> None:
     session = small_session(model, STEPS, save_every=save_every, weights=place, optimizer_state=place)
-    run, step, taken = begun_run(session, tmp_path), compute.train_step, []
+    run, taken = begun_run(session, tmp_path), []
 
-    def insisting(stack, optimizer, *rest):
+    def insisting(train_step, stack, optimizer, *rest):
         taken.append(optimizer.step)
         if len(taken) == 2:
             stack.drain()  # so that what is on the disk does not depend on how fast it is
             os.kill(os.getpid(), signal.SIGINT)
             clock[0] += 1.0
             os.kill(os.getpid(), signal.SIGINT)
-        return step(stack, optimizer, *rest)
+        return train_step(stack, optimizer, *rest)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compute, "train_step", insisting)
+    with pytest.MonkeyPatch.context() as patch, around_steps(insisting):
         patch.setattr(loop.Training, "_is_recorded", lambda self: False)  # of this no process would be left
         with pytest.raises(Ended, match="130"):
             train(session, run)
@@ -554,14 +553,8 @@ def test_half_updated_layer_is_never_saved(model: Path, tmp_path: Path, monkeypa
 def test_failed_export_leaves_checkpoint(model: Path, straight: dict[str, torch.Tensor], tmp_path: Path) -> None:
     session = small_session(model, STEPS, weights="host", optimizer_state="host")
     run = begun_run(session, tmp_path)
-
-    def full(*arguments: object) -> None:
-        raise ResourceError("no space left")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export, "write_outcome", full)
-        with pytest.raises(ResourceError), saved_state_in_errors(run):
-            train(session, run)
+    with full_disk_at_export(), pytest.raises(ResourceError), saved_state_in_errors(run):
+        train(session, run)
     assert steps_done(run) == STEPS
     train(session, run)
     assert_same_weights(weights_of(run.model), straight)

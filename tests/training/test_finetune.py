@@ -13,12 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import GPT2_SHAPES, random_gpt2
-from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from support.fork_server import ForkServer
-from support.hub_server import serve
+from support.hub_server import serve, set_hub_constants
 from support.small_run import small_session
-from support.steps import failing, infinite_gradient, interrupting
+from support.steps import failing, full_disk_at_export, infinite_gradient, interrupting
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gptj_ft.cli.terminal.tables import cautions
@@ -53,7 +52,7 @@ def test_the_six_commands_end_to_end(
     # A tiny model stands on a server that speaks the Hub's protocol, as EleutherAI/gpt-j-6b.
     published = tiny_model(Recipe(model=tiny), identify(rows_file))
     published = published.rename(tmp_path / "published")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    set_hub_constants(monkeypatch, HF_HUB_OFFLINE=False)
     with serve(published) as server:
         done = shell(f"download --endpoint {server.url} --json")
     assert done.code == 0, done.err
@@ -258,19 +257,22 @@ class FakeClock:
     """Time passes with steps, flushes, validations, checkpoints and the export, and with nothing else."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from gptj_ft.streaming import adamw
+        from gptj_ft.streaming.adamw import AdamW
         from gptj_ft.training import checkpoint, compute, loop
         from gptj_ft.training.validation import Validator
 
         self.elapsed = 0.0
-        monkeypatch.setattr(time, "monotonic", lambda: self.elapsed)
         takes = {"step": 100.0, "flush": 30.0, "validation": 30.0, "save": 30.0, "export": 30.0}
-        monkeypatch.setattr(loop, "forecast_seconds", lambda session: takes)
-        for owner, name, seconds in (
-            (compute, "train_step", 100), (Validator, "validate", 30), (checkpoint, "save_checkpoint", 30),
-            (loop, "export_model", 30), (adamw.AdamW, "flush", 30),
-        ):  # fmt: skip
-            monkeypatch.setattr(owner, name, self._slow(getattr(owner, name), seconds))
+        for owner, name, function in (
+            (time, "monotonic", lambda: self.elapsed),
+            (loop, "forecast_seconds", lambda session: takes),
+            (compute, "train_step", self._slow(compute.train_step, 100)),
+            (Validator, "validate", self._slow(Validator.validate, 30)),
+            (checkpoint, "save_checkpoint", self._slow(checkpoint.save_checkpoint, 30)),
+            (loop, "export_model", self._slow(loop.export_model, 30)),
+            (AdamW, "flush", self._slow(AdamW.flush, 30)),
+        ):
+            monkeypatch.setattr(owner, name, function)
 
     def _slow(self, operation, seconds: float):
         def slow(*arguments, **settings):
@@ -365,15 +367,8 @@ def test_resume_refuses_what_would_change_the_numbers(shell, rows_file: Path) ->
     assert (done.code, "is not a run folder" in done.err) == (2, True)
 
 
-def test_failed_export_loses_no_model(shell, rows_file: Path, monkeypatch) -> None:
-    from gptj_ft.errors import ResourceError
-    from gptj_ft.training import export
-
-    def full(*arguments, **settings):
-        raise ResourceError("disk full")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(export, "write_outcome", full)
+def test_failed_export_loses_no_model(shell, rows_file: Path) -> None:
+    with full_disk_at_export():
         done = shell(f"{TINY} --max-steps 2 --output out")
     assert done.code == 4
     assert "finetune --resume out" in done.err

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
+from support.os_calls import wrap_calls
 from support.small_run import assert_same_weights, new_run, small_session, train, weights_of, with_options
 from support.steps import failing, scripted_losses
 
@@ -148,7 +149,7 @@ def test_checkpoints_are_copied_without_hard_links(
     def refuse(*_: object) -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
-    monkeypatch.setattr(os, "link", refuse)
+    wrap_calls(monkeypatch, ["link"], lambda _: refuse)
     session = small_session(model, STEPS, save_every=3, keep="all", validate_every=2)
     run = new_run(tmp_path)
     stop_run(session, run, 7)
@@ -172,7 +173,7 @@ def test_full_disk_during_checkpoint_exits_4(model: Path, straight: Run, tmp_pat
         link(source, target)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "link", fill)
+        wrap_calls(patch, ["link"], lambda _: fill)
         with pytest.raises(ResourceError, match="no space left on the disk while writing checkpoint"):
             train(session, run)
     assert not list(run.checkpoints.iterdir())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,7 @@ def test_failing_tracker_is_reported_once(when, tmp_path, monkeypatch) -> None:
 
 
 def test_missing_tracker_fails_before_reading_rows(shell, monkeypatch) -> None:
-    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "wandb", None)
     done = shell("finetune --recipe summarization --model tiny --data none.jsonl --report-to wandb")
     assert (done.code, "pip install wandb" in done.err) == (2, True)
     assert len(done.err.splitlines()) == 1
