@@ -53,7 +53,7 @@ def failing(step: int, error: BaseException | None = None) -> AbstractContextMan
 
 @contextmanager
 def full_disk_at_export() -> Iterator[None]:
-    """Fail to write the outcome of a run, the last file of an export."""
+    """Fail to write the model of a run, as on a full disk."""
 
     def full(*arguments: object) -> None:
         raise ResourceError("no space left")
