@@ -11,6 +11,7 @@ from pathlib import Path
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.run_folder import COMMIT, MANIFEST, STEP_FOLDER, Run
 from gptj_ft.errors import UsageError, did_you_mean
+from gptj_ft.evaluation.comparison import LOWER_IS_BETTER
 from gptj_ft.evaluation.metrics import score_names
 from gptj_ft.streaming.adamw import AdamW
 from gptj_ft.streaming.offloaded_model import OffloadedModel
@@ -154,8 +155,8 @@ def kept_steps(recipe: Recipe, steps: Iterable[int], best: int | None) -> set[in
 
 
 def is_better(name: str, value: float, other: float) -> bool:
-    """Compare two values: lower losses and higher scores are better, and any value is better than NaN."""
-    return math.isnan(other) or (value < other if name == LOSS else value > other)
+    """Compare two values of a score; any value is better than NaN."""
+    return math.isnan(other) or (value < other if name in (LOSS, *LOWER_IS_BETTER) else value > other)
 
 
 def check_keep(recipe: Recipe, num_validation_rows: int) -> None:

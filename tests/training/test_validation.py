@@ -104,6 +104,8 @@ def test_patience_without_validations_is_rejected(options: dict, complaint: str)
 def test_lower_losses_and_higher_scores_are_better() -> None:
     assert is_better("validation_loss", 1.0, 2.0)
     assert not is_better("validation_loss", 2.0, 2.0)
+    assert is_better("mse", 0.1, 0.5)
+    assert not is_better("mse", 0.5, 0.1)
     assert is_better("f1", 2.0, 1.0)
     assert not is_better("f1", 1.0, 1.0)
     assert is_better("f1", 0.0, float("nan")), "the best so far was chosen by something else"
