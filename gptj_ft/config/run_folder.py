@@ -267,8 +267,9 @@ def choose_folder(recipe: Recipe) -> Path:
         return next(path for n in range(1, sys.maxsize) if not (path := RUNS / f"{recipe.recipe}-{n}").exists())
     folder = Path(recipe.output).expanduser()
     if os.path.lexists(folder):
-        resume = resume_command(Run(folder))
-        raise UsageError(f"{folder} exists: choose another --output, or resume that run with `{resume}`")
+        run = Run(folder)
+        other = f", or resume that run with `{resume_command(run)}`" if run.recipe_file.exists() else ""
+        raise UsageError(f"{folder} exists: choose another --output{other}")
     return folder
 
 
