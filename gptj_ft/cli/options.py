@@ -112,6 +112,7 @@ def takes_options(
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        """Return the command with flags in place of its parameter ``options``."""
         names = {field.rpartition(".")[2]: field for field in fields}
         flags = [
             Parameter(

@@ -198,7 +198,9 @@ class SchedulePiece(Options):
 
 def _reaches_the_peak(pieces: tuple[SchedulePiece, ...]) -> tuple[SchedulePiece, ...]:
     if all(1.0 not in (piece.start, piece.end) for piece in pieces):
-        raise PydanticCustomError("pieces", "start and end are fractions of lr, so one of them must be 1")
+        raise PydanticCustomError(
+            "pieces", "no piece reaches lr: start and end are fractions of lr, so one of all of them must be 1"
+        )
     return pieces
 
 
@@ -292,7 +294,7 @@ class Recipe(Options):
     encoding: Encoding = "auto"
     """text encoding, e.g. cp1252, utf-16, shift_jis; auto: UTF-8, UTF-16, or Windows-1252 with a note"""
     sheet: str = ""
-    """spreadsheet sheet to read; empty: the first"""
+    """spreadsheet sheet to read; empty: the first visible one"""
     header: Names = ()
     """column names for a table without a header line; empty: the first line is the header"""
     max_record: ByteSize = MOST_RECORD_BYTES

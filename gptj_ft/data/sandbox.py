@@ -78,7 +78,7 @@ class Budget:
             raise jinja2.TemplateRuntimeError("stopped: it repeats or writes far more than a prompt needs")
 
     def weigh(self, *values: Any) -> None:
-        """Charge for values and everything nested in them."""
+        """Charge for values and everything nested in them; raise as `charge` does."""
         waiting = list(values)
         while waiting:
             value = waiting.pop()

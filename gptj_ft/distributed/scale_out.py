@@ -323,7 +323,12 @@ class _Replica:
         return max(1, math.ceil(self.workload.step.num_micro_batches))
 
     def node(self, part: Workload, ranks: Sequence[int]) -> NodeRequirements:
-        """Plan the layers of a machine, and forecast its passes."""
+        """Plan the layers of a machine, and forecast its passes.
+
+        Args:
+            part: workload of the machine's layers.
+            ranks: stages whose machines have equal layers, and so the same plan.
+        """
         job, workload = self.job, self.workload
         largest = max(layout.numel for layout in part.layouts)
         # Hidden states in both directions. Four gradients: sent, received, sum, and that of the next layer.

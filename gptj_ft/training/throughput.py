@@ -100,7 +100,7 @@ class Stopwatch:
         self._offloaded, self._start, self._before = offloaded, time.monotonic(), _counters(offloaded)
 
     def read(self, tokens: int, target_tokens: int) -> StepCounts:
-        """Return the counts of a step; the arguments are its tokens."""
+        """Return the counts since construction, without a reset; the arguments are the step's tokens."""
         # Not at the top of the file: the terminal imports this module without torch.
         from gptj_ft.system import machine
         from gptj_ft.system.accelerator import peak_device_memory

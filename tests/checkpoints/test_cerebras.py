@@ -117,7 +117,7 @@ def test_mdl_pickle_is_ignored_step_is_read(tmp_path: Path, state: State, params
         ("num_hidden_layers: 2 -> num_hidden_layers: 3", "missing"),
     ],
 )
-def test_unsupported_parameters_are_rejected(
+def test_unsupported_or_wrong_config_is_rejected(
     tmp_path: Path, state: State, params: Path, change: str, reason: str
 ) -> None:
     old, _, new = change.partition(" -> ")

@@ -163,7 +163,7 @@ def test_short_documents_are_skipped_in_training_only(bert: Any) -> None:
     assert [(row["texts"], row["targets"]) for row in done.rows] == [([SENTENCES[0]], [0]), (["It rains ."], [0])]
 
 
-def test_sentence_limits_match_presumm(bert: Any) -> None:
+def test_document_is_cut_to_100_sentences(bert: Any) -> None:
     rows = [{"document": ["the river " * 150, *SENTENCES * 40], "summary": SUMMARY}]
     (row,) = prepared(bert, rows, max_length=5000).rows
     assert len(row["texts"]) == 100

@@ -244,7 +244,7 @@ def test_received_run_appends_to_no_user_file(made: Made, tmp_path: Path, shell:
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling", "folder", "pipe"])
-def test_special_files_stay_unopened(kind: str, tmp_path: Path) -> None:
+def test_links_and_pipes_in_runs_stay_unopened(kind: str, tmp_path: Path) -> None:
     def put(path: Path) -> None:
         files.remove(path)
         if kind in ("link", "dangling"):

@@ -122,10 +122,10 @@ def test_zero_rate_at_last_step_is_rejected(num_steps: int) -> None:
     [
         ("cosin", "schedule: Input should be 'linear', 'cosine', 'constant' or 'inverse_sqrt', not 'cosin'"),
         ("5", "schedule: expected linear, cosine, constant, inverse_sqrt or a list of pieces, not 5"),
-        ("[]", "one of them must be 1"),
+        ("[]", "one of all of them must be 1"),
         (
             "[{shape: linear, end: 5e-5, steps: 3}]",
-            "schedule: start and end are fractions of lr, so one of them must be 1",
+            "schedule: no piece reaches lr: start and end are fractions of lr, so one of all of them must be 1",
         ),
         ("[{shape: linear, from: 0, to: 1, steps: 3}]", "unknown option 'schedule.0.from' (known: shape, start,"),
         ("[{shape: linear, ed: 1, steps: 3}]", "unknown option 'schedule.0.ed' (did you mean 'end'?)"),

@@ -59,7 +59,7 @@ def oracle_sentences(sentences: Sequence[str], summary: str | Sequence[str], mos
     The oracle labels of PreSumm (``greedy_selection``; Liu and Lapata 2019, section 3.1). N-grams are sets, without
     stemming. All characters except ASCII letters, digits and blanks are deleted before splitting into words, so "don't"
     is one word. Case matters: PreSumm's corpora are in lower case. Bigrams do not cross the ends of selected sentences,
-    but those of the summary's sentences. The first of equally good sentences wins.
+    but do cross those of the summary's sentences. The first of equally good sentences wins.
 
     Args:
         sentences: the document; the first `MAX_SENTENCES` are candidates.

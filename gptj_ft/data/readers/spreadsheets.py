@@ -55,7 +55,7 @@ def read_workbook(file: File, findings: Findings) -> Iterator[Row]:
 
 
 def _choose_sheet(file: File, sheets: Sequence[Any], findings: Findings) -> Any:
-    """Return the sheet to read, and note the others."""
+    """Return the sheet that the option names, else the first visible one; note that there are others."""
     names = [str(sheet.title) for sheet in sheets]
     shown = ", ".join(f"'{shortened(name)}'" for name in names[:SHEETS_SHOWN])
     if wanted := file.options.sheet:
