@@ -99,7 +99,7 @@ def train_step(
     up.close()
     backward(step, layers, gradients, kept)
     down.close()
-    # Every process needs the loss; the one with the head has it.
+    # With layers shared out, only the owner of the head has computed the loss.
     return model.exchange.broadcast_losses([loss] if loss else None)[0]
 
 
@@ -148,7 +148,7 @@ def forward(
         The inputs of the head, [T, D] per micro-batch; empty if `up` has sent them.
     """
     model = layers.model
-    # `local_layers` are all layers, unless several processes share them.
+    # All layers are local unless the exchange shares them out.
     num_layers = sum(layer < len(model.layers) - 1 for layer in model.local_layers)
     hidden: list[Tensor] = [batch.tokens_T for batch in batches]
     # Decoding never trains on its tensors. inference_mode skips more of autograd's bookkeeping than no_grad.
