@@ -290,9 +290,12 @@ def test_differing_result_is_discarded(tmp_path: Path, source: Path, wrap_reads:
 
 def flip_bit(path: Path) -> None:
     """Flip one bit near the end of a file's data."""
-    data = bytearray(path.read_bytes())
-    data[-100] ^= 1
-    path.write_bytes(data)
+    # In place: another thread may be reading the file, and must not find it truncated.
+    with path.open("r+b") as file:
+        file.seek(-100, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-100, os.SEEK_END)
+        file.write(bytes([byte ^ 1]))
 
 
 def test_disk_bit_flip_fails_verification(tmp_path: Path, source: Path, wrap_reads: Wrap) -> None:

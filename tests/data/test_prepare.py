@@ -196,7 +196,7 @@ def test_skipping_all_rows_says_why(tokenizer, tmp_path):
         tokenize_rows(TokenizeJob.of(recipe(), tokenizer, path, VOCAB))
 
 
-def test_too_long_row_error_names_file_and_line(tokenizer, tmp_path):
+def test_long_row_error_names_file_and_line(tokenizer, tmp_path):
     path = json_lines(tmp_path / "a.jsonl", [{"note": "a", "summary": "b"}, {"note": WORDS * 9, "summary": "b"}])
     with pytest.raises(DataError, match=r"a\.jsonl:2: \d+ tokens with EOS, max_length is 60"):
         tokenize_rows(TokenizeJob.of(recipe(on_long="error", max_length=60), tokenizer, path, VOCAB))
