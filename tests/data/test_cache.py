@@ -7,10 +7,10 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.full_disk import fill_disk
 from support.tiny_tokenizer import make_tokenizer
 
 from gptj_ft.config.options import Recipe
@@ -98,11 +98,11 @@ def test_damaged_cache_entry_is_rebuilt(rows: Path, made: list[Path]) -> None:
 
 @pytest.mark.parametrize("problem", ["full disk", "file in place of the folder"])
 def test_unwritable_cache_only_repeats_work(
-    problem: str, rows: Path, made: list[Path], monkeypatch: pytest.MonkeyPatch
+    problem: str, rows: Path, made: list[Path], fill_disk: Callable[..., None]
 ) -> None:
     make_home()
     if problem == "full disk":
-        fill_disk(monkeypatch)
+        fill_disk()
     else:
         cache.cache_folder().write_text("")
     for _ in range(2):

@@ -8,13 +8,13 @@ import gzip
 import json
 import os
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.full_disk import fill_disk
 from support.os_calls import wrap_calls
 
 from gptj_ft.config.resolve import resolve
@@ -409,9 +409,9 @@ def test_missing_model_is_reported_before_writing(tmp_path: Path, shell: Any) ->
 
 
 @pytest.mark.parametrize("call", [1, 2])
-def test_a_full_disk_leaves_nothing(call: int, tmp_path: Path, shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_nothing(call: int, tmp_path: Path, shell: Any, fill_disk: Callable[..., None]) -> None:
     source = write_rows(tmp_path / "rows.jsonl", [{"note": "a", "summary": "b"}])
-    fill_disk(monkeypatch, call)
+    fill_disk(after=call - 1)
     done = shell(f"{TYPED} --fix --data {source}")
     assert done.code == 4
     assert "no space left on the disk while writing" in done.err

@@ -9,7 +9,6 @@ from pathlib import Path
 import pyarrow
 import pytest
 from pyarrow import parquet
-from support.full_disk import fill_disk
 from support.tiny_tokenizer import make_tokenizer
 
 from gptj_ft.config.resolve import resolve
@@ -242,8 +241,8 @@ def test_unwritable_folder_is_usage_error(prepared, tmp_path):
         save_dataset(prepared, tmp_path / "file" / "data")
 
 
-def test_full_disk_leaves_no_files(prepared, tmp_path, monkeypatch):
-    fill_disk(monkeypatch)
+def test_full_disk_leaves_no_files(prepared, tmp_path, fill_disk):
+    fill_disk()
     with pytest.raises(ResourceError, match="no space left"):
         save_dataset(prepared, tmp_path / "data")
     assert [path.name for path in tmp_path.iterdir() if path.name != "home"] == ["notes.jsonl"]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import io
 import json
 import re
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
-from support.full_disk import fill_disk
 from support.tiny_tokenizer import make_tokenizer
 
 from gptj_ft.cli.data_facts import data_facts
@@ -222,11 +222,11 @@ def test_a_report_that_exists_is_left_alone(tmp_path: Path, shell: Any, own_home
     assert not own_home.exists()
 
 
-def test_full_disk_leaves_no_partial_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_leaves_no_partial_report(tmp_path: Path, fill_disk: Callable[..., None]) -> None:
     recipe = resolve({"recipe": "summarization"}, environment={}).recipe
     facts = data_facts(tokenize_rows(TokenizeJob.of(recipe, make_tokenizer(), Path("rows.jsonl"), 50400)), recipe)
     before = {path.name for path in tmp_path.iterdir()}
-    fill_disk(monkeypatch)
+    fill_disk()
     for name in ("out.html", "out.json"):
         with pytest.raises(ResourceError, match=f"no space left on the disk while writing {name}"):
             write_new(Path(name), data_report(Path(name).suffix, facts, recipe))
