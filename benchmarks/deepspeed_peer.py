@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from same_work import LOSSES, SHAPE, SHAPES, Step, Work, decay_groups, make_model, open_model
+from same_work import GPT2_SHAPES, LOSSES, SHAPE, Step, Work, decay_groups, make_model, open_model
 
 DEEPSPEED = "0.19.8"
 MODES = ("nvme", "recompute", "optimizer", "ram")
@@ -154,13 +154,13 @@ def main(words: Sequence[str]) -> None:
     options.add_argument(
         "--loss", choices=LOSSES, default="targets", help="positions that DeepSpeed's head computes on"
     )
-    options.add_argument("--size", choices=SHAPES, help="depth and width; default: 8 blocks x n_embd 1024")
+    options.add_argument("--size", choices=GPT2_SHAPES, help="depth and width; default: 8 blocks x n_embd 1024")
     arguments = options.parse_args(words)
     folder: Path = arguments.work
     folder.mkdir(parents=True)
     place = (arguments.environment or folder / "environment").absolute()
     environment = make_environment(place)
-    make_model(folder / "model", arguments.tokenizer, {**SHAPE, **SHAPES.get(arguments.size, {})})
+    make_model(folder / "model", arguments.tokenizer, {**SHAPE, **GPT2_SHAPES.get(arguments.size, {})})
     watched, run = finetune(arguments, arguments.variant)
     runs, work = {f"gptj-ft, {arguments.variant}": watched}, Work.of(run)
     work.save(folder / "work.json")

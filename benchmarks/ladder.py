@@ -3,22 +3,24 @@
     plain        rows padded to the longest of their batch, eager attention, logits of every position, fused AdamW
     grouped      + batches of rows of like lengths: the same rows, sorted
     targets      + the head on positions that carry a target only
-    sdpa         + torch's fused attention, which `transformers` has for GPT-2
+    sdpa         + torch's fused attention, which `transformers` has for these models
     compile      + torch.compile of the blocks, for any length
     recompute    sdpa with gradient checkpointing: less memory, more time
+    trl          TRL's SFTTrainer with its defaults (it recomputes activations), on the same rows; needs `trl`
     ours         gptj-ft, in the placement that it chooses by itself
     ours-disk    gptj-ft, weights and state on disk
     ours-capped  gptj-ft, planned for 0.6 times the memory of the best of the loops that ran
 
-Each rung runs in fp32 and in bf16: the loops by autocast. Models are random, of GPT-2's shape with exact GELU (as
-Cerebras-GPT has it, and kinder to the loops' memory); clipping is on. Each run is a separate process, watched from
-outside; all rungs take their turn before the next begins. The first step is not timed: it compiles and warms up.
+Each rung runs in fp32 and in bf16: the loops by autocast. Models are random: of GPT-2's shape with exact GELU (as
+Cerebras-GPT has it, and kinder to the loops' memory), or of a released model's; clipping is on. Each run is a separate
+process, watched from outside; all rungs take their turn before the next begins. The first step is not timed: it
+compiles and warms up.
 
     python benchmarks/ladder.py --data train.jsonl --tokenizer gpt2/ --work /tmp/ladder --size 760M --batch-size 4
-    python benchmarks/ladder.py ... --method lora
+    python benchmarks/ladder.py --data train.jsonl --model SmolLM2-135M-Instruct/ --work /tmp/ladder --method lora
 
-With `--method lora` every rung trains adapters of rank 8 on the attention's `c_attn` alone, the loops those of PEFT,
-from equal values.
+`--size` names a shape of `same_work.py`, `--model` is a folder to copy. With `--method lora` every rung trains adapters
+of rank 16 on all linear layers of the blocks, the loops those of PEFT, from equal values.
 
 A loop keeps 16 bytes per parameter, 4 of a frozen one, and its activations in RAM. A rung that does not fit, by an
 estimate that errs low, or that needs a missing compiler, is skipped with the reason. gptj-ft is compared with the best
@@ -35,6 +37,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -49,23 +52,34 @@ from typing import Any
 import psutil
 import torch
 import torch.nn.functional as F
-from same_work import ADAPTERS, SHAPES, Step, Work, loss_of_all_positions, loss_of_targets, take_steps, with_adapters
+from same_work import (
+    SHAPES,
+    Step,
+    Work,
+    adapter_options,
+    loss_of_all_positions,
+    loss_of_targets,
+    open_model,
+    take_steps,
+    with_adapters,
+)
 from side_by_side import Watched, finetune, parser, run_of, watch
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from gptj_ft.errors import ResourceError
 from gptj_ft.models.linear import multiply
 from gptj_ft.system.cgroup import NoCgroup, limited_memory
 
-VOCABULARY = 50257
 LOOPS = ("plain", "grouped", "targets", "sdpa", "compile", "recompute")
+TRL = "trl"
 WITH_ALL_LOGITS, WITH_EAGER_ATTENTION = LOOPS[:2], LOOPS[:3]
 OURS = {"ours": "auto", "ours-disk": "disk", "ours-capped": "auto"}
 CAP = 0.6  # share of the memory of the best loop that `ours-capped` may use
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# Of GPT-2, saved for backward of a block: elements of n_embd a token, and matrices of scores of the eager attention.
-SAVED, SCORES = 17, 3
+# Saved for backward of a block, at least: elements of the width and of the MLP's width a token, and matrices of scores
+# of the eager attention.
+SAVED, SAVED_INNER, SCORES = 7, 2.5, 3
 PROCESS_BYTES, SPARED_BYTES = 0.5e9, 0.5e9
 # Product shapes: tokens x columns x rows of the matrix.
 PRODUCT_TOKENS = (256, 512, 1024, 2048)
@@ -88,14 +102,29 @@ class Ladder:
     """The work that all rungs share.
 
     Attributes:
-        shape: shape of the model, under Hugging Face's names.
+        config: config of the model, of `transformers`.
+        targets: linear layers of its blocks, by the ends of their names.
+        block_parameters: parameters in matrix products of all blocks.
         work: steps in the order of `gptj-ft`; the first is not timed.
         trains_adapters: whether all but adapters is frozen: gradients of weights are not computed.
     """
 
-    shape: Mapping[str, int]
+    config: Any
+    targets: tuple[str, ...]
+    block_parameters: int
     work: Work
     trains_adapters: bool = False
+
+    @classmethod
+    def of(cls, folder: Path, work: Work, trains_adapters: bool) -> Ladder:
+        config = AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            named = AutoModelForCausalLM.from_config(config).base_model.named_parameters()
+        inner = {
+            name: parameter.numel() for name, parameter in named if parameter.ndim > 1 and re.search(r"\.\d+\.", name)
+        }
+        targets = dict.fromkeys(name.removesuffix(".weight").rpartition(".")[2] for name in inner)
+        return cls(config, tuple(targets), sum(inner.values()), work, trains_adapters)
 
     @property
     def passes(self) -> float:
@@ -103,18 +132,13 @@ class Ladder:
         return 4.0 if self.trains_adapters else 6.0
 
     @property
-    def block_parameters(self) -> int:
-        """Number of parameters in matrix products of all blocks."""
-        return 12 * self.shape["n_layer"] * self.shape["n_embd"] ** 2
-
-    @property
     def head_parameters(self) -> int:
-        return VOCABULARY * self.shape["n_embd"]
+        return int(self.config.vocab_size * self.config.hidden_size)
 
     def steps_of(self, loop: str) -> list[Step]:
         """Return a loop's steps; from ``grouped`` on, the rows of the timed steps are sorted by length."""
         first, *timed = self.work.steps
-        if loop == "plain":
+        if loop in ("plain", TRL):
             return self.work.steps
         rows = sorted((row for step in timed for row in step.rows()), key=lambda row: row.num_tokens)
         size, together = len(first.documents), [first]
@@ -127,14 +151,16 @@ class Ladder:
     def needs(self, loop: str) -> float:
         """Estimate the peak memory of a loop in fp32, in bytes."""
         state = (4 if self.trains_adapters else 16) * (self.block_parameters + self.head_parameters)
-        width, layers, heads = (self.shape[name] for name in ("n_embd", "n_layer", "n_head"))
+        config = self.config
+        width, layers, heads = config.hidden_size, config.num_hidden_layers, config.num_attention_heads
+        inner = getattr(config, "intermediate_size", 4 * width)
         peaks = []
         for step in self.steps_of(loop):
             tokens, longest = step.num_padded, max(map(len, step.documents))
             scores = SCORES * tokens * longest * heads if loop in WITH_EAGER_ATTENTION else 0
-            block = SAVED * tokens * width + scores
+            block = tokens * (SAVED * width + SAVED_INNER * inner) + scores
             blocks = layers * tokens * width + block if loop == "recompute" else layers * block
-            peaks.append(blocks + 3 * VOCABULARY * (tokens if loop in WITH_ALL_LOGITS else step.num_targets))
+            peaks.append(blocks + 3 * config.vocab_size * (tokens if loop in WITH_ALL_LOGITS else step.num_targets))
         return state + 4 * max(peaks) + PROCESS_BYTES
 
     def model_flops(self) -> float:
@@ -154,10 +180,10 @@ class Ladder:
         return (self.passes + again) * padded * self.block_parameters + self.passes * logits * self.head_parameters
 
 
-def train(model: GPT2LMHeadModel, work: Work, loop: str, precision: str) -> Iterator[float]:
+def train(model: Any, work: Work, loop: str, precision: str) -> Iterator[float]:
     """Train a model with a loop; yield the loss of each step."""
     if loop == "compile":
-        for block in model.transformer.h:
+        for block in next(module for module in model.base_model.modules() if isinstance(module, torch.nn.ModuleList)):
             block.compile(dynamic=True)
     if loop == "recompute":
         model.enable_input_require_grads()  # that of frozen embeddings has none
@@ -175,14 +201,60 @@ def train(model: GPT2LMHeadModel, work: Work, loop: str, precision: str) -> Iter
 def run_loop(arguments: argparse.Namespace) -> None:
     """Run a loop in this process."""
     loop, precision = arguments.loop.split(",")
-    attention = "eager" if loop in WITH_EAGER_ATTENTION else "sdpa"
-    model = GPT2LMHeadModel.from_pretrained(
-        arguments.work / "model", dtype=torch.float32, attn_implementation=attention
-    ).train()
-    if arguments.method == "lora":
-        model = with_adapters(model, ("c_attn",)).get_base_model()
     work = Work.load(arguments.work / f"work-{loop}.json")
-    work.write_losses(train(model, work, loop, precision), arguments.work / "loop.jsonl")
+    lines = arguments.work / "loop.jsonl"
+    if loop == TRL:
+        run_trl(arguments, precision, work, lines)
+        return
+    model = open_model(arguments.work / "model", attention="eager" if loop in WITH_EAGER_ATTENTION else "sdpa")
+    if arguments.method == "lora":
+        targets = Ladder.of(arguments.work / "model", work, True).targets
+        model = with_adapters(model, targets).get_base_model()
+    work.write_losses(train(model, work, loop, precision), lines)
+
+
+def run_trl(arguments: argparse.Namespace, precision: str, work: Work, lines: Path) -> None:
+    """Train with TRL's trainer and its defaults, on the same rows in the same order."""
+    from datasets import Dataset
+    from peft import LoraConfig
+    from torch.utils.data import SequentialSampler
+    from transformers import TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+    rows = [
+        (row, prompt) for step in work.steps for row, prompt in zip(step.documents, step.prompt_lengths, strict=True)
+    ]
+    data = {
+        "input_ids": [row for row, _ in rows],
+        "completion_mask": [[0] * prompt + [1] * (len(row) - prompt) for row, prompt in rows],
+    }
+
+    class Losses(TrainerCallback):
+        """Writes a line per step."""
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
+            if logs and "loss" in logs:
+                step = work.steps[state.global_step - 1]
+                line = {"step": state.global_step, "loss": logs["loss"], "tokens": step.num_tokens}
+                with lines.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(line) + "\n")
+
+    class InOrder(SFTTrainer):
+        """Keeps the order of the rows."""
+
+        def _get_train_sampler(self, *args: Any, **more: Any) -> SequentialSampler:
+            return SequentialSampler(data_set)
+
+    data_set = Dataset.from_dict(data)
+    settings = SFTConfig(
+        output_dir=str(arguments.work / "trl"), per_device_train_batch_size=len(work.steps[0].documents),
+        max_steps=len(work.steps), max_length=None, use_cpu=True, bf16=precision == "bf16", logging_steps=1,
+        save_strategy="no", report_to="none", completion_only_loss=True, disable_tqdm=True,
+        learning_rate=work.steps[0].lr,
+    )  # fmt: skip
+    adapters = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear") if arguments.method == "lora" else None
+    model = open_model(arguments.work / "model", attention="sdpa")
+    InOrder(model=model, args=settings, train_dataset=data_set, callbacks=[Losses()], peft_config=adapters).train()
 
 
 def take(results: Results, rung: str, precision: str, arguments: argparse.Namespace) -> Watched:
@@ -252,16 +324,17 @@ def rate_of(kernel: Callable[..., Tensor], shape: tuple[int, int, int], precisio
     return best
 
 
-def make_model(folder: Path, tokenizer: Path, shape: Mapping[str, int]) -> None:
-    """Write a random GPT-2 with its tokenizer (a folder with vocab.json and merges.txt)."""
+def make_model(arguments: argparse.Namespace) -> None:
+    """Write a random model with its tokenizer (a folder with vocab.json and merges.txt), or copy a folder."""
+    folder = arguments.work / "model"
+    if arguments.model:
+        shutil.copytree(arguments.model, folder)
+        return
     torch.manual_seed(0)
-    config = GPT2Config(
-        **shape, vocab_size=VOCABULARY, n_positions=1024, activation_function="gelu", resid_pdrop=0.0, embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    )  # fmt: skip
-    GPT2LMHeadModel(config).save_pretrained(folder)
+    config = dict(SHAPES[arguments.size])
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config)).save_pretrained(folder)
     for name in ("vocab.json", "merges.txt"):
-        shutil.copy(tokenizer / name, folder / name)
+        shutil.copy(arguments.tokenizer / name, folder / name)
 
 
 def first_look(arguments: argparse.Namespace, precision: str) -> tuple[Watched | Failed, Work]:
@@ -405,6 +478,10 @@ def compare(results: Results) -> None:
                 memory = results.peak(ours) / results.peak(loops[0])
                 print(f"{rung}, {precision}: {ratio_of(results, ours, loops[0])} the best of the {len(loops)} loops "
                       f"that ran ({loops[0][0]}), {memory:.2f}x its memory")  # fmt: skip
+        trl = TRL, precision
+        for ours in ((rung, precision) for rung in OURS if trl in results.runs and (rung, precision) in results.runs):
+            memory = results.peak(ours) / results.peak(trl)
+            print(f"{', '.join(ours)}: {ratio_of(results, ours, trl)} TRL, {memory:.2f}x its memory")
     plain, ours_that_ran = ("plain", "fp32"), [key for key in results.runs if key[0] in OURS]
     if plain in results.runs and ours_that_ran:
         best = max(ours_that_ran, key=results.speed)
@@ -422,7 +499,8 @@ def main() -> None:
     options = parser(__doc__)
     options.set_defaults(steps=2, batch_size=4, max_length=512)
     options.add_argument("--size", choices=SHAPES, default="1.3B")
-    options.add_argument("--rungs", default=",".join((*LOOPS, *OURS)))
+    options.add_argument("--model", type=Path, help="model folder instead of a size")
+    options.add_argument("--rungs", default=",".join((*LOOPS, TRL, *OURS)))
     options.add_argument("--precisions", default="fp32,bf16")
     options.add_argument("--turns", type=int, default=2)
     options.add_argument("--method", choices=("full", "lora"), default="full")
@@ -433,14 +511,15 @@ def main() -> None:
         return
     arguments.work.mkdir(parents=True)
     arguments.steps += 1  # the first is not timed
+    precisions, rungs = arguments.precisions.split(","), arguments.rungs.split(",")
+    make_model(arguments)
     if arguments.method == "lora":
-        arguments.set += ADAPTERS
-    shape, precisions, rungs = SHAPES[arguments.size], arguments.precisions.split(","), arguments.rungs.split(",")
-    make_model(arguments.work / "model", arguments.tokenizer, shape)
+        none = Work([], (0.0, 0.0), 0.0, 0.0, 0.0)
+        arguments.set += adapter_options(Ladder.of(arguments.work / "model", none, True).targets)
     rates = {precision: best_product(precision) for precision in precisions}
     # The steps are those of a run of gptj-ft: one that counts, if it is among the rungs.
     found, work = first_look(arguments, precisions[0])
-    results = Results(Ladder(shape, work, arguments.method == "lora"))
+    results = Results(Ladder.of(arguments.work / "model", work, arguments.method == "lora"))
     first = "ours", precisions[0]
     if "ours" in rungs:
         results.add(first, found)
@@ -457,7 +536,7 @@ def main() -> None:
     rates = {precision: max(rate, best_product(precision)) for precision, rate in rates.items()}
     order = [(rung, precision) for precision in precisions for rung in rungs]
     results.runs = {key: results.runs[key] for key in order if key in results.runs}
-    report(results, rates, arguments.size)
+    report(results, rates, str(arguments.model or arguments.size))
     check_losses(results.runs)
     shutil.rmtree(arguments.work)
     if results.failed:

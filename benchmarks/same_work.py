@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import GPTJConfig, GPTJForCausalLM
+from transformers import AutoModelForCausalLM, GPTJConfig, GPTJForCausalLM
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -24,13 +24,11 @@ if TYPE_CHECKING:
     from gptj_ft.config.run_folder import Run
 
 NO_TARGET = -100
-RANK, ADAPTER_SEED = 8, 0
-# Options of `gptj-ft finetune` for the adapters of `with_adapters`.
-ADAPTERS = ("method=lora", f"lora.rank={RANK}", f"lora.alpha={RANK}", f"seed={ADAPTER_SEED}", "optimizer_state=auto")
+RANK, ALPHA, ADAPTER_SEED = 16, 32, 0
 # 203,992,288 parameters.
 SHAPE = {"vocab_size": 50400, "n_positions": 1024, "n_embd": 1024, "n_layer": 8, "n_head": 16, "rotary_dim": 32}
 # Depths and widths, under the names of GPT-2's models of these sizes.
-SHAPES: Mapping[str, Mapping[str, int]] = {
+GPT2_SHAPES: Mapping[str, Mapping[str, int]] = {
     "tiny": {"n_layer": 4, "n_embd": 128, "n_head": 4},
     "124M": {"n_layer": 12, "n_embd": 768, "n_head": 12},
     "350M": {"n_layer": 24, "n_embd": 1024, "n_head": 16},
@@ -38,6 +36,33 @@ SHAPES: Mapping[str, Mapping[str, int]] = {
     "1.0B": {"n_layer": 18, "n_embd": 2048, "n_head": 16},
     "1.3B": {"n_layer": 24, "n_embd": 2048, "n_head": 16},
 }
+GPT2_PLAIN = {
+    "model_type": "gpt2", "vocab_size": 50257, "n_positions": 1024, "activation_function": "gelu", "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+}  # fmt: skip
+# Configs of released models; their weights are random here.
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    **{name: {**GPT2_PLAIN, **shape} for name, shape in GPT2_SHAPES.items()},
+    "SmolLM2-135M": {
+        "model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536,
+        "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5, "rope_theta": 100000.0, "tie_word_embeddings": True,
+    },
+    "Qwen3-0.6B": {
+        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072,
+        "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+        "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "tie_word_embeddings": True,
+    },
+    "Llama-3.2-1B": {
+        "model_type": "llama", "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192,
+        "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
+        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True,
+        "rope_scaling": {
+            "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -132,26 +157,32 @@ def make_model(folder: Path, tokenizer: Path, shape: Mapping[str, int] = SHAPE) 
         shutil.copy(tokenizer / name, folder / name)
 
 
-def open_model(folder: Path, dtype: torch.dtype = torch.float32) -> GPTJForCausalLM:
-    """Open the model with eager attention, the only one that `transformers` has for GPT-J on a CPU."""
-    return GPTJForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").train()
+def open_model(folder: Path, dtype: torch.dtype = torch.float32, attention: str = "eager") -> Any:
+    """Open a model for training; `transformers` has no other attention than "eager" for GPT-J on a CPU."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention).train()
 
 
-def with_adapters(model: Any, targets: Sequence[str]) -> PeftModel:
+def adapter_options(targets: Sequence[str], seed: int = ADAPTER_SEED) -> tuple[str, ...]:
+    """Return the options of `gptj-ft finetune` for the adapters of `with_adapters`."""
+    values = {"method": "lora", "lora.rank": RANK, "lora.alpha": ALPHA, "lora.targets": f"[{','.join(targets)}]"}
+    return tuple(f"{key}={value}" for key, value in {**values, "seed": seed, "optimizer_state": "auto"}.items())
+
+
+def with_adapters(model: Any, targets: Sequence[str], seed: int = ADAPTER_SEED) -> PeftModel:
     """Add PEFT adapters to a `transformers` model, with `gptj-ft`'s initial values.
 
     Args:
         model: model; its layers are changed in place.
-        targets: names of the linear layers that get one, in a block's attention.
+        targets: names of the linear layers of a block that get one.
     """
     from peft import LoraConfig, get_peft_model
 
     from gptj_ft.models.lora import initialise
 
-    adapted = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=RANK, target_modules=list(targets)))
+    adapted = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(targets)))
     for name, parameter in adapted.named_parameters():
-        if found := re.search(r"\.h\.(\d+)\.(attn\.\w+\.lora_[AB])\.", name):
-            initialise(found[2], parameter.data, (ADAPTER_SEED, int(found[1]) + 1))
+        if found := re.search(r"\.(?:h|layers)\.(\d+)\.(.+\.lora_[AB])\.", name):
+            initialise(found[2], parameter.data, (seed, int(found[1]) + 1))
     return adapted.train()
 
 
@@ -184,13 +215,13 @@ def loss_of_targets(model: Any, step: Step) -> Tensor:
     """Return the mean loss over a step's targets; the head runs on their positions only.
 
     Args:
-        model: GPT-2 or GPT-J of `transformers`: its head is apart from the rest.
+        model: decoder of `transformers` whose logits are the output embeddings' product, without caps or factors.
         step: rows of a step.
     """
     ids, mask, targets = pad(step.documents, step.prompt_lengths)
-    hidden = model.transformer(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+    hidden = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
     chosen = targets != NO_TARGET
-    return F.cross_entropy(model.lm_head(hidden[chosen]).float(), targets[chosen])
+    return F.cross_entropy(model.get_output_embeddings()(hidden[chosen]).float(), targets[chosen])
 
 
 LOSSES: Mapping[str, Callable[[Any, Step], Tensor]] = {"targets": loss_of_targets, "all": loss_of_all_positions}

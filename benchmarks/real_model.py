@@ -1,0 +1,219 @@
+"""Tune a real pretrained chat model by the command line and by `transformers`, and compare losses and scores.
+
+    python benchmarks/real_model.py --model SmolLM2-135M-Instruct/ --data dialogsum/ --work /tmp/real
+
+The model is any folder with a decoder whose head is apart from the rest (Llama's, Qwen's, GPT-2's shape). DATA has
+DialogSum's train.jsonl and val.jsonl. Three parts:
+
+1. The loss of 200 validation rows, one by one, by `gptj-ft` and by `transformers` in fp32.
+2. For each seed and each of full training and LoRA (all linear layers): `gptj-ft finetune` and a loop of `transformers`
+   with `torch.optim.AdamW`, from the same weights, with the same rows in the same order, learning rates and clipping.
+3. `gptj-ft evaluate` of both and of the untuned model on the same validation rows: loss and ROUGE with paired
+   intervals.
+
+Finished parts in WORK are kept: after a kill the same command goes on. Prints Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import islice, product
+from pathlib import Path
+from typing import Any
+
+from same_work import Step, Work, adapter_options, loss_of_targets, open_model, take_steps, with_adapters
+
+from gptj_ft.config.run_folder import Run
+
+LOSS_ROWS = 200
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+RATES = {"full": 1e-4, "lora": 1e-3}
+SCORES = ("loss", "rouge1", "rouge2", "rougeL")
+MOST_TOKENS = 64  # of an answer
+
+
+def main() -> None:
+    """Run the missing parts, then print the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="model folder")
+    parser.add_argument("--data", type=Path, required=True, help="folder of DialogSum's files")
+    parser.add_argument("--work", type=Path, required=True, help="folder for all output")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--max-length", type=int, default=512)
+    parser.add_argument("--rows", type=int, default=500, help="validation rows that are scored")
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--methods", default="full,lora")
+    parser.add_argument("--trainers", default="gptj-ft,transformers")
+    parser.add_argument("--loop", help="internal")
+    arguments = parser.parse_args()
+    if arguments.loop:
+        train_with_transformers(arguments, *arguments.loop.split(","))
+        return
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    held = arguments.work / "held.jsonl"
+    with (arguments.data / "val.jsonl").open(encoding="utf-8") as lines:
+        held.write_text("".join(islice(lines, arguments.rows)), encoding="utf-8")
+    print(json.dumps(compare_losses(arguments)), flush=True)
+    reports = dict[tuple[str, str, str], dict[str, Any]]()
+    for seed, method in product(arguments.seeds.split(","), arguments.methods.split(",")):
+        finetune(arguments, method, seed)
+        for trainer in arguments.trainers.split(","):
+            if trainer == "transformers" and not tuned(arguments, trainer, method, seed).exists():
+                run(sys.executable, __file__, *words_of(arguments), "--loop", f"{method},{seed}")
+            reports[method, seed, trainer] = evaluate(arguments, trainer, method, seed)
+            facts = facts_of(reports, method, seed, trainer)
+            print(json.dumps({"method": method, "seed": seed, "trainer": trainer, **facts}), flush=True)
+    print("\n".join(table_of(reports)))
+
+
+def words_of(arguments: argparse.Namespace) -> Iterator[str]:
+    """Yield this script's options for another process."""
+    for name in ("model", "data", "work", "steps", "batch_size", "max_length"):
+        yield from (f"--{name.replace('_', '-')}", str(getattr(arguments, name)))
+
+
+def run(*command: object) -> None:
+    """Run a command with its output on stderr."""
+    print("+", *command, file=sys.stderr, flush=True)
+    subprocess.run(list(map(str, command)), check=True, stdout=sys.stderr)
+
+
+def gptj_ft(*words: object) -> None:
+    """Run the command line."""
+    run(sys.executable, "-m", "gptj_ft", *words)
+
+
+def run_of(arguments: argparse.Namespace, method: str, seed: str) -> Run:
+    """Return the run folder of a training."""
+    return Run(arguments.work / f"run-{method}-{seed}")
+
+
+def tuned(arguments: argparse.Namespace, trainer: str, method: str, seed: str) -> Path:
+    """Return the folder of a tuned model or adapter."""
+    if trainer == "gptj-ft":
+        return run_of(arguments, method, seed).folder
+    return arguments.work / f"{trainer}-{method}-{seed}"
+
+
+def finetune(arguments: argparse.Namespace, method: str, seed: str) -> None:
+    """Train with the command line, or resume."""
+    folder = run_of(arguments, method, seed).folder
+    if (folder / "model").exists():
+        return
+    if (folder / "recipe.yaml").exists():
+        gptj_ft("finetune", "--resume", folder)
+        return
+    options = {
+        "batch_size": arguments.batch_size, "max_length": arguments.max_length, "max_steps": arguments.steps,
+        "lr": RATES[method], "precision": "fp32", "device": "cpu", "holdout": 0, "seed": seed,
+    }  # fmt: skip
+    sets = [f"{key}={value}" for key, value in options.items()]
+    sets += adapter_options(LINEAR, int(seed)) if method == "lora" else []
+    gptj_ft(
+        "finetune", "--recipe", "summarization", "--data", arguments.data / "train.jsonl", "--model", arguments.model,
+        "--output", folder, *(word for each in sets for word in ("--set", each)),
+    )  # fmt: skip
+
+
+def train_with_transformers(arguments: argparse.Namespace, method: str, seed: str) -> None:
+    """Train on the same rows with `transformers`' model and `torch.optim.AdamW`; write a model or adapter folder."""
+    work = Work.of(run_of(arguments, method, seed))
+    model = open_model(arguments.model, attention="sdpa")
+    adapted = with_adapters(model, LINEAR, int(seed)) if method == "lora" else model
+    inner = adapted.get_base_model() if method == "lora" else model
+
+    def add_gradients(step: Step) -> float:
+        loss = loss_of_targets(inner, step)
+        loss.backward()
+        return float(loss.item())
+
+    folder = tuned(arguments, "transformers", method, seed)
+    work.write_losses(take_steps(adapted, work, add_gradients), folder.with_suffix(".losses.jsonl"))
+    draft = folder.with_suffix(".draft")
+    # The adapter is merged, so that both trainers' models are scored by the same kernels.
+    (adapted.merge_and_unload() if method == "lora" else model).save_pretrained(draft)
+    for file in arguments.model.iterdir():
+        if "tokenizer" in file.name or file.suffix == ".jinja":
+            shutil.copy(file, draft)
+    draft.rename(folder)
+
+
+def evaluate(arguments: argparse.Namespace, trainer: str, method: str, seed: str) -> dict[str, Any]:
+    """Evaluate a tuned model beside the untuned one; return the report."""
+    report = arguments.work / f"report-{trainer}-{method}-{seed}.json"
+    if not report.exists():
+        gptj_ft(
+            "evaluate", tuned(arguments, trainer, method, seed), "--recipe", "summarization", "--data",
+            arguments.work / "held.jsonl", "--baseline", arguments.model, "--precision", "fp32", "--device", "cpu",
+            "--set", f"max_length={arguments.max_length}", "--set", f"generation.max_new_tokens={MOST_TOKENS}",
+            "--report", report,
+        )  # fmt: skip
+    return dict(json.loads(report.read_text(encoding="utf-8")))
+
+
+def compare_losses(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Compare the losses of single rows; return the largest difference.
+
+    A run with a learning rate of 1e-30 and one row a step reports the loss of each row and changes no weight.
+    """
+    file, run = arguments.work / "losses.json", Run(arguments.work / "run-losses")
+    if file.exists():
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    shutil.rmtree(run.folder, ignore_errors=True)
+    options = {
+        "batch_size": 1, "max_length": arguments.max_length, "max_steps": LOSS_ROWS, "lr": 1e-30, "precision": "fp32",
+        "device": "cpu", "holdout": 0, "weight_decay": 0, "method": "lora", "schedule": "constant", "warmup": 0,
+    }  # fmt: skip
+    gptj_ft(
+        "finetune", "--recipe", "summarization", "--data", arguments.work / "held.jsonl", "--model", arguments.model,
+        "--output", run.folder, *(word for key, value in options.items() for word in ("--set", f"{key}={value}")),
+    )  # fmt: skip
+    ours = [line["loss"] for line in run.metrics() if "loss" in line]
+    import torch
+
+    model = open_model(arguments.model).eval()
+    with torch.inference_mode():
+        theirs = [float(loss_of_targets(model, step)) for step in Work.of(run).steps]
+    apart = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
+    found = {"rows": len(apart), "mean_loss": sum(ours) / len(ours), "largest_difference": max(apart)}
+    file.write_text(json.dumps(found), encoding="utf-8")
+    with suppress(OSError):
+        shutil.rmtree(run.folder)
+    return found
+
+
+def facts_of(reports: Any, method: str, seed: str, trainer: str) -> dict[str, Any]:
+    """Return the scores of an evaluation: before, after, and the paired difference, each with its interval."""
+    report = reports[method, seed, trainer]
+    facts = {}
+    for score in SCORES:
+        change = report["differences"][score]
+        facts[score] = {
+            "before": (report["baseline"]["scores"][score], *report["baseline"]["intervals"][score]),
+            "after": (report["model"]["scores"][score], *report["model"]["intervals"][score]),
+            "change": (change["value"], change["low"], change["high"]),
+        }
+    return facts
+
+
+def table_of(reports: Any) -> Iterator[str]:
+    """Yield the scores as Markdown."""
+    yield "| training | seed | trainer | " + " | ".join(f"{score}: before, after, change" for score in SCORES) + " |"
+    yield "|---" * (3 + len(SCORES)) + "|"
+    for method, seed, trainer in reports:
+        cells = []
+        for values in facts_of(reports, method, seed, trainer).values():
+            (before, *_), (after, *_), (value, low, high) = values.values()
+            cells.append(f"{before:.3f}, {after:.3f}, {value:+.3f} ({low:+.3f} to {high:+.3f})")
+        yield f"| {method} | {seed} | {trainer} | {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    main()
