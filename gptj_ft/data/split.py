@@ -28,6 +28,13 @@ def select_rows(prepared: Prepared, indices: Iterable[int]) -> Prepared:
     return Prepared(rows, report)
 
 
+def first_rows(prepared: Prepared, count: int) -> Prepared:
+    """Select the first rows of labelled data, each with all its windows."""
+    starts = np.flatnonzero(~np.array(prepared.rows["continues"], np.bool_))
+    end = int(starts[count]) if count < len(starts) else len(prepared.rows)
+    return select_rows(prepared, range(end))
+
+
 def split(prepared: Prepared, holdout: float, seed: int) -> tuple[Prepared, Prepared | None]:
     """Hold out a share of the rows. The seed decides, not the order of the rows.
 

@@ -21,7 +21,7 @@ from gptj_ft.data.batches import Rows, first_fit
 from gptj_ft.data.dataset import Prepared
 from gptj_ft.data.load import read_or_prepare
 from gptj_ft.data.prepare import TokenizeJob
-from gptj_ft.data.split import select_rows
+from gptj_ft.data.split import first_rows
 from gptj_ft.data.table import TokenTable
 from gptj_ft.data.tokenization import load_row_tokenizer
 from gptj_ft.errors import NotFinite, UsageError
@@ -218,7 +218,7 @@ def plan_labelled(
     skipped = prepared.report.rows_skipped.items()
     notes = tuple(f"{skips.count:,} rows were left out: {reason}" for reason, skips in skipped)
     if limit is not None:
-        prepared = select_rows(prepared, range(min(limit, len(prepared.rows))))
+        prepared = first_rows(prepared, limit)
     plan = setup.plan(home(), None, documents=prepared.rows.lengths().tolist())
     return LabelledEvaluation(setup, prepared, plan, notes)
 

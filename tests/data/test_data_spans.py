@@ -17,7 +17,7 @@ from gptj_ft.config.resolve import resolve
 from gptj_ft.data.checks.tokens import check_tokens
 from gptj_ft.data.dataset import Prepared
 from gptj_ft.data.prepare import TokenizeJob, tokenize_rows
-from gptj_ft.data.split import split
+from gptj_ft.data.split import first_rows, split
 from gptj_ft.data.tokenization import load_tokenizer
 from gptj_ft.errors import DataError, UsageError
 
@@ -126,6 +126,14 @@ def test_span_windows_match_run_qa(kind: str, length: int, stride: int, tmp_path
     assert shown(prepared(ours, rows, max_length=length, stride=stride)) == features_of_run_qa(
         theirs, rows, length, stride
     )
+
+
+@pytest.mark.parametrize("count", [1, 2, 9])
+def test_first_rows_keep_all_windows(count: int, bert: Any) -> None:
+    done = prepared(bert, questions("river", "lifts", "cough"))
+    lines, chosen = list(done.rows["line"]), list(first_rows(done, count).rows["line"])
+    assert len(lines) > 3
+    assert chosen == [line for line in lines if line <= count]
 
 
 COUNTS = {
