@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
+
 import pytest
 import torch
+from torch import nn
 
 from gptj_ft.models.gptj import GPTJConfig, build_layers
 from gptj_ft.models.layout import Layout
 from gptj_ft.planning.step_replay import (
+    STEPS_TO_STEADY,
     ReplayedOptimizer,
     ScheduleInputs,
     StepReplay,
     UntimedDevice,
+    count_step,
     model_without_data,
 )
 from gptj_ft.planning.workload import StepTokens, Workload
@@ -89,3 +95,17 @@ def test_resident_gradients_need_no_buffers() -> None:
     steps = StepReplay(gptj(torch.float32), schedule("device", torch.float32), lambda _: CountingStore())
     steps.run_step()
     assert not steps.model.pools.allocated
+
+
+@pytest.mark.parametrize("num_chunks", [4, 5, 40])  # the smallest layer has 4 chunks; all have 31
+def test_count_equals_replay_in_chunks(num_chunks: int) -> None:
+    layouts = tuple(replace(Layout.of(nn.Linear(1, 1)), numel=numel) for numel in (64, 100, 110, 100, 96))
+    for (place, clips), late in product((("host", True), ("disk", True), ("host", False)), (0, 2)):
+        inputs = schedule(place, torch.bfloat16, clips)
+        inputs = replace(inputs, budget=BufferBudget(num_chunks=num_chunks, chunk_numel=16), num_deferred=late)
+        store = CountingStore()
+        workload = Workload(layouts, 8, torch.bfloat16, StepTokens(1, 1, 1.0, 1.0), None)
+        steps = StepReplay(workload, inputs, lambda _, store=store: store)
+        steps.counters = {place: store}
+        passes = [steps.count_step() for _ in range(STEPS_TO_STEADY)]
+        assert count_step(layouts, (), 8, torch.bfloat16, inputs) == (*passes[-1], steps.count_flush())
