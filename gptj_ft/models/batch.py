@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -236,7 +236,7 @@ class PackedBatch:
     seeds: tuple[int, ...] | None = None  # dropout seed of each document; None: no dropout
     types_T: Tensor | None = None  # token types, int64; None: all 0
     values_SC: Tensor | None = None  # target numbers of each mark, fp32
-    rotary_cache: dict[int, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    rotary_cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # see `rotary`
 
     @property
     def kernel(self) -> Kernel:

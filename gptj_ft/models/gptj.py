@@ -15,13 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptj_ft.errors import DataError
-from gptj_ft.models.attention import apply_rotary, attend, rotary_freqs
+from gptj_ft.models.attention import attend
 from gptj_ft.models.batch import HeadRows, PackedBatch, Poll
 from gptj_ft.models.dropout import Dropout
 from gptj_ft.models.embedding import Embedding
 from gptj_ft.models.heads import decoder_heads
 from gptj_ft.models.linear import Linear, project_by_all
 from gptj_ft.models.registry import Family, Leaf, check_numbers
+from gptj_ft.models.rotary import apply_rotary, rotary_freqs
 
 # https://github.com/kingoflolz/mesh-transformer-jax, version 1 of its checkpoints, module names after
 # "causal_transformer_shard/~/". The linear layers of a block are numbered in order of creation: q, v, k.
