@@ -18,8 +18,9 @@ def rotary_freqs(batch: PackedBatch, rotary_dim: int) -> Tensor:
 
     In decoding and on a CPU they are cached for all layers of a pass: computing them takes longer than the rotation.
     """
-    if rotary_dim in batch.rotary_cache:
-        return batch.rotary_cache[rotary_dim]
+    cached: Tensor | None = batch.rotary_cache.get(rotary_dim)
+    if cached is not None:
+        return cached
     # In fp32 always: bf16 cannot tell positions above 256 apart.
     angle_T1R = (batch.positions_T[:, None].float() * _inv_freq(rotary_dim, batch.positions_T.device))[:, None]
     freqs = torch.complex(angle_T1R.cos(), angle_T1R.sin())
