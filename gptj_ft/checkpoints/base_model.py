@@ -114,8 +114,14 @@ def default_model(command: str) -> Path:
     return folder
 
 
+def is_config(name: str) -> bool:
+    """Tell whether a model's name is that of a ``config.json``, which stands for random weights."""
+    path = Path(name).expanduser()
+    return path.suffix == ".json" and path.is_file()
+
+
 def choose_model(recipe: Recipe, source: Source | None) -> Path:
-    """Return the folder of the model to start from: the named one, else the downloaded one. Create a tiny one.
+    """Return the folder of the model to start from: the named one, else the downloaded one. Create a random one.
 
     Raises:
         UsageError: no such model.
@@ -123,6 +129,10 @@ def choose_model(recipe: Recipe, source: Source | None) -> Path:
     if recipe.model in TINY_MODELS:
         assert source is not None, "a tiny model is made from rows"
         return tiny_model(recipe, source)
+    if recipe.model is not None and is_config(recipe.model):
+        from gptj_ft.checkpoints.initial_model import initial_model
+
+        return initial_model(Path(recipe.model).expanduser(), recipe.seed)
     if recipe.model is not None:
         folder = find_model(recipe.model)
         if is_adapter(folder):

@@ -273,7 +273,9 @@ class Recipe(Options):
 
     # Model and data
     model: Annotated[str | None, FlagSpec(metavar="MODEL")] = None
-    """folder or name of a model; default: the downloaded one. 'tiny' makes a small random one"""
+    """folder or name of a model; default: the downloaded one. 'tiny' makes a small random one, and a config.json one of
+    its size
+    """
     data: Annotated[str | None, FlagSpec(metavar="FILE")] = None
     """training rows: a file (jsonl, json, csv, tsv, xlsx, parquet, txt), folder, pattern or prepared folder; or a
     dataset on the Hub, hub:owner/name

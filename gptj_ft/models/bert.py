@@ -118,8 +118,10 @@ class Embed(nn.Module):
         super().__init__()
         width = config.hidden_size
         self.first_position = config.first_position
-        self.word = Embedding(config.vocab_size, width)
-        self.position = Embedding(config.max_position_embeddings, width, "positions_T")
+        self.word = Embedding(config.vocab_size, width, padding_row=config.pad_token_id)
+        # The row before the first position is that of padding, if there is one.
+        padding = config.first_position - 1 if config.first_position else None
+        self.position = Embedding(config.max_position_embeddings, width, "positions_T", padding)
         self.token_type = Embedding(config.type_vocab_size, width, "types_T")
         self.norm = nn.LayerNorm(width, config.layer_norm_eps)
         self.dropout = Dropout(config.hidden_dropout_prob, "embedding")

@@ -23,15 +23,21 @@ class Embedding(nn.Module):
 
     Args:
         index: attribute of the batch with the row numbers.
+        padding_row: row without a gradient from the lookup, zero in random initial weights.
     """
 
     weight: Tensor | EmbeddingRows
 
     def __init__(
-        self, num_rows: int, width: int, index: Literal["tokens_T", "positions_T", "types_T"] = "tokens_T"
+        self,
+        num_rows: int,
+        width: int,
+        index: Literal["tokens_T", "positions_T", "types_T"] = "tokens_T",
+        padding_row: int | None = None,
     ) -> None:
         super().__init__()
         self.index, self.num_embeddings = index, num_rows
+        self.padding_row = padding_row if padding_row in range(num_rows) else None
         self.weight = nn.Parameter(torch.empty(num_rows, width))
 
     def forward(self, indices_T: Tensor) -> Tensor:
@@ -40,18 +46,18 @@ class Embedding(nn.Module):
             # The rows include every index of the batch, so the search finds exact matches.
             return F.embedding(torch.searchsorted(weight.indices, indices_T), weight.values)
         if weight.requires_grad and weight.device.type == "cpu":
-            rows_TD: Tensor = _LookUp.apply(weight, indices_T)  # type: ignore[no-untyped-call]
+            rows_TD: Tensor = _LookUp.apply(weight, indices_T, self.padding_row)  # type: ignore[no-untyped-call]
             return rows_TD
-        return F.embedding(indices_T, weight)
+        return F.embedding(indices_T, weight, self.padding_row)
 
 
 class _LookUp(torch.autograd.Function):
     """Look up rows; the gradient is sparse, with the same bits as the dense one."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, indices: Tensor) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, indices: Tensor, padding_row: int | None) -> Tensor:
         ctx.save_for_backward(indices)
-        ctx.shape = weight.shape
+        ctx.shape, ctx.padding_row = weight.shape, padding_row
         return F.embedding(indices, weight)
 
     @staticmethod
@@ -62,6 +68,8 @@ class _LookUp(torch.autograd.Function):
         rows, inverse = indices.unique(return_inverse=True)
         # -1: no padding row. False: gradients are not divided by the counts of tokens.
         sums = torch.ops.aten.embedding_dense_backward(gradients[0], inverse, len(rows), -1, False)
+        if ctx.padding_row is not None:
+            sums[rows == ctx.padding_row] = 0.0
         # `unique` sorts, so the tensor is coalesced. Checking that would cost another pass.
         gradient = torch.sparse_coo_tensor(rows[None], sums, ctx.shape, check_invariants=False, is_coalesced=True)
-        return gradient, None
+        return gradient, None, None

@@ -69,6 +69,10 @@ class Family:
     """mesh-transformer-jax's (module, parameter) -> tensor; empty if it has no such model."""
     cerebras: Mapping[str, str | Leaf | None] = field(default_factory=dict)
     """Cerebras' name -> Hugging Face's, in the order in which the parameters were created; None means dropped."""
+    residual_outputs: tuple[str, ...] = ()
+    """Ends of the names of projections into the residual stream whose random initial weights have a standard deviation
+    divided by sqrt(2 * layers).
+    """
     lora_targets: tuple[str, ...] = ()  # default linear layers with adapters, by the ends of their names
     heads: tuple[HeadForm, ...] = ()  # heads other than the pre-training head
     prefix: str = "transformer."  # of all names outside the head; missing in files saved without the head

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from gptj_ft.checkpoints.architecture import vocab_size_of
-from gptj_ft.checkpoints.base_model import find_model
+from gptj_ft.checkpoints.base_model import find_model, is_config
 from gptj_ft.checkpoints.fingerprint import check_unchanged, fingerprint
 from gptj_ft.config import yaml
 from gptj_ft.config.options import FREE_ON_RESUME, Recipe
@@ -92,6 +92,8 @@ def prepare_new_run(
     check_tracker(recipe.report_to)
     use_threads(recipe, parallel, reporter)
     folder = choose_folder(recipe)
+    if recipe.model is not None and is_config(recipe.model):
+        reporter.on_message(f"training starts from random weights, since --model names the config {recipe.model}")
     reporter.on_activity("reading the rows")
     inputs = gather(recipe)
     activity = "planning" if target else planning_activity(_choose_device(recipe, parallel, reporter), folder)

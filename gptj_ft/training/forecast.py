@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from gptj_ft.checkpoints.architecture import read_architecture
-from gptj_ft.checkpoints.base_model import choose_model
+from gptj_ft.checkpoints.base_model import choose_model, is_config
+from gptj_ft.checkpoints.initial_model import read_config_file
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.resolve import Resolved
 from gptj_ft.config.run_folder import choose_folder
@@ -100,7 +101,9 @@ def forecast_run(resolved: Resolved, measure_again: bool = False, reporter: Repo
 
 
 def _architecture(recipe: Recipe, published: Published | None) -> Architecture:
-    """Return the architecture of a recipe's model: of the local folder, else of the published model."""
+    """Return the architecture of a recipe's model: of the config or folder that it names, else of a published model."""
+    if recipe.model is not None and is_config(recipe.model):
+        return read_config_file(Path(recipe.model).expanduser())
     try:
         return read_architecture(choose_model(recipe, None))
     except UsageError:
