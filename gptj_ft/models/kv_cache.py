@@ -3,8 +3,8 @@
 Rows that continue the same prompt (its beams) form a *prefix group* and share memory: the prompt is stored once, the
 new tokens of all rows lie side by side, and a mask says which of them each row sees. So reordering beams moves no keys.
 
-Axis letters: G prefix groups, W rows of a group, C new columns, L = W C queries of a group, S slots, N heads,
-H head width.
+Axis letters: G prefix groups, W rows of a group, C new columns, L = W C queries of a group, S slots, N query heads,
+K key heads, R = N / K query heads of a key head, H head width.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ class KVCache:
         self._compact_at = 0  # number of slots from which compaction may pay
         self._seen_GWS: Tensor | None = None  # None: every row sees every slot
         self._mask: Tensor | None = None  # of this pass, added to the scores, [G, 1, L, S]
+        self._repeated_mask: Tensor | None = None  # the same for the query heads of a key head, [G, 1, R L, S]
         self._begin = 0  # first slot of this pass
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # [G, N, allocated slots, H]
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # [G, K, allocated slots, H]
 
     def begin(self, counts: Sequence[int], width: int, device: torch.device) -> None:
         """Announce a pass over prompts, one per group.
@@ -54,23 +55,23 @@ class KVCache:
             self._seen_GWS = (slots >= self.num_slots - counts_G[:, None])[:, None].repeat(1, width, 1)
 
     def put(
-        self, layer: int, k_TNH: Tensor, v_TNH: Tensor, cu_seqlens: Sequence[int], groups: Sequence[int] = ()
+        self, layer: int, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Sequence[int], groups: Sequence[int] = ()
     ) -> None:
         """Store a layer's keys and values of prompts; a document's tokens after the prompt are not stored.
 
         Args:
-            k_TNH, v_TNH: keys and values of documents that begin with prompts.
+            k_TKH, v_TKH: keys and values of documents that begin with prompts.
             groups: group numbers of the prompts; default: the first ones.
         """
         if layer not in self._layers:
-            shape = (len(self._counts), k_TNH.shape[1], self.num_slots + MORE_ROOM, k_TNH.shape[2])
+            shape = (len(self._counts), k_TKH.shape[1], self.num_slots + MORE_ROOM, k_TKH.shape[2])
             # Zeros: masked slots must be finite too, since 0 * inf is NaN.
-            self._layers[layer] = k_TNH.new_zeros(shape), v_TNH.new_zeros(shape)
+            self._layers[layer] = k_TKH.new_zeros(shape), v_TKH.new_zeros(shape)
         for group, start in zip(groups or range(len(cu_seqlens) - 1), cu_seqlens, strict=False):
             count = self._counts[group]
-            for all_GNSH, x_TNH in zip(self._layers[layer], (k_TNH, v_TNH), strict=True):
-                kept = all_GNSH[group, :, self.num_slots - count : self.num_slots]
-                kept.copy_(x_TNH[start : start + count].transpose(0, 1))
+            for all_GKSH, x_TKH in zip(self._layers[layer], (k_TKH, v_TKH), strict=True):
+                kept = all_GKSH[group, :, self.num_slots - count : self.num_slots]
+                kept.copy_(x_TKH[start : start + count].transpose(0, 1))
 
     def begin_decode_step(self, columns: int, dtype: torch.dtype) -> Tensor:
         """Announce a pass over the next tokens of every row; return their positions, int64 [rows, columns].
@@ -86,7 +87,7 @@ class KVCache:
         # only its own (beams), or those up to its own column (several columns, one row per group).
         self._begin, size, device = self.num_slots, self._width * columns, self.lengths.device
         self.num_slots += size
-        self._mask = None
+        self._mask = self._repeated_mask = None
         if self._seen_GWS is not None or size > 1:
             groups = len(self.lengths) // self._width
             old_GLS = self._seen_GWS if self._seen_GWS is not None else _all((1, 1, self._begin), device)
@@ -101,16 +102,29 @@ class KVCache:
         self.lengths = self.lengths + columns
         return positions
 
-    def attend(self, layer: int, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, scale: float | None = None) -> Tensor:
+    def attend(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, scale: float | None = None) -> Tensor:
         """Attend from the pass's tokens to all tokens that their rows have seen, themselves included; [T, N, H]."""
-        groups = len(self.lengths) // self._width
-        q, k, v = (x.view(groups, -1, *x.shape[1:]).transpose(1, 2) for x in (q_TNH, k_TNH, v_TNH))
+        groups, (_, heads, width) = len(self.lengths) // self._width, k_TKH.shape
+        k, v = (x.view(groups, -1, heads, width).transpose(1, 2) for x in (k_TKH, v_TKH))
         kept = self._with_room(layer)
-        for all_GNSH, new_GNLH in zip(kept, (k, v), strict=True):
-            all_GNSH[:, :, self._begin : self.num_slots] = new_GNLH
+        for all_GKSH, new_GKLH in zip(kept, (k, v), strict=True):
+            all_GKSH[:, :, self._begin : self.num_slots] = new_GKLH
         k, v = (x[:, :, : self.num_slots] for x in kept)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask, scale=scale)
-        return out.transpose(1, 2).flatten(0, 1)
+        # The query heads of a key head become further queries: keys are read once, and not copied per head.
+        q_GLKRH = q_TNH.view(groups, -1, heads, q_TNH.shape[1] // heads, width)
+        q_GKRLH = q_GLKRH.permute(0, 2, 3, 1, 4)
+        out = F.scaled_dot_product_attention(
+            q_GKRLH.flatten(2, 3), k, v, attn_mask=self._mask_for(q_GLKRH.shape[3]), scale=scale
+        )
+        return out.view(q_GKRLH.shape).permute(0, 3, 1, 2, 4).reshape(q_TNH.shape)
+
+    def _mask_for(self, repeats: int) -> Tensor | None:
+        """Return the mask of this pass for queries that are repeated by head."""
+        if self._mask is None or repeats == 1:
+            return self._mask
+        if self._repeated_mask is None:
+            self._repeated_mask = self._mask.repeat(1, 1, repeats, 1)
+        return self._repeated_mask
 
     def select(self, rows: Tensor) -> None:
         """Select rows: row ``i`` becomes the former ``rows[i]``; other rows are dropped (beams, finished rows)."""
