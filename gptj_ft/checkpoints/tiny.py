@@ -37,14 +37,29 @@ TINY_ROBERTA: Mapping[str, Any] = {
     "max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5, "pad_token_id": 1, "bos_token_id": 0,
     "eos_token_id": 2,
 }  # fmt: skip
-# Config fields of each family, apart from `TINY_SIZES`.
+TINY_LLAMA: Mapping[str, Any] = {
+    "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 2048, "initializer_range": 0.05, "tie_word_embeddings": True,
+    "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10_000.0,
+}  # fmt: skip
+# Config fields of each family, without token ids and size of the vocabulary.
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
-    "gptj": {**GPTJ_6B, "rotary_dim": 12},
-    "gpt2": {**GPT2, "activation_function": "gelu"},
+    "gptj": {**GPTJ_6B, "rotary_dim": 12, **TINY_SIZES},
+    "gpt2": {**GPT2, "activation_function": "gelu", **TINY_SIZES},
+    "llama": {**TINY_LLAMA, "model_type": "llama"},
+    "mistral": {**TINY_LLAMA, "model_type": "mistral", "sliding_window": None, "tie_word_embeddings": False},
+    "qwen2": {**TINY_LLAMA, "model_type": "qwen2"},
+    "qwen3": {**TINY_LLAMA, "model_type": "qwen3", "head_dim": 32},
+    "smollm3": {**TINY_LLAMA, "model_type": "smollm3", "no_rope_layer_interval": 2},
+    "granite": {
+        **TINY_LLAMA, "model_type": "granite", "embedding_multiplier": 12.0, "residual_multiplier": 0.22,
+        "attention_multiplier": 0.04, "logits_scaling": 8.0,
+    },
+    "phi3": {**TINY_LLAMA, "model_type": "phi3"},
     "bert": TINY_BERT,
     "roberta": {**TINY_BERT, **TINY_ROBERTA, "model_type": "roberta"},
     "xlm-roberta": {**TINY_BERT, **TINY_ROBERTA, "model_type": "xlm-roberta"},
-}
+}  # fmt: skip
 MARKS = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>", "mask_token": "<mask>"}
 PIECES = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # BERT's special tokens
 END_OF_TEXT = "<|endoftext|>"
@@ -81,7 +96,7 @@ def make_tiny(
     num_tokens, end = tokenizer.get_vocab_size(), tokenizer.token_to_id(END_OF_TEXT)
     ends = {} if family.is_encoder else {"bos_token_id": end, "eos_token_id": end}
     ids = {**ends, "vocab_size": -(-num_tokens // VOCAB_MULTIPLE) * VOCAB_MULTIPLE}
-    raw = {**FAMILIES[model_type], **({} if family.is_encoder else TINY_SIZES), **ids, **sizes}
+    raw = {**FAMILIES[model_type], **ids, **sizes}
     architecture = Architecture(family, family.read_config(raw), raw)
     with tempfile.TemporaryDirectory() as temporary:
         _save_tokenizer(Path(temporary), tokenizer, architecture.config.n_positions)
