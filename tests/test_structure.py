@@ -104,7 +104,9 @@ def test_help_and_completion_import_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     assert "--recipe" in done.stdout
-    assert done.stdout.endswith("tiny\ntiny-gpt2\ntiny-bert\ntiny-roberta\ntiny-xlm-roberta\n")
+    assert done.stdout.endswith(
+        "tiny\ntiny-gpt2\ntiny-llama\ntiny-mistral\ntiny-qwen2\ntiny-qwen3\ntiny-smollm3\ntiny-granite\ntiny-phi3\ntiny-bert\ntiny-roberta\ntiny-xlm-roberta\n"
+    )
 
 
 def test_prepare_data_imports_no_torch(tmp_path: Path) -> None:

@@ -40,7 +40,8 @@ TINY_ROBERTA: Mapping[str, Any] = {
 TINY_LLAMA: Mapping[str, Any] = {
     "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 2048, "initializer_range": 0.05, "tie_word_embeddings": True,
-    "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10_000.0,
+    "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+    "pad_token_id": None,
 }  # fmt: skip
 # Config fields of each family, without token ids and size of the vocabulary.
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
@@ -55,7 +56,10 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         **TINY_LLAMA, "model_type": "granite", "embedding_multiplier": 12.0, "residual_multiplier": 0.22,
         "attention_multiplier": 0.04, "logits_scaling": 8.0,
     },
-    "phi3": {**TINY_LLAMA, "model_type": "phi3"},
+    "phi3": {
+        **TINY_LLAMA, "model_type": "phi3",
+        "rope_parameters": {**TINY_LLAMA["rope_parameters"], "partial_rotary_factor": 0.5},
+    },
     "bert": TINY_BERT,
     "roberta": {**TINY_BERT, **TINY_ROBERTA, "model_type": "roberta"},
     "xlm-roberta": {**TINY_BERT, **TINY_ROBERTA, "model_type": "xlm-roberta"},

@@ -39,6 +39,7 @@ DEFAULTS: Mapping[str, Any] = {
     "num_attention_heads": 32, "num_key_value_heads": None, "head_dim": None, "hidden_act": "silu",
     "max_position_embeddings": 2048, "initializer_range": 0.02, "rms_norm_eps": 1e-6, "bos_token_id": 1,
     "eos_token_id": 2, "tie_word_embeddings": False, "rope_theta": 10_000.0, "attention_dropout": 0.0,
+    "pad_token_id": None,
 }  # fmt: skip
 # Fields that only some families have -> the only value that others may have.
 SPECIAL: Mapping[str, Any] = {
@@ -76,15 +77,17 @@ QWEN: Mapping[str, Any] = {
 SMOLLM3: Mapping[str, Any] = {
     "vocab_size": 128256, "hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16,
     "num_key_value_heads": 4, "max_position_embeddings": 32768, "bos_token_id": 128000, "eos_token_id": 128001,
-    "tie_word_embeddings": True, "rope_theta": 2_000_000.0, "use_sliding_window": False, "sliding_window": None,
-    "no_rope_layers": None, "no_rope_layer_interval": 4, "attention_bias": False, "mlp_bias": False,
+    "pad_token_id": 128004, "tie_word_embeddings": True, "rope_theta": 2_000_000.0, "use_sliding_window": False,
+    "sliding_window": None, "no_rope_layers": None, "no_rope_layer_interval": 4, "attention_bias": False,
+    "mlp_bias": False,
 }  # fmt: skip
 MISTRAL: Mapping[str, Any] = {
     "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096,
 }  # fmt: skip
 PHI3: Mapping[str, Any] = {
     "vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192, "max_position_embeddings": 4096,
-    "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "eos_token_id": 32000, "sliding_window": None,
+    "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "eos_token_id": 32000, "pad_token_id": 32000,
+    "sliding_window": None,
 }  # fmt: skip
 BIASES = {"attention_bias": False, "mlp_bias": False}
 FORMS: Mapping[str, Form] = {
@@ -129,6 +132,7 @@ class LlamaConfig:
     attention_dropout: float
     bos_token_id: int | None
     eos_token_id: int | list[int] | None
+    pad_token_id: int | None  # its row of the embedding has no gradient from the lookup, as in `transformers`
 
     @property
     def n_embd(self) -> int:
@@ -170,7 +174,7 @@ def read_config(raw: Mapping[str, Any], model_type: str) -> LlamaConfig:
         multipliers["attention_multiplier"] = values["head_dim"] ** -0.5
     same: dict[str, Any] = {name: values[name] for name in (
         *SIZES, "head_dim", "hidden_act", "rms_norm_eps", "initializer_range", "attention_dropout", "bos_token_id",
-        "eos_token_id",
+        "eos_token_id", "pad_token_id",
     )}  # fmt: skip
     return LlamaConfig(
         **{**same, **multipliers},
@@ -259,7 +263,7 @@ class Embed(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.multiplier = config.embedding_multiplier
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, padding_row=config.pad_token_id)
 
     def forward(self, tokens_T: Tensor, batch: PackedBatch, poll: Poll) -> Tensor:
         x_TD: Tensor = self.embed_tokens(tokens_T)

@@ -135,11 +135,11 @@ def test_weights_start_as_in_transformers(tmp_path: Path, family: str) -> None:
             assert tensor.dtype == torch.float32
             if name.endswith("bias"):
                 assert torch.all(tensor == 0.0), name
-            elif "ln_" in name:
+            elif "ln_" in name or "norm" in name:
                 assert torch.all(tensor == 1.0), name
             else:
                 assert float(tensor.std()) == pytest.approx(0.1, rel=0.05), name
-                assert abs(float(tensor.mean())) < 0.005, name
+                assert abs(float(tensor.mean())) < 0.5 * tensor.numel() ** -0.5, name  # five standard errors
 
 
 def test_existing_folder_is_rejected(tmp_path: Path) -> None:
