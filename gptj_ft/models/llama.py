@@ -306,7 +306,6 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:
             q, k = rotate_halves(q, batch, self.rotary), rotate_halves(k, batch, self.rotary)
-        k, v = (x.repeat_interleave(self.num_heads // self.num_key_heads, 1) for x in (k, v))
         attended_TD = attend(q, k, v, batch, self.index, self.scale, self.weight_dropout).flatten(-2)
         poll()
         out: Tensor = self.o_proj(attended_TD, batch)

@@ -44,7 +44,7 @@ def train(
     """Train; return (loss, norm) of each step and every layer's flat weights."""
     config = replace(optimizer_config(recipe), block_numel=block_numel)
     optimizer, curve = AdamW(stack, config, num_deferred=late), []
-    docs = documents(next(iter(stack.layouts[0].shapes.values()))[0])
+    docs = documents(next(stack.layers[0].children()).num_embeddings)
     for step in range(steps):
         optimizer.begin_step(lr_of(step))
         loss = train_step(stack, optimizer, batches_of(docs, PROMPTS, budget))
