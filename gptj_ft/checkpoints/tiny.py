@@ -37,6 +37,12 @@ TINY_ROBERTA: Mapping[str, Any] = {
     "max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5, "pad_token_id": 1, "bos_token_id": 0,
     "eos_token_id": 2,
 }  # fmt: skip
+TINY_GPT_NEOX: Mapping[str, Any] = {
+    "model_type": "gpt_neox", "hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 384, "hidden_act": "gelu", "max_position_embeddings": 2048, "initializer_range": 0.05,
+    "layer_norm_eps": 1e-5, "use_parallel_residual": True, "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
+}  # fmt: skip
 TINY_LLAMA: Mapping[str, Any] = {
     "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 2048, "initializer_range": 0.05, "tie_word_embeddings": True,
@@ -47,6 +53,7 @@ TINY_LLAMA: Mapping[str, Any] = {
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "gptj": {**GPTJ_6B, "rotary_dim": 12, **TINY_SIZES},
     "gpt2": {**GPT2, "activation_function": "gelu", **TINY_SIZES},
+    "gpt_neox": TINY_GPT_NEOX,
     "llama": {**TINY_LLAMA, "model_type": "llama"},
     "mistral": {**TINY_LLAMA, "model_type": "mistral", "sliding_window": None, "tie_word_embeddings": False},
     "qwen2": {**TINY_LLAMA, "model_type": "qwen2"},

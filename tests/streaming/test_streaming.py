@@ -32,6 +32,7 @@ from support.small_stack import (
     oracle_loss,
     relative,
     train,
+    train_oracle,
 )
 from torch.overrides import TorchFunctionMode
 
@@ -171,25 +172,6 @@ def test_zero_weight_computes_no_z_loss(weight: float, narrow_folder: Path, tmp_
     with Calls() as calls:
         loss = train_step(stack, AdamW(stack, optimizer_config(Recipe())), batches, CrossEntropy(weight))
     assert ("logsumexp" in calls.names) == (loss.z_mean != 0.0) == (weight != 0.0)
-
-
-def train_oracle(oracle, recipe: Recipe) -> list[tuple[float, float]]:
-    """Train a model of `transformers` with torch's AdamW; return (loss, norm) of each step."""
-    parameters, curve = list(oracle.parameters()), []
-    groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": recipe.weight_decay},
-        {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
-    ]
-    torch_adamw = torch.optim.AdamW(groups, eps=recipe.eps, betas=recipe.betas)
-    for step in range(STEPS):
-        for group in torch_adamw.param_groups:
-            group["lr"] = lr_of(step)
-        torch_adamw.zero_grad()
-        loss = oracle_loss(oracle, documents(oracle.config.vocab_size))
-        loss.backward()
-        curve.append((loss.item(), torch.nn.utils.clip_grad_norm_(parameters, recipe.clip_norm).item()))
-        torch_adamw.step()
-    return curve
 
 
 def test_ten_adamw_steps_with_clipping_match_torch(oracle, model_folder: Path, tmp_path: Path) -> None:

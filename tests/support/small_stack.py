@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -63,16 +64,35 @@ def weights_after(stack, optimizer: AdamW) -> list[dict[str, torch.Tensor]]:
     return weights
 
 
-def oracle_loss(oracle, docs: list[list[int]], z_loss: float = 0.0):
+def oracle_loss(oracle, docs: list[list[int]], z_loss: float = 0.0, prompts: Sequence[int] = PROMPTS):
     """Return the mean loss over the target tokens of all documents, each run alone."""
     total, count = torch.zeros(()), 0
-    for ids, prompt in zip(docs, PROMPTS, strict=True):
+    for ids, prompt in zip(docs, prompts, strict=True):
         logits, targets = oracle(torch.tensor([ids])).logits[0, :-1], torch.tensor(ids[1:])
         first = max(prompt, 1) - 1
         total = total + F.cross_entropy(logits[first:], targets[first:], reduction="sum")
         total = total + z_loss * logits[first:].exp().sum(-1).log().square().sum()
         count += len(ids) - 1 - first
     return total / count
+
+
+def train_oracle(oracle, recipe: Recipe) -> list[tuple[float, float]]:
+    """Train a model of `transformers` with torch's AdamW; return (loss, norm) of each step."""
+    parameters, curve = list(oracle.parameters()), []
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": recipe.weight_decay},
+        {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    torch_adamw = torch.optim.AdamW(groups, eps=recipe.eps, betas=recipe.betas)
+    for step in range(STEPS):
+        for group in torch_adamw.param_groups:
+            group["lr"] = lr_of(step)
+        torch_adamw.zero_grad()
+        loss = oracle_loss(oracle, documents(oracle.config.vocab_size))
+        loss.backward()
+        curve.append((loss.item(), torch.nn.utils.clip_grad_norm_(parameters, recipe.clip_norm).item()))
+        torch_adamw.step()
+    return curve
 
 
 def next_token_logits(stack, batch: PackedBatch) -> torch.Tensor:

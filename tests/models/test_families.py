@@ -1,0 +1,180 @@
+"""Compare every family with `transformers`, at tiny sizes: `support.family_shapes` lists the configs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.family_models import FamilyModel, random_of_family
+from support.family_shapes import FAMILY_SHAPES, FIRST_SHAPES
+from support.small_run import assert_same_weights, weights_of
+from support.small_stack import (
+    CPU,
+    STEPS,
+    assert_identical,
+    documents,
+    next_token_logits,
+    oracle_loss,
+    relative,
+    train_oracle,
+)
+from support.small_stack import train as train_ours
+from transformers import AutoModelForCausalLM
+
+from gptj_ft.checkpoints.convert import Conversion, convert
+from gptj_ft.config.options import Generation, Recipe
+from gptj_ft.data.batches import micro_batches
+from gptj_ft.generation.decoding import generate_tokens
+from gptj_ft.generation.hf_model import StreamedModel
+from gptj_ft.models.batch import pack
+from gptj_ft.streaming.adamw import AdamW
+from gptj_ft.streaming.buffers import BufferBudget
+from gptj_ft.streaming.open import open_for_inference
+from gptj_ft.streaming.step import train_step
+from gptj_ft.training.restore import optimizer_config
+
+ROW = 40  # tokens; longer than the windows of the shapes that have some
+
+
+def shapes(always: Collection[str]) -> pytest.MarkDecorator:
+    """Parametrise over all shapes; those outside ``always`` are slow."""
+    names = [pytest.param(name, marks=() if name in always else pytest.mark.slow) for name in FAMILY_SHAPES]
+    return pytest.mark.parametrize("name", names)
+
+
+every_shape = shapes(FIRST_SHAPES.values())
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], FamilyModel]:
+    """Return a function that makes each shape's model once."""
+    models: dict[str, FamilyModel] = {}
+
+    def build(name: str) -> FamilyModel:
+        if name not in models:
+            model, folder = random_of_family(name), tmp_path_factory.mktemp("family")
+            model.save_pretrained(folder)
+            models[name] = FamilyModel(model, folder)
+        return models[name]
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def resident(built, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """Return a function that trains each shape once with everything on the device."""
+    runs: dict[str, Any] = {}
+
+    def run(name: str) -> Any:
+        if name not in runs:
+            runs[name] = train_ours(built(name).open_training(tmp_path_factory.mktemp("resident")), Recipe())
+        return runs[name]
+
+    return run
+
+
+class Words:
+    """A minimal tokenizer: tokens are numbers."""
+
+    eos_token_id = 0
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        return " ".join(str(token) for token in tokens)
+
+
+@every_shape
+def test_logits_match_transformers(name: str, built) -> None:
+    case = built(name)
+    docs = [*documents(case.model.config.vocab_size), [number % 30 for number in range(ROW)]]
+    with open_for_inference(case.folder, CPU, torch.float32) as (_, stack), torch.no_grad():
+        ours = next_token_logits(stack, pack(docs))
+        theirs = torch.stack([case.model(torch.tensor([ids])).logits[0, -1] for ids in docs])
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@every_shape
+def test_loss_and_gradients_match_transformers(name: str, built, tmp_path: Path) -> None:
+    case = built(name)
+    docs = [[(7 * number + size) % 30 for number in range(size)] for size in (ROW, 5, 17, 2)]
+    prompts = (2, 3, 1, 0)
+    case.model.zero_grad()
+    expected = oracle_loss(case.model, docs, prompts=prompts)
+    expected.backward()
+    stack = case.open_training(tmp_path)
+    loss = train_step(stack, AdamW(stack, optimizer_config(Recipe())), micro_batches(docs, prompts, 64))
+    assert loss.mean == pytest.approx(expected.item(), rel=1e-6)
+    theirs, num_layers = case.of(case.model), len(stack.layers)
+    compared = 0
+    for layer in range(num_layers):
+        flat = torch.cat([part.clone() for _, part in stack.read_chunks("grad", layer)])
+        for local, gradient in stack.layouts[layer].views(flat).items():
+            named = case.architecture.family.name_of(layer, local, num_layers)
+            assert relative(gradient, theirs[named].grad) < 1e-5, named
+            compared += 1
+    assert compared == len(list(case.model.parameters()))
+
+
+@shapes(["gpt_neox"])
+def test_ten_adamw_steps_match_torch(name: str, built, tmp_path: Path) -> None:
+    case, recipe = built(name), Recipe(clip_norm=0.2, weight_decay=0.1)
+    curve, weights = train_ours(case.open_training(tmp_path, recipe=recipe), recipe, steps=STEPS)
+    single, double = copy.deepcopy(case.model), copy.deepcopy(case.model).double()
+    docs = documents(double.config.vocab_size)
+    oracle_loss(double, docs).backward()
+    # Keys' biases shift all scores of a query equally, or nearly so where rotary positions turn slowly. Their gradients
+    # are rounding noise in fp32, and AdamW divides by their size.
+    noise = {key: value.grad.abs() < 1e-5 * value.grad.abs().max() for key, value in case.of(double).items()}
+    train_oracle(double, recipe)
+    for ours, theirs in zip(curve, train_oracle(single, recipe), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    theirs, exact = case.of(single), case.of(double)
+    for layer, tensors in enumerate(weights):
+        for local, values in tensors.items():
+            named = case.architecture.family.name_of(layer, local, len(weights))
+            kept = ~noise[named]
+            # AdamW divides by the gradient's size: near rounding noise, torch in fp32 is off by 1e-5, too.
+            allowed = 1e-5 + relative(theirs[named].double()[kept], exact[named][kept])
+            assert relative(values.double()[kept], exact[named][kept]) < allowed, named
+
+
+@every_shape
+@pytest.mark.parametrize(
+    ("weights", "state", "kept", "late"), [("disk", "disk", 0, 1), ("host", "disk", 1, 0), ("disk", "host", 3, 2)]
+)
+def test_placement_and_kept_activations_change_no_bit(
+    name: str, weights: str, state: str, kept: int, late: int, built, resident, tmp_path: Path
+) -> None:
+    budget = BufferBudget(1, num_gradients=1, num_chunks=3, chunk_numel=2048, num_kept_layers=kept)
+    stack = built(name).open_training(tmp_path, (weights, state), budget=budget)
+    assert_identical(train_ours(stack, Recipe(), late=late), resident(name))
+
+
+@every_shape
+@pytest.mark.parametrize("beams", [1, 4])
+def test_searches_match_transformers(name: str, beams: int, built) -> None:
+    case = built(name)
+    prompts = [[5, 9, 3], [7], [number % 30 for number in range(ROW)]]
+    with open_for_inference(case.folder, CPU, torch.float32) as (architecture, stack):
+        ours = generate_tokens(
+            StreamedModel(architecture, stack), Words(), prompts, Generation(max_new_tokens=10, num_beams=beams)
+        )
+    for prompt, tokens in zip(prompts, ours, strict=True):
+        output = case.model.generate(
+            torch.tensor([prompt]), max_new_tokens=10, do_sample=False, num_beams=beams, pad_token_id=0, eos_token_id=0
+        )[0, len(prompt) :].tolist()
+        assert tokens == (output[: output.index(0)] if 0 in output else output)
+
+
+@every_shape
+def test_folder_returns_the_same_bits(name: str, built, tmp_path: Path) -> None:
+    case = built(name)
+    convert(case.folder, tmp_path / "streamed")
+    convert(tmp_path / "streamed", tmp_path / "back", Conversion(to="huggingface"))
+    assert_same_weights(weights_of(tmp_path / "back"), weights_of(case.folder))
+    for folder in ("streamed", "back"):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / folder, dtype=torch.float32)
+        assert_same_weights(dict(model.state_dict()), dict(case.model.state_dict()))
