@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gptj_ft.errors import UsageError, did_you_mean
-from gptj_ft.models.supported import DEFAULTS, MODEL_TYPES, TINY_MODELS, unsupported_family
+from gptj_ft.models.supported import DEFAULTS, TINY_MODELS, check_supported
 from gptj_ft.system.files import read_text
 from gptj_ft.system.paths import (
     RUNS,
@@ -88,8 +88,8 @@ def _check_family(folder: Path) -> None:
         config = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError):
         return  # `read_architecture` reports it
-    if isinstance(config, dict) and config.get("model_type") not in MODEL_TYPES:
-        raise unsupported_family(path, config.get("model_type"))
+    if isinstance(config, dict):
+        check_supported(path, config)
 
 
 def default_download() -> Path | None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gptj_ft.config.options import Task
 from gptj_ft.errors import DataError, UsageError, listed
 from gptj_ft.models.layout import TIED_SOURCE_LAYER, Layout
-from gptj_ft.models.supported import MOST_LABELS, unsupported_family
+from gptj_ft.models.supported import MOST_LABELS, check_supported
 
 PROBLEM_TYPES: Mapping[Task, str] = {  # names in `transformers` of tasks that share a head
     "classification": "single_label_classification",
@@ -295,10 +295,8 @@ def architecture_of(raw: Mapping[str, Any], path: Path) -> Architecture:
         raw: content of ``config.json``.
         path: its file, for messages.
     """
-    model_type, known = str(raw.get("model_type")), families()
-    if model_type not in known:
-        raise unsupported_family(path, raw.get("model_type"))
-    family = known[model_type]
+    check_supported(path, raw)
+    family = families()[raw["model_type"]]
     for name in ("dtype", "torch_dtype"):  # `transformers` uses them unchecked
         if raw.get(name) is not None and not isinstance(getattr(torch, str(raw[name]), None), torch.dtype):
             raise DataError(f"{path}: {name} {raw[name]!r} is not a data type")

@@ -297,9 +297,9 @@ def test_missing_variant_suggests_convert(hub: Hub, repository: Path) -> None:
 
 
 def test_unsupported_model_fails_before_weights(hub: Hub, repository: Path) -> None:
-    (repository / "config.json").write_text('{"model_type": "llama"}')
+    (repository / "config.json").write_text('{"model_type": "mpt"}')
     with pytest.raises(
-        UsageError, match=r"^EleutherAI/gpt-j-6b/config\.json: this is a llama model; supported: gptj, gpt2"
+        UsageError, match=r"^EleutherAI/gpt-j-6b/config\.json: this is a mpt model; supported: gptj, gpt2"
     ):
         download()
     assert hub.fetched() == ["config.json"]

@@ -76,7 +76,7 @@ def test_a_model_folder_without_config_is_refused(shell, model: Path, rows_file:
     assert not Path("out").exists()
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_neox", None])
+@pytest.mark.parametrize("family", ["mpt", None])
 def test_unsupported_family_is_rejected_before_reading(family: str | None, shell, rows_file: Path) -> None:
     Path("other").mkdir()
     Path("other/config.json").write_text(json.dumps({"model_type": family} if family else {"hidden_size": 9}))
@@ -92,7 +92,7 @@ def test_unsupported_family_is_rejected_before_reading(family: str | None, shell
         done = shell(line)
         assert (done.code, done.out) == (2, ""), (line, done.err)
         what = f"this is a {family} model" if family else "it names no model_type"
-        assert f"other/config.json: {what}; supported: gptj, gpt2, bert" in done.err, line
+        assert f"other/config.json: {what}; supported: gptj, gpt2, " in done.err, line
         assert "for other models there are" in done.err
         assert "did you mean" not in done.err
 

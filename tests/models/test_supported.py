@@ -1,0 +1,45 @@
+"""Test the messages for models that are not supported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gptj_ft.errors import UsageError
+from gptj_ft.models.registry import families
+from gptj_ft.models.supported import MODEL_TYPES, TINY_MODELS, check_supported
+
+CONFIG = Path("config.json")
+
+
+def test_tables_name_the_same_families() -> None:
+    assert set(MODEL_TYPES) == set(families())
+    assert set(TINY_MODELS.values()) <= set(MODEL_TYPES)
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        ({"model_type": "qwen3_moe"}, r"this is a mixture of experts \(qwen3_moe\): its routers are not implemented"),
+        ({"model_type": "mixtral"}, "a mixture of experts"),
+        ({"model_type": "gpt_oss"}, "a mixture of experts"),
+        ({"model_type": "llama4", "text_config": {}}, "a mixture of experts"),
+        ({"model_type": "qwen3_5_moe"}, "a mixture of experts"),
+        ({"model_type": "qwen3_5_text"}, "gated delta rule"),
+        ({"model_type": "qwen3_next"}, "gated delta rule"),
+        ({"model_type": "gemma3n_text"}, "more than one hidden state"),
+        ({"model_type": "gemma4"}, "more than one hidden state"),
+        ({"model_type": "olmo2"}, "norms behind attention and MLP"),
+        ({"model_type": "llava", "text_config": {"model_type": "llama"}}, r"images or sound \(llava\)"),
+        ({"model_type": "other", "auto_map": {"AutoModel": "m.M"}}, "other model with code in its repository"),
+        ({"model_type": "llama", "auto_map": {"AutoModel": "m.M"}}, "auto_map asks for code"),
+        ({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, r"quantised \(gptq\)"),
+        ({"model_type": "llama", "quantization_config": {"load_in_4bit": True}}, r"quantised \(quantization_config\)"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_rejection_names_the_missing_part(raw: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        check_supported(CONFIG, raw)
