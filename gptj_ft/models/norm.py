@@ -55,7 +55,7 @@ class _RMSNorm(torch.autograd.Function):
             of_weight = rows.flatten(0, -2).sum(0).to(weight.dtype)
             rows = torch.mul(product, factor, out=rows)
         else:
-            rows = product.mul_(factor)
+            rows = product * factor  # not in place: both memories are written below
         if not ctx.needs_input_grad[0]:
             return None, of_weight, None, None
         # d/dx of x s with s = (mean(x^2) + eps)^-1/2 is s - x s^3 mean(x .).
