@@ -162,16 +162,19 @@ class Generation(Options):
 
 
 class LoRA(Options):
-    """Adapters of ``method: lora`` (https://arxiv.org/abs/2106.09685); the defaults are PEFT's."""
+    """Adapters of ``method: lora`` (https://arxiv.org/abs/2106.09685)."""
 
-    rank: int = Field(8, ge=1)
+    rank: int = Field(16, ge=1)
     """inner dimension of an adapter"""
-    alpha: float = Field(8.0, gt=0.0)
+    alpha: float = Field(32.0, gt=0.0)
     """scale: an adapter's output is multiplied by alpha / rank"""
+    rslora: bool = False
+    """multiply by alpha / sqrt(rank) instead, for high ranks"""
     dropout: Decay = 0.0
     """fraction of an adapter's inputs dropped in training"""
-    targets: Names = ()
-    """linear layers with adapters, as shell patterns (q_proj,h.2[0-7].mlp.*); empty: attention's queries and values
+    targets: Names = ("all-linear",)
+    """linear layers with adapters, as shell patterns (q_proj,h.2[0-7].mlp.*); all-linear: those of all blocks;
+    empty: attention's queries and values
     """
     merge: bool = False
     """also write the model with the adapter merged into its weights"""
@@ -531,7 +534,7 @@ FREE_ON_RESUME = frozenset((
 YOUNGER = frozenset((
     "task", "pair", "stride", "class_weights", "label_threshold", "max_answer_tokens", "num_best", "null_threshold",
     "num_sentences", "block_trigrams", "dropout", "attention_dropout", "layer_decay", "bias_correction",
-    "header", "lanes",
+    "header", "lanes", "lora.rslora",
 ))  # fmt: skip
 GROUPS: Mapping[str, type[Options]] = {"generation": Generation, "lora": LoRA, "schedule": SchedulePiece}
 STRETCHING = ("warmup", "final_lr")  # unused by a schedule of pieces

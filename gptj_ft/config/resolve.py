@@ -43,6 +43,7 @@ PEERS_NAMES: Mapping[str, str] = {
         "method": "finetuning_type train_type tuner_type fine_tune_type peft_type use_peft use_lora lora",
         "lora.rank": "lora_r lora_rank",
         "lora.alpha": "lora_alpha",
+        "lora.rslora": "use_rslora",
         "lora.dropout": "lora_dropout",
         "lora.targets": "lora_target lora_targets lora_target_modules target_modules",
         "train": "freeze unfrozen_parameters trainable_layers num_layers freeze_trainable_layers",

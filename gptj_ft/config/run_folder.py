@@ -10,11 +10,12 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from gptj_ft import __version__
-from gptj_ft.config.options import FREE_ON_RESUME, YOUNGER, Recipe
+from gptj_ft.config.options import FREE_ON_RESUME, YOUNGER, Recipe, field_of
 from gptj_ft.config.presets import load_options
 from gptj_ft.config.resolve import build
 from gptj_ft.errors import DataError, GptjFtError, UsageError
@@ -242,8 +243,11 @@ def deciding_options(recipe: Recipe) -> dict[str, Any]:
 
     An option of `YOUNGER` is left out at its default.
     """
-    unset = {name for name in YOUNGER if getattr(recipe, name) == Recipe.model_fields[name].default}
-    options = {key: value for key, value in recipe.to_dict().items() if key not in FREE_ON_RESUME | unset | {"model"}}
+    options = {key: value for key, value in recipe.to_dict().items() if key not in FREE_ON_RESUME | {"model"}}
+    for name in YOUNGER:
+        group, _, own = name.rpartition(".")
+        if attrgetter(name)(recipe) == field_of(name).default:
+            del (options[group] if group else options)[own]
     return json.loads(json.dumps(options))  # type: ignore[no-any-return]
 
 

@@ -15,6 +15,8 @@ from gptj_ft.models.linear import Conv1D, RowContext, project
 from gptj_ft.models.registry import Architecture, Family
 
 A, B = "lora_A", "lora_B"
+ALL_LINEAR = "all-linear"  # PEFT's word for every linear layer except the head
+QUERIES_AND_VALUES = ("q_proj", "v_proj", "query", "value", "c_attn", "query_key_value")  # some are fused with keys
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,12 @@ def targets_in(architecture: Architecture) -> dict[str, tuple[int, str]]:
     """Return the linear layers that can get adapters, without those trained in full."""
     whole = architecture.trained_whole
     return {name: place for name, place in linear_layers(architecture).items() if f"{name}.weight" not in whole}
+
+
+def in_blocks(architecture: Architecture) -> list[str]:
+    """Return the linear layers of the blocks, without those trained in full."""
+    last = len(architecture.skeleton) - 1
+    return [name for name, (layer, _) in targets_in(architecture).items() if 0 < layer < last]
 
 
 def adapted_layers(architecture: Architecture, adapters: Mapping[str, Rank], dropout: float = 0.0) -> list[nn.Module]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -44,14 +45,25 @@ def select(architecture: Architecture, recipe: Recipe) -> Selection:
     if recipe.method == "lora":
         if recipe.train:
             raise UsageError("train selects parameters for --method full; with --method lora use lora.targets")
-        targets = recipe.lora.targets or architecture.family.lora_targets
-        chosen = match(targets, lora.targets_in(architecture), "--set lora.targets", "linear layer")
-        rank = lora.Rank(recipe.lora.rank, recipe.lora.alpha / recipe.lora.rank)
-        return adapted(architecture, dict.fromkeys(chosen, rank), architecture.trained_whole, recipe.lora.dropout)
+        options = recipe.lora
+        scaling = options.alpha / (math.sqrt(options.rank) if options.rslora else options.rank)
+        adapters = dict.fromkeys(_targets(architecture, options.targets), lora.Rank(options.rank, scaling))
+        return adapted(architecture, adapters, architecture.trained_whole, options.dropout)
     names = locate_parameters(architecture)
     patterns = recipe.train or ("*",)
     trained = {names[name] for name in (*match(patterns, names, "--train", "parameter"), *architecture.new)}
     return Selection.of(architecture.layers, lambda *position: position in trained)
+
+
+def _targets(architecture: Architecture, patterns: Sequence[str]) -> list[str]:
+    """Return the linear layers of ``lora.targets``, in order."""
+    names = lora.targets_in(architecture)
+    if not patterns:
+        return [name for name in names if name.rpartition(".")[2] in lora.QUERIES_AND_VALUES]
+    others = [pattern for pattern in patterns if pattern != lora.ALL_LINEAR]
+    chosen = set(match(others, names, "--set lora.targets", "linear layer"))
+    chosen |= set(lora.in_blocks(architecture) if lora.ALL_LINEAR in patterns else ())
+    return [name for name in names if name in chosen]
 
 
 def locate_parameters(architecture: Architecture) -> dict[str, tuple[int, str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,13 +106,9 @@ def write_merged(target: Path, trained: TunedModel, adapter: Path, files: Mappin
 
 
 def peft_settings(trained: TunedModel, selection: Selection) -> dict[str, Any]:
-    """Build PEFT's configuration of an adapter.
-
-    PEFT matches whole names of linear layers or their endings after a dot, and no shell patterns.
-    """
+    """Build PEFT's configuration of an adapter."""
     lora, architecture = trained.recipe.lora, trained.architecture
-    targets, places = lora.targets or architecture.family.lora_targets, targets_in(architecture)
-    matching = {name for name in places for target in targets if f".{name}".endswith(f".{target}")}
+    places = targets_in(architecture)
     prefix = architecture.family.prefix
     heads = sorted({name.removeprefix(prefix).partition(".")[0] for name in architecture.trained_whole})
     return {
@@ -121,9 +117,25 @@ def peft_settings(trained: TunedModel, selection: Selection) -> dict[str, Any]:
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
-        "target_modules": list(targets if matching == set(selection.adapters) else selection.adapters),
+        "use_rslora": lora.rslora,
+        "target_modules": shortest_endings(selection.adapters, places),
         "fan_in_fan_out": any(is_transposed(architecture, *places[name]) for name in selection.adapters),
     }
+
+
+def shortest_endings(chosen: Iterable[str], names: Iterable[str]) -> list[str]:
+    """Return the shortest endings that match the chosen names and no others, in order.
+
+    PEFT matches whole names of linear layers or their endings after a dot, and no shell patterns.
+    """
+    chosen, names, depth = set(chosen), list(names), 0
+    while True:
+        depth += 1
+        endings = {name: ".".join(name.split(".")[-depth:]) for name in names}
+        wanted = {f".{endings[name]}" for name in chosen}
+        # Compare whole names: the ending of a short name may match a longer name too.
+        if all((name in chosen) == any(f".{name}".endswith(each) for each in wanted) for name in names):
+            return list(dict.fromkeys(endings[name] for name in names if name in chosen))
 
 
 def export_checkpoint(run: Run, name: str, target: Path) -> int:

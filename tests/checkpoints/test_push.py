@@ -187,7 +187,7 @@ def test_pushed_adapter_names_its_hub_base(hub: Hub, model: Path, tmp_path: Path
     assert json.loads(sent["adapter_config.json"])["base_model_name_or_path"] == "EleutherAI/gpt-j-6b"
     assert b"Acme" not in b"".join(sent.values())
     card = sent["README.md"].decode()
-    for fact in ("base_model_relation: adapter", "| `lora.rank` | `8` |", "convert --merge . BASE merged"):
+    for fact in ("base_model_relation: adapter", "| `lora.rank` | `16` |", "convert --merge . BASE merged"):
         assert fact in card, fact
 
 

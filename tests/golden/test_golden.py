@@ -228,6 +228,8 @@ VOLATILE = re.compile(
 # seconds are, too, but for the order in which fractions are summed, and kernels that a processor does without.
 VOLATILE_IN_PLANS = re.compile(r"have|load|timeline")
 PLAN_TOLERANCE = 0.01
+# Their adapters' numbers were recorded on another processor than those of machine.json.
+FROM_ELSEWHERE = ("finetune-lora", "evaluate-lora", "runs", "runs-list")
 SIZES_ON_DISK = re.compile(r"bytes|.*_bytes")
 
 
@@ -310,7 +312,7 @@ def test_golden_json(shell, tmp_path, own_home, updating) -> None:
                 file.parent.mkdir(exist_ok=True)
                 file.write_text(json.dumps(ours, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
             golden = json.loads(file.read_text(encoding="utf-8"))
-        is_exact = Machine.of(HERE / "machine.json") == MACHINE
+        is_exact = Machine.of(HERE / "machine.json") == MACHINE and name not in FROM_ELSEWHERE
         tolerance = PLAN_TOLERANCE if name.startswith("plan") else 0.0 if is_exact else JSON_TOLERANCE
         found += differences(ours, golden, tolerance, name)
     assert not found, "\n".join(found)

@@ -34,7 +34,7 @@ STEPS = 5
 FULL = {"precision": "fp16", "z_loss": 3.0}
 METHODS = {
     "full": FULL,
-    "adapters": {"precision": "fp16", "z_loss": 30.0, "method": "lora", "lora": {"rank": 2}},
+    "adapters": {"precision": "fp16", "z_loss": 30.0, "method": "lora", "lora": {"rank": 2, "alpha": 8}},
     "a part": {**FULL, "train": ["h.1.*", "lm_head.*"]},
 }
 DEVICE = {"weights": "device", "optimizer_state": "device"}
