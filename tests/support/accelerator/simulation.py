@@ -324,7 +324,7 @@ class Simulation:
         self._failed: Exception | None = None
         self._random = random.Random(seed)
         self._local = threading.local()
-        self._codes: dict[CodeType, str | None] = {}
+        self.codes: dict[CodeType, str | None] = {}
 
     # -------------------------------------------------------------- the thread's device, stream and clock
 
@@ -463,11 +463,11 @@ class Simulation:
     def program_name(self, code: CodeType) -> str | None:
         """Return a source file's name inside the program's package; ``None``: another package."""
         try:
-            return self._codes[code]
+            return self.codes[code]
         except KeyError:
             marker = f"/{self.package}/"
             at = code.co_filename.rfind(marker)
-            name = self._codes[code] = code.co_filename[at + len(marker) :] if at >= 0 else None
+            name = self.codes[code] = code.co_filename[at + len(marker) :] if at >= 0 else None
             return name
 
 
@@ -503,11 +503,15 @@ def site() -> Site:
     """Return the innermost frames of the program's own source."""
     frame: FrameType | None = sys._getframe(1)
     found: list[tuple[str, int, str]] = []
-    name_of = now().program_name
-    while frame is not None and len(found) < SITE_FRAMES:
-        name = name_of(frame.f_code)
+    simulation = now()
+    known = simulation.codes
+    while frame is not None:
+        code = frame.f_code
+        name = known[code] if code in known else simulation.program_name(code)
         if name is not None:
-            found.append((name, frame.f_lineno, frame.f_code.co_name))
+            found.append((name, frame.f_lineno, code.co_name))
+            if len(found) == SITE_FRAMES:
+                break
         frame = frame.f_back
     return tuple(found)
 

@@ -7,6 +7,7 @@ compute its data when the schedule runs it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -100,7 +101,7 @@ class SimTensor(torch.Tensor):
 def new(shape: Any, stride: Any, dtype: torch.dtype, index: int, poison: bool = False) -> SimTensor:
     """Allocate a tensor on the current stream of a device; ``poison`` fills it with NaN."""
     num_bytes = hull(shape, stride) * dtype.itemsize
-    with torch.inference_mode(False):
+    with _inference(False):
         block = Block(num_bytes, index)
         memory = block.region.bytes
         if memory is not None:
@@ -112,6 +113,14 @@ def new(shape: Any, stride: Any, dtype: torch.dtype, index: int, poison: bool = 
         accesses = ((block.region, 0, num_bytes, True),)
         now().stream(index).put(Operation("allocation", lambda: used.fill_(NAN_BYTE), accesses, "alloc"))
     return SimTensor(data, block)
+
+
+_AS_IT_IS = nullcontext()
+
+
+def _inference(mode: bool) -> AbstractContextManager[Any]:
+    """Set inference mode; torch's own context manager costs as much as a small operation even if nothing changes."""
+    return _AS_IT_IS if torch.is_inference_mode_enabled() is mode else torch.inference_mode(mode)
 
 
 def access(tensor: SimTensor, writes: bool) -> Access | None:
@@ -170,8 +179,9 @@ _shapes: dict[Any, Any] = {}  # shapes of the results, by operation and argument
 
 def mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
     """Map a function over the leaves of nested arguments."""
-    if isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
-        return type(tree)([mapped(x, change) for x in tree])
+    kind = type(tree)
+    if kind is list or kind is tuple:
+        return kind([mapped(x, change) for x in tree])
     return change(tree)
 
 
@@ -240,14 +250,15 @@ def _common_device(kernel: Kernel, tensors: list[SimTensor], hosts: list[torch.T
 
 def _data_of(x: Any) -> Any:
     """Return the data of a device tensor; of a host scalar a copy."""
-    if isinstance(x, SimTensor):
+    kind = type(x)
+    if kind is SimTensor:
         return x.data_cpu
-    return x.clone() if type(x) is torch.Tensor and x.ndim == 0 and not x.is_meta else x
+    return x.clone() if kind is torch.Tensor and x.ndim == 0 and not x.is_meta else x
 
 
 def _plain(args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
     """Convert arguments for a CPU kernel."""
-    named = {key: CPU if key == "device" else mapped(value, _data_of) for key, value in kwargs.items()}
+    named = {key: CPU if key == "device" else mapped(value, _data_of) for key, value in kwargs.items()} if kwargs else {}
     return mapped(args, _data_of), named
 
 
@@ -283,9 +294,9 @@ def _computed_now(func: Any, args: Any, kwargs: Any, index: int) -> Any:
 
 def _view(func: Any, args: Any, kwargs: Any, base: SimTensor) -> Any:
     call_args, call_kwargs = _plain(args, kwargs)
-    with torch.inference_mode(False):
+    with _inference(False):
         result = func(*call_args, **call_kwargs)
-    with torch.inference_mode(base.is_inference()):  # a view is an inference tensor if its base is one
+    with _inference(base.is_inference()):  # a view is an inference tensor if its base is one
         return mapped(result, lambda x: SimTensor(x, base.block) if isinstance(x, torch.Tensor) else x)
 
 
