@@ -258,7 +258,7 @@ def _data_of(x: Any) -> Any:
 
 def _plain(args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
     """Convert arguments for a CPU kernel."""
-    named = {key: CPU if key == "device" else mapped(value, _data_of) for key, value in kwargs.items()} if kwargs else {}
+    named = {key: CPU if key == "device" else mapped(value, _data_of) for key, value in kwargs.items()}
     return mapped(args, _data_of), named
 
 
