@@ -280,7 +280,7 @@ class Recipe(Options):
     its size
     """
     data: Annotated[str | None, FlagSpec(metavar="FILE")] = None
-    """training rows: a file (jsonl, json, csv, tsv, xlsx, parquet, txt), folder, pattern or prepared folder; or a
+    """training rows: a file (jsonl, json, csv, tsv, xlsx, docx, parquet, txt), folder, pattern or prepared folder; or a
     dataset on the Hub, hub:owner/name
     """
     val_data: Annotated[str | None, FlagSpec(metavar="FILE")] = None

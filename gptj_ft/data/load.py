@@ -115,8 +115,8 @@ def data_path(data: str | None) -> Path:
     """Return the path of the rows; for a dataset on the Hub, its local folder."""
     if data is None:
         raise UsageError(
-            "no data: add --data FILE (jsonl, json, csv, tsv, xlsx, parquet, txt, tfrecords, h5, a folder, or prepared "
-            "data) or --data hub:owner/name"
+            "no data: add --data FILE (jsonl, json, csv, tsv, xlsx, docx, parquet, txt, tfrecords, h5, a folder, or "
+            "prepared data) or --data hub:owner/name"
         )
     return local_folder(data) if is_reference(data) else Path(data).expanduser()
 

@@ -101,7 +101,7 @@ def test_json_is_recognised_without_a_suffix(suffix: str, tmp_path: Path) -> Non
         (b"%PDF-1.7", "PDF: convert it"),
         (b"\xd0\xcf\x11\xe0old", "old Excel workbook: save it as .xlsx"),
         (b"{\\rtf1", "document in rich text: save it as plain text"),
-        (zip_of("word/document.xml"), "Word document: save it as plain text"),
+        (zip_of("ppt/presentation.xml"), "presentation: save its outline as plain text"),
         (zip_of("xl/workbook.bin"), "binary Excel workbook: save it as .xlsx"),
         (zip_of("mimetype", b"application/vnd.oasis.opendocument.spreadsheet"), "OpenDocument spreadsheet"),
         (zip_of("notes.txt"), "zip archive: unpack it"),
@@ -120,7 +120,8 @@ def test_office_document_is_recognized_by_name(tmp_path: Path) -> None:
     for name, content, says in [
         ("a.doc", old, "is an old Word document"),
         ("a.xlsx", old, "is a workbook with a password"),
-        ("a.docx", b"x", "is a Word document"),
+        ("a.docx", old, "is a document with a password"),
+        ("a.odt", b"x", "is an OpenDocument text"),
         ("a.xls", b"<html>", "is an old"),
     ]:
         (tmp_path / name).write_bytes(content)

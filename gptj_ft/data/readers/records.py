@@ -13,6 +13,7 @@ from gptj_ft.data.readers.spreadsheets import read_workbook
 from gptj_ft.data.readers.stories import read_presumm, read_story
 from gptj_ft.data.readers.tables import read_parquet, read_saved_dataset, read_table
 from gptj_ft.data.readers.tfrecord import read_tfrecords
+from gptj_ft.data.readers.word import read_document
 from gptj_ft.errors import DataError, UsageError
 
 RowReader = Callable[[File, Findings], Iterator[Row]]
@@ -77,6 +78,7 @@ _READERS: dict[str, RowReader] = {
     "tsv": read_table,
     "parquet": read_parquet,
     "xlsx": read_workbook,
+    "docx": read_document,
     "prepared": refuse_prepared,
     "dataset": read_saved_dataset,
     "txt": read_documents,

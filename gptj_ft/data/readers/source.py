@@ -83,6 +83,7 @@ SUFFIXES = {  # suffix -> format; each format has one reader
     ".tsv": "tsv",
     ".xlsx": "xlsx",
     ".xlsm": "xlsx",
+    ".docx": "docx",
     ".parquet": "parquet",
     ".txt": "txt",
     ".story": "story",
@@ -102,9 +103,9 @@ TASK_SUFFIXES = {
 }
 TOKEN_FORMATS = ("tfrecords", "tfindex", "hdf5")  # rows are token ids
 FORMAT_MAGIC = {b"PAR1": "parquet", b"\x89HDF\r\n\x1a\n": "hdf5"}
+OFFICE = ("xlsx", "docx")  # formats that are zip archives
 ZIP_MAGIC, OLE_MAGIC = b"PK\x03\x04", b"\xd0\xcf\x11\xe0"
 ADVICE = {  # suffix of an unsupported file -> its kind, and how to convert it
-    ".docx": "a Word document: save it as plain text (.txt)",
     ".doc": "an old Word document: save it as plain text (.txt)",
     ".odt": "an OpenDocument text: save it as plain text (.txt)",
     ".rtf": "a document in rich text: save it as plain text (.txt)",
@@ -116,6 +117,7 @@ ADVICE = {  # suffix of an unsupported file -> its kind, and how to convert it
     ".ods": "an OpenDocument spreadsheet: save it as .xlsx, or the sheet as CSV UTF-8",
     ".numbers": "a spreadsheet of Numbers: export it as .xlsx or CSV",
     ".xlsx with a password": "a workbook with a password, or an old one: save it as .xlsx without a password",
+    ".docx with a password": "a document with a password, or an old one: save it as .docx without a password",
     ".zip": "a zip archive: unpack it, and name the folder",
     ".tar": "a tar archive: unpack it, and name the folder",
 }
@@ -146,6 +148,7 @@ class ReadLimits:
     sheets: int = 2**30  # bytes of all sheets and shared strings
     sheet_piece: int = 2**24  # bytes of a row or text
     other_parts: int = 2**26  # bytes of all other parts
+    document: int = 2**28  # bytes of a Word document with its pictures
     parquet: int = 2**30  # bytes of a compressed Parquet file, which is decompressed in memory
 
 
@@ -376,11 +379,12 @@ def _foreign(suffix: str, head: bytes, parts: Collection[str]) -> str:
     if head.startswith(ZIP_MAGIC):
         by_parts = [kind for name, kind in PARTS.items() if name in parts]
         by_head = [kind for words, kind in OPEN_DOCUMENT.items() if words in head[:128]]
-        return next(iter(by_parts + by_head), suffix if suffix in ADVICE or SUFFIXES.get(suffix) == "xlsx" else ".zip")
+        return next(iter(by_parts + by_head), suffix if suffix in ADVICE or SUFFIXES.get(suffix) in OFFICE else ".zip")
     if head.startswith(TAR_MAGIC, TAR_MAGIC_AT):
         return ".tar"
     if head.startswith(OLE_MAGIC):
-        return ".doc" if suffix == ".doc" else ".xlsx with a password" if suffix in (".xlsx", ".xlsm") else ".xls"
+        office = SUFFIXES.get(suffix)
+        return f".{office} with a password" if office in OFFICE else ".doc" if suffix == ".doc" else ".xls"
     return next((kind for magic, kind in _FOREIGN.items() if head.startswith(magic)), "")
 
 
