@@ -51,10 +51,10 @@ class Ledger:
 
 def forget_tensors() -> None:
     """Drop tensors that the package caches from an earlier simulation."""
-    from gptj_ft.models import attention
+    from gptj_ft.models import attention, rotary
     from gptj_ft.streaming import adamw
 
-    for cached in (attention._inv_freq, attention.takes_ragged, adamw._noise):
+    for cached in (rotary._frequencies, rotary._inv_freq, attention.takes_ragged, adamw._noise):
         cached.cache_clear()
     gc.collect()
 
