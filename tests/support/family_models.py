@@ -24,9 +24,9 @@ from gptj_ft.streaming.open import load_weights, open_for_training
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
 
 
-def random_of_family(name: str, seed: int = 0) -> Any:
+def random_of_family(name: str, seed: int = 0, **more: Any) -> Any:
     """Return a random model of a shape, with non-trivial norms and biases; attention is eager, as Gemma 2 needs."""
-    shape = {"bos_token_id": 0, "eos_token_id": 0, "initializer_range": 0.1, **FAMILY_SHAPES[name]}
+    shape = {"bos_token_id": 0, "eos_token_id": 0, "initializer_range": 0.1, **FAMILY_SHAPES[name], **more}
     config = AutoConfig.for_model(**shape)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from support import accelerator
 from support.accelerator import SCHEDULES, Schedule
+from support.family_shapes import FAMILY_SHAPES, FIRST_SHAPES
 from support.accelerator.ghost import forget_tensors
 
 DEVICE = f"{accelerator.NAME}:0"
@@ -70,8 +71,12 @@ class Case:
 def model_folder(name: str) -> Path:
     """Return the folder of a random model of one of the `SHAPES`, cached per process."""
     from conftest import random_gpt2, random_gptj
+    from support.family_models import random_of_family
 
     folder = Path(tempfile.mkdtemp(prefix="simulated-model-", dir=memory()))
+    if name in FAMILY_SHAPES:
+        random_of_family(name, vocab_size=61).save_pretrained(folder)
+        return folder
     (random_gpt2 if name == "gpt2" else random_gptj)(**SHAPES[name]).save_pretrained(folder)
     if name == "strided gptj":
         from safetensors.torch import load_file
@@ -239,6 +244,20 @@ def part(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[Case]
         yield from _cases("part", dtype, f"frozen on {frozen}, state on {state}", run, schedules)
 
 
+def newer(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[Case]:
+    """Every other family: trained whole and by adapters, with losses in inference."""
+    from gptj_ft.models.registry import families
+
+    for family, name in FIRST_SHAPES.items():
+        for dtype, places in product(dtypes, EVERYWHERE[:4]):
+            run = Training(name, {"clip_norm": 0.1}, places, dtype=dtype, kept=1, late=1, fp16_exponent=19)
+            yield from _cases("newer", f"{family}, {dtype}", "/".join(places), run, schedules)
+        for dtype, frozen in product(dtypes, PLACES):
+            options = {"method": "lora", "lora": {**LORA, "targets": list(families()[family].lora_targets)}}
+            run = Training(name, options, ("disk", "disk", "device"), frozen, dtype, fp16_exponent=20)
+            yield from _cases("newer", f"{family}, adapters, {dtype}", f"frozen on {frozen}", run, schedules)
+
+
 # ------------------------------------------------------------------ reading and writing
 
 
@@ -376,7 +395,9 @@ def _cases(
         yield Case(scenario, group, label, schedule, run)
 
 
-SCENARIOS = {"full": full, "tied": tied, "lora": lora, "part": part, "read": read, "write": write, "run": runs}
+SCENARIOS = {
+    "full": full, "tied": tied, "lora": lora, "part": part, "newer": newer, "read": read, "write": write, "run": runs,
+}  # fmt: skip
 
 
 def every_case(dtypes: Sequence[str] = tuple(DTYPES)) -> list[Case]:
@@ -389,7 +410,7 @@ def reduced() -> list[Case]:
     found: list[Case] = []
     for name, scenario in SCENARIOS.items():
         cases = list(scenario(tuple(DTYPES), ("late",)))
-        step = {"full": 17, "tied": 9, "lora": 5, "part": 7, "read": 8, "write": 8, "run": 4}[name]
+        step = {"full": 17, "tied": 9, "lora": 5, "part": 7, "newer": 61, "read": 8, "write": 8, "run": 4}[name]
         for number, case in enumerate(cases[::step]):
             schedule = SCHEDULES[number // 2 % len(SCHEDULES)] if number % 2 else "late"
             found.append(replace(case, schedule=schedule))
