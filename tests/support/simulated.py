@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from support import accelerator
 from support.accelerator import SCHEDULES, Schedule
-from support.family_shapes import FAMILY_SHAPES, FIRST_SHAPES
 from support.accelerator.ghost import forget_tensors
+from support.family_shapes import FAMILY_SHAPES, FIRST_SHAPES
 
 DEVICE = f"{accelerator.NAME}:0"
 CPU = torch.device("cpu")
@@ -311,7 +311,9 @@ def write(dtypes: Sequence[str], schedules: Sequence[Schedule], settings: Sequen
                 model = StreamedModel(architecture, stack, 64)
                 found = generate_tokens(model, Tokenizer(), prompts, Generation(**SETTINGS[setting]))
             if device.type != "cpu" and dtype != "fp32":
-                assert attention.takes_ragged(device, DTYPES[dtype], 8), "the kernel for ragged batches was given up"
+                assert attention.takes_ragged(device, DTYPES[dtype], 8, False), (
+                    "the kernel for ragged batches was given up"
+                )
                 assert attention.takes_ragged.cache_info().misses == 1, "nothing asked for the kernel while writing"
             return found
 
