@@ -184,7 +184,7 @@ def check_tensors(architecture: Architecture, checkpoint: Checkpoint) -> list[st
     """
     if (num_layers := architecture.config.n_layer) > len(checkpoint.names):  # before building so many layers
         raise DataError(
-            f"{checkpoint.folder}: the weights do not fit config.json: it has n_layer {num_layers}, but there are "
+            f"{checkpoint.folder}: the weights do not fit config.json: it has {num_layers} blocks, but there are "
             f"only {len(checkpoint.names)} tensors"
         )
     family, layers = architecture.family, architecture.skeleton

@@ -93,10 +93,6 @@ def read_config(raw: Mapping[str, Any], kind: type[BertConfig] = BertConfig) -> 
     names = {field.name for field in fields(kind)}
     config = kind(**{key: value for key, value in raw.items() if key in names})
     check_numbers(config, ENCODER_SIZES, "layer_norm_eps")
-    for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"):
-        rate = getattr(config, name)
-        if rate is not None and not (type(rate) in (int, float) and 0 <= rate < 1):
-            raise DataError(f"{name} must be a number from 0 to below 1, not {rate!r}")
     if config.hidden_size % config.num_attention_heads:
         raise DataError(
             f"hidden_size {config.hidden_size} is not a multiple of num_attention_heads {config.num_attention_heads}"

@@ -89,6 +89,11 @@ def read_config(raw: Mapping[str, Any]) -> GPTNeoXConfig:
         raise DataError(
             f"hidden_size {config.hidden_size} is not a multiple of num_attention_heads {config.num_attention_heads}"
         )
+    for name in ("use_parallel_residual", "attention_bias", "tie_word_embeddings"):
+        if type(getattr(config, name)) is not bool:
+            raise DataError(f"{name} must be true or false, not {getattr(config, name)!r}")
+    if type(config.initializer_range) not in (int, float) or not 0 < config.initializer_range < 10:
+        raise DataError(f"initializer_range must be a positive number, not {config.initializer_range!r}")
     if config.hidden_act not in ACTIVATIONS:
         raise DataError(f"hidden_act '{config.hidden_act}' is not supported; known are {', '.join(ACTIVATIONS)}")
     # `rope_parameters` since transformers 5, else the fields of released files.

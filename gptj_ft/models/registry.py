@@ -301,9 +301,24 @@ def architecture_of(raw: Mapping[str, Any], path: Path) -> Architecture:
         if raw.get(name) is not None and not isinstance(getattr(torch, str(raw[name]), None), torch.dtype):
             raise DataError(f"{path}: {name} {raw[name]!r} is not a data type")
     try:
-        return Architecture(family, family.read_config(raw), raw, *_head_of(family, raw))
+        architecture = Architecture(family, family.read_config(raw), raw, *_head_of(family, raw))
+        _check_rates_and_ids(architecture)
     except DataError as error:
         raise DataError(f"{path}: {error}") from error
+    return architecture
+
+
+def _check_rates_and_ids(architecture: Architecture) -> None:
+    """Check the fields that every family has: dropout rates, and the ids of special tokens."""
+    for name in (name for names in architecture.family.dropouts for name in names):
+        rate = getattr(architecture.config, name)
+        if rate is not None and not (type(rate) in (int, float) and 0 <= rate < 1):
+            raise DataError(f"{name} must be a number from 0 to below 1, not {rate!r}")
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = architecture.raw.get(name)
+        ids = value if isinstance(value, list) else [value]
+        if any(number is not None and type(number) is not int for number in ids):
+            raise DataError(f"{name} must be a token id or a list of them, not {value!r:.100}")
 
 
 def _head_of(family: Family, raw: Mapping[str, Any]) -> tuple[Task | None, tuple[str, ...]]:
