@@ -90,7 +90,9 @@ def test_every_method_trains(family: str, workplace: Hub, shell) -> None:
 def test_tuned_models_answer_and_are_scored(family: str, workplace: Hub, shell) -> None:
     run(shell, f"prepare-data {FIELDS} --model source --output prepared")
     run(shell, f"finetune --recipe summarization --model source --data prepared {TRAIN} --output run")
-    answers = run(shell, "generate --model run --max-new-tokens 4 --temperature 1 --num-return 2 --seed 3 --json Paper.")
+    answers = run(
+        shell, "generate --model run --max-new-tokens 4 --temperature 1 --num-return 2 --seed 3 --json Paper."
+    )
     assert len(answers.json["texts"]) == 2
     scores = run(shell, f"evaluate run {FIELDS} --limit 4 --baseline source --report report.html --json").json
     assert scores["model"]["scores"].keys() == scores["baseline"]["scores"].keys()
