@@ -10,14 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BACKWARD = torch.ops.aten
-# ``hidden_act`` of config.json -> activation, and its gradient from (gradient of the output, input).
-ACTIVATIONS: Mapping[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
-    **dict.fromkeys(("silu", "swish"), (F.silu, BACKWARD.silu_backward.default)),
-    "gelu": (F.gelu, BACKWARD.gelu_backward.default),
+ATEN = torch.ops.aten
+# ``hidden_act`` of config.json -> activation, and the function that writes the gradient of its input, from the gradient
+# of its output and its input.
+ACTIVATIONS: Mapping[str, tuple[Callable[[Tensor], Tensor], Callable[..., Tensor]]] = {
+    **dict.fromkeys(("silu", "swish"), (F.silu, ATEN.silu_backward.grad_input)),
+    "gelu": (F.gelu, ATEN.gelu_backward.grad_input),
     **dict.fromkeys(
         ("gelu_pytorch_tanh", "gelu_new"),
-        (partial(F.gelu, approximate="tanh"), partial(BACKWARD.gelu_backward.default, approximate="tanh")),
+        (partial(F.gelu, approximate="tanh"), partial(ATEN.gelu_backward.grad_input, approximate="tanh")),
     ),
 }
 
@@ -39,4 +40,5 @@ class _Gated(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         gate, up = ctx.saved_tensors
         (gradient,), (activate, differentiate) = gradients, ACTIVATIONS[ctx.activation]
-        return differentiate(gradient * up, gate), activate(gate).mul_(gradient), None
+        of_gate = gradient * up
+        return differentiate(of_gate, gate, grad_input=of_gate), activate(gate).mul_(gradient), None

@@ -47,18 +47,14 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         x, weight, scale = ctx.saved_tensors
         gradient, wide = gradients[0].float(), x.float()
-        product = gradient * wide
-        factor = weight.float() + ctx.offset if ctx.offset else weight.float()
+        factor = weight.float() + ctx.offset
+        of_x = gradient * factor
+        # d/dx of x s with s = (mean(x^2) + eps)^-1/2 is s - x s^3 mean(x .).
+        product = of_x * wide
+        shift = product.mean(-1, keepdim=True).mul_(scale.pow(3))
         of_weight = None
         if ctx.needs_input_grad[1]:
-            rows = product * scale
-            of_weight = rows.flatten(0, -2).sum(0).to(weight.dtype)
-            rows = torch.mul(product, factor, out=rows)
-        else:
-            rows = product * factor  # not in place: both memories are written below
-        if not ctx.needs_input_grad[0]:
-            return None, of_weight, None, None
-        # d/dx of x s with s = (mean(x^2) + eps)^-1/2 is s - x s^3 mean(x .).
-        shift = rows.mean(-1, keepdim=True).mul_(scale.pow(3))
-        of_x = torch.mul(gradient, factor, out=rows).mul_(scale).sub_(torch.mul(wide, shift, out=product))
+            torch.mul(gradient, wide, out=product).mul_(scale)
+            of_weight = product.flatten(0, -2).sum(0).to(weight.dtype)
+        of_x.mul_(scale).addcmul_(wide, shift, value=-1)
         return of_x.to(x.dtype), of_weight, None, None

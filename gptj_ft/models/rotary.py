@@ -263,9 +263,9 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
     """Write the rotated heads to ``out``, which may be ``x``."""
     half = cos.shape[-1]
     first, second = x[..., :half], x[..., half : 2 * half]
-    crossed = first * sin  # before ``first`` may be overwritten
-    torch.mul(first, cos, out=out[..., :half]).sub_(second * sin)
-    torch.mul(second, cos, out=out[..., half : 2 * half]).add_(crossed)
+    first = first.clone() if out is x else first  # needed after it is overwritten
+    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out[..., half : 2 * half]).addcmul_(first, sin)
     if out is not x and 2 * half < x.shape[-1]:
         out[..., 2 * half :] = x[..., 2 * half :]
     return out
