@@ -101,19 +101,26 @@ def test_loss_and_gradients_match_transformers(name: str, built, tmp_path: Path)
     case = built(name)
     docs = [[(7 * number + size) % 30 for number in range(size)] for size in (ROW, 5, 17, 2)]
     prompts = (2, 3, 1, 0)
+    double = copy.deepcopy(case.model).double()
     case.model.zero_grad()
-    expected = oracle_loss(case.model, docs, prompts=prompts)
-    expected.backward()
+    for model in (double, case.model):
+        expected = oracle_loss(model, docs, prompts=prompts)
+        expected.backward()
     stack = case.open_training(tmp_path)
     loss = train_step(stack, AdamW(stack, optimizer_config(Recipe())), micro_batches(docs, prompts, 64))
     assert loss.mean == pytest.approx(expected.item(), rel=1e-6)
-    theirs, num_layers = case.of(case.model), len(stack.layers)
+    theirs, exact, num_layers = case.of(case.model), case.of(double), len(stack.layers)
+    # Scores that saturate make gradients of queries and keys that are small beside the whole, up to zero for keys'
+    # biases without rotary positions. There torch in fp32 is off by 1e-5, too.
+    floor = 1e-8 * torch.stack([value.grad.norm() for value in exact.values()]).norm()
     compared = 0
     for layer in range(num_layers):
         flat = torch.cat([part.clone() for _, part in stack.read_chunks("grad", layer)])
         for local, gradient in stack.layouts[layer].views(flat).items():
             named = case.architecture.family.name_of(layer, local, num_layers)
-            assert relative(gradient, theirs[named].grad) < 1e-5, named
+            right, error = exact[named].grad, (gradient - exact[named].grad).norm()
+            allowed = 1e-5 * right.norm() + (theirs[named].grad - right).norm()
+            assert error < allowed + floor, named
             compared += 1
     assert compared == len(list(case.model.parameters()))
 
@@ -127,7 +134,8 @@ def test_ten_adamw_steps_match_torch(name: str, built, tmp_path: Path) -> None:
     oracle_loss(double, docs).backward()
     # Keys' biases shift all scores of a query equally, or nearly so where rotary positions turn slowly. Their gradients
     # are rounding noise in fp32, and AdamW divides by their size.
-    noise = {key: value.grad.abs() < 1e-5 * value.grad.abs().max() for key, value in case.of(double).items()}
+    largest = max(float(value.grad.abs().max()) for value in case.of(double).values())
+    noise = {key: value.grad.abs() < 1e-5 * largest for key, value in case.of(double).items()}
     train_oracle(double, recipe)
     for ours, theirs in zip(curve, train_oracle(single, recipe), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
@@ -141,7 +149,7 @@ def test_ten_adamw_steps_match_torch(name: str, built, tmp_path: Path) -> None:
             assert relative(values.double()[kept], exact[named][kept]) < allowed, named
 
 
-@every_shape
+@shapes(["gpt_neox", "llama"])
 @pytest.mark.parametrize(
     ("weights", "state", "kept", "late"), [("disk", "disk", 0, 1), ("host", "disk", 1, 0), ("disk", "host", 3, 2)]
 )

@@ -38,7 +38,7 @@ FAMILY_SHAPES: Mapping[str, Mapping[str, Any]] = {
     "mistral": {**LLAMA, "model_type": "mistral", "sliding_window": None},
     "mistral, odd": {
         **LLAMA, **ODD, "model_type": "mistral", "sliding_window": None, "tie_word_embeddings": True,
-        "rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0},
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0},
     },
     "qwen2": {**LLAMA, "model_type": "qwen2"},
     "qwen2, odd": {
