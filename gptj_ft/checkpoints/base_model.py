@@ -36,12 +36,16 @@ WITHOUT_OWNER = r"(bert|roberta|xlm-roberta|gpt2)(-[a-z-]+)?"
 def find_model(name: str) -> Path:
     """Find the folder of a model or adapter by its name or path.
 
-    Candidates, in this order: the folder itself, ``model/`` of a run folder, a converted model, a downloaded model.
+    Candidates, in this order: the folder itself, ``model/`` of a run folder, a converted model, a downloaded model. A
+    GGUF file is converted at its first use.
 
     Raises:
         UsageError: no such model, or its family is not supported.
+        DataError: a GGUF file is damaged.
     """
     path = Path(name).expanduser()
+    if path.suffix.lower() == ".gguf" and path.is_file():
+        return gguf_folder(path)
     for folder in (path, path / "model", model_folder(name), download_folder(name)):
         if is_tuned(folder):
             _check_family(folder)
@@ -49,13 +53,35 @@ def find_model(name: str) -> Path:
     raise UsageError(_explain_missing(name, path))
 
 
+def gguf_folder(path: Path) -> Path:
+    """Return the model folder made from a GGUF file; convert it at its first use, into the home of models.
+
+    Raises:
+        UsageError: an architecture, a quantization or a tokenizer that is not supported.
+        DataError: the file is truncated or damaged, or a part of it is missing.
+        ResourceError: not enough disk space.
+    """
+    from gptj_ft.checkpoints.convert import Conversion, convert
+    from gptj_ft.checkpoints.fingerprint import sampled_file
+    from gptj_ft.checkpoints.gguf.header import files_of_gguf
+    from gptj_ft.system.digests import digest_of
+
+    parts = [part for part in files_of_gguf(path) if part.is_file()]
+    samples = [{**sampled_file(part), "changed": part.stat().st_mtime_ns} for part in parts]
+    folder = models() / f"{path.stem}-{digest_of(samples)[:12]}"
+    if not is_model(folder):
+        make_home()
+        part_of_home("models")
+        try:
+            convert(path, folder, Conversion(format="gguf"))
+        except UsageError:
+            if not is_model(folder):  # else another process was faster
+                raise
+    return folder
+
+
 def _explain_missing(name: str, path: Path) -> str:
     """Explain why a name is not a model, and suggest the next command."""
-    if path.suffix.lower() == ".gguf":
-        return (
-            f"{path}: GGUF files can be neither trained nor converted back: name the folder of the model that it was "
-            "made from (config.json and safetensors)"
-        )
     if path.is_file():
         convert = command_line("convert", path)
         return f"{path} is a file; a model is a folder with config.json: convert it with `{convert}`"

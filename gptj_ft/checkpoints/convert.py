@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
 
 import gptj_ft
 from gptj_ft.checkpoints import optimizer_state as moments_of_model
-from gptj_ft.checkpoints.adapter import MergedCheckpoint, open_adapter, with_head_of
+from gptj_ft.checkpoints.adapter import MergedCheckpoint, open_adapter, tuned_architecture, with_head_of
+from gptj_ft.checkpoints.gguf.export import GgufExport, export_adapter
+from gptj_ft.checkpoints.gguf.writer import NewTensor
 from gptj_ft.checkpoints.metadata import check_base
 from gptj_ft.checkpoints.model_folder import (
     DESCRIPTION,
@@ -32,6 +35,7 @@ from gptj_ft.checkpoints.optimizer_state import Moments
 from gptj_ft.checkpoints.source import CheckpointSource, FormatName
 from gptj_ft.checkpoints.transfer import TensorTransfer
 from gptj_ft.checkpoints.weight_file import dtype_name
+from gptj_ft.data.tokenization import has_tokenizer
 from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.models.layout import Kind
 from gptj_ft.system.atomic import atomic_folder
@@ -39,9 +43,10 @@ from gptj_ft.system.digests import read_json
 from gptj_ft.system.dtypes import PRECISIONS
 from gptj_ft.system.files import files_in, remove
 from gptj_ft.system.machine import free_disk
+from gptj_ft.system.paths import is_adapter
 
-DtypeChoice = Literal["keep", "fp32", "bf16", "fp16"]
-OutputFormat = Literal["folder", "huggingface", "mesh"]
+DtypeChoice = Literal["keep", "fp32", "bf16", "fp16", "q8_0"]
+OutputFormat = Literal["folder", "huggingface", "mesh", "gguf"]
 UNPACKED = "unpacked"  # staging folder of an archive's content
 COMPANION_BYTES = 16 << 20  # upper bound of tokenizer, configs and headers
 
@@ -53,8 +58,9 @@ class Conversion:
     format: FormatName | None = None  # of the source; None: detected
     config: Path | None = None  # file with the model's shape, if the source has none
     to: OutputFormat = "folder"
-    """``folder``: one shard per layer; ``huggingface``: files of `shard_bytes`; ``mesh``: a slim checkpoint."""
-    dtype: DtypeChoice = "keep"
+    """``folder``: one shard per layer; ``huggingface``: files of `shard_bytes`; ``mesh``: a slim checkpoint; ``gguf``:
+    one file for llama.cpp and a Modelfile for Ollama."""
+    dtype: DtypeChoice = "keep"  # ``q8_0`` for ``gguf`` only
     shard_bytes: int = 5 * 10**9  # size limit of a Hugging Face file; a model that fits into one is not sharded
     mesh_shards: int = 8
     tokenizer: Path | None = None  # folder of the tokenizer files to copy; None: the source's
@@ -104,20 +110,17 @@ def convert(
         ResourceError: not enough disk space.
     """
     start = time.monotonic()
+    if conversion.to == "gguf":
+        return _convert_to_gguf(source, target, conversion, progress)
+    if conversion.dtype == "q8_0":
+        raise UsageError("--dtype q8_0 needs --to gguf: other formats have no such type")
     with (
         # The staging folder survives a kill or Ctrl-C. A later call uses it only if the resume key is equal.
         atomic_folder(target, resume=_resume_key(source, conversion)) as draft,
         open_source(source, conversion.format, conversion.config, draft / UNPACKED) as opened,
     ):
         moments = _moments_of(opened, conversion)
-        dropped = check_tensors(opened.architecture, opened.checkpoint)
-        if conversion.merge is not None:
-            architecture = with_head_of(conversion.merge, opened.architecture)
-            adapter = open_adapter(conversion.merge, architecture)
-            check_base(conversion.merge, architecture, opened.checkpoint)
-            merged = MergedCheckpoint(opened.checkpoint, adapter)
-            opened = replace(opened, architecture=replace(architecture, new=frozenset()), checkpoint=merged)
-            dropped = check_tensors(opened.architecture, merged)
+        opened, dropped = _merged(opened, conversion.merge)
         work = _Work(opened, moments, target, conversion, progress)
         work.check_space(draft)
         work.write(draft)
@@ -140,6 +143,98 @@ def convert(
             is_verified=conversion.verify,
             seconds=time.monotonic() - start,
         )
+
+
+def _merged(source: CheckpointSource, adapter_folder: Path | None) -> tuple[CheckpointSource, list[str]]:
+    """Check a checkpoint and merge an adapter, if any; return the names of dropped tensors, too."""
+    dropped = check_tensors(source.architecture, source.checkpoint)
+    if adapter_folder is None:
+        return source, dropped
+    architecture = with_head_of(adapter_folder, source.architecture)
+    adapter = open_adapter(adapter_folder, architecture)
+    check_base(adapter_folder, architecture, source.checkpoint)
+    merged = MergedCheckpoint(source.checkpoint, adapter)
+    source = replace(source, architecture=replace(architecture, new=frozenset()), checkpoint=merged)
+    return source, check_tensors(source.architecture, merged)
+
+
+def _convert_to_gguf(
+    source: Path, target: Path, conversion: Conversion, progress: Callable[[int, int], None] | None
+) -> ConvertReport:
+    """Write a GGUF file and its Modelfile, or an adapter's GGUF file; a killed conversion starts again."""
+    start = time.monotonic()
+    if conversion.with_optimizer:
+        raise UsageError("--with-optimizer needs --to folder, the only format that stores optimizer state")
+    if is_adapter(source):
+        return _adapter_to_gguf(source, target, conversion)
+    with (
+        TemporaryDirectory(prefix="gptj-ft-gguf-") as scratch,
+        open_source(source, conversion.format, conversion.config, Path(scratch) / UNPACKED) as opened,
+    ):
+        opened, dropped = _merged(opened, conversion.merge)
+        done = 0
+
+        def advance(num_bytes: int) -> None:
+            nonlocal done
+            done += num_bytes
+            if progress is not None:
+                progress(min(done, 2 * export.bytes), 2 * export.bytes)
+
+        dtype: torch.dtype | Literal["q8_0"] | None = (
+            "q8_0" if conversion.dtype == "q8_0" else PRECISIONS.get(conversion.dtype)
+        )
+        export = GgufExport(opened, dtype, _tokenizer_of(conversion, opened), target.stem, advance)
+        free, needed = free_disk(target.parent), export.bytes + COMPANION_BYTES
+        if free < needed:
+            raise ResourceError(
+                f"{target} needs {needed / 1e9:.1f} GB, but {target.parent} has {free / 1e9:.1f} GB free; "
+                "name a target on another disk, or convert with --dtype q8_0"
+            )
+        export.write(target)
+        return replace(
+            _report_of(export.tensors, export.kind, start),
+            dropped=tuple(dropped),
+            left_out=heads_left_out(opened.architecture, dropped),
+            not_finite=tuple(sorted(export.transfer.not_finite)),
+            has_left_moments=opened.open_moments is not None,
+        )
+
+
+def _adapter_to_gguf(folder: Path, target: Path, conversion: Conversion) -> ConvertReport:
+    start = time.monotonic()
+    if conversion.dtype not in ("keep", "fp32") or conversion.merge is not None:
+        raise UsageError(
+            f"{folder} is an adapter, which becomes a GGUF file of its own in fp32: leave out --dtype; to merge it, "
+            f"type `gptj-ft convert --merge {folder} --to gguf`"
+        )
+    architecture = tuned_architecture(folder)
+    tensors = export_adapter(open_adapter(folder, architecture), architecture, target, lambda num_bytes: None)
+    return _report_of(tensors, "F32", start)
+
+
+def _report_of(tensors: Sequence[NewTensor], kind: str, start: float) -> ConvertReport:
+    return ConvertReport(
+        tensors=len(tensors),
+        parameters=sum(torch.Size(tensor.shape).numel() for tensor in tensors),
+        bytes=sum(tensor.num_bytes for tensor in tensors),
+        dtype=kind.lower(),
+        dropped=(),
+        left_out=(),
+        missing=(),
+        not_finite=(),
+        has_left_moments=False,
+        updates=None,
+        is_verified=True,
+        seconds=time.monotonic() - start,
+    )
+
+
+def _tokenizer_of(conversion: Conversion, source: CheckpointSource) -> Path:
+    """Return the folder of the tokenizer: the named one, else the adapter's, which has its chat template, or the
+    source's.
+    """
+    folders = [conversion.tokenizer, conversion.merge, source.folder]
+    return next((folder for folder in folders if folder is not None and has_tokenizer(folder)), source.folder)
 
 
 class _Work:

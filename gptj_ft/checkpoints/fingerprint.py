@@ -28,13 +28,13 @@ def fingerprint(folder: Path) -> dict[str, dict[str, Any]]:
     """
     # Samples, because reading the whole model takes as long as one pass of training.
     weights = sorted({shard.path for shard in weights_of(folder).values()})
-    return {path.name: _of_file(path) for path in (folder / "config.json", *weights)}
+    return {path.name: sampled_file(path) for path in (folder / "config.json", *weights)}
 
 
 def tuned_fingerprint(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the fingerprint of a model; for an adapter, of its own files and of its base model."""
     own = [folder / name for name in (ADAPTER_CONFIG, *ADAPTER_WEIGHTS) if (folder / name).is_file()]
-    return {**fingerprint(base_folder(folder)), **{path.name: _of_file(path) for path in own}}
+    return {**fingerprint(base_folder(folder)), **{path.name: sampled_file(path) for path in own}}
 
 
 def check_unchanged(folder: Path, at_start: dict[str, dict[str, Any]]) -> None:
@@ -67,7 +67,8 @@ def sampled_digest(architecture: Architecture, checkpoint: Checkpoint) -> str:
     return digest.hexdigest()
 
 
-def _of_file(path: Path) -> dict[str, Any]:
+def sampled_file(path: Path) -> dict[str, Any]:
+    """Return size and XXH3-64 digest of sampled pages of a file."""
     size, digest = path.stat().st_size, xxhash.xxh3_64()
     try:
         with path.open("rb") as file:

@@ -14,6 +14,8 @@ from gptj_ft.checkpoints.foreign.config import CONFIG, GOOGLE_CONFIG, find_confi
 from gptj_ft.checkpoints.foreign.mesh import detect_mesh, open_mesh_source
 from gptj_ft.checkpoints.foreign.mesh_writer import write_mesh
 from gptj_ft.checkpoints.foreign.tensorflow import detect_tensorflow, files_of_bundle, open_tensorflow_source
+from gptj_ft.checkpoints.gguf.header import files_of_gguf, is_gguf
+from gptj_ft.checkpoints.gguf.source import open_gguf_source
 from gptj_ft.checkpoints.model_folder import WEIGHTS, open_checkpoint
 from gptj_ft.checkpoints.source import CheckpointFormat, CheckpointSource, FormatName, OpenRequest
 from gptj_ft.errors import UsageError
@@ -43,6 +45,7 @@ FORMATS: Mapping[FormatName, CheckpointFormat] = {
     "huggingface": CheckpointFormat(_has_weights, _open_huggingface),
     "mesh": CheckpointFormat(detect_mesh, open_mesh_source, write_mesh),
     "tensorflow": CheckpointFormat(detect_tensorflow, open_tensorflow_source),
+    "gguf": CheckpointFormat(is_gguf, open_gguf_source),
 }
 
 
@@ -58,7 +61,7 @@ def detect_format(path: Path) -> FormatName:
     raise UsageError(
         f"{path} is no checkpoint of a known format: neither a Hugging Face folder (config.json with safetensors or "
         ".bin), nor step_N/shard_0 of mesh-transformer-jax (in a folder or a tar archive), nor a .mdl of Cerebras, nor "
-        "one X.index of TensorFlow with its data"
+        "one X.index of TensorFlow with its data, nor a .gguf"
     )
 
 
@@ -66,7 +69,7 @@ def files_of(path: Path) -> list[Path]:
     """Return the files of a checkpoint; for a folder, all files in it."""
     if path.is_dir():
         return sorted(each for each in path.rglob("*") if each.is_file())
-    return files_of_bundle(path) or [path]
+    return files_of_bundle(path) or files_of_gguf(path)
 
 
 def open_source(

@@ -15,7 +15,7 @@ from gptj_ft.models.registry import Architecture
 if TYPE_CHECKING:
     from gptj_ft.checkpoints.transfer import TensorTransfer
 
-FormatName = Literal["huggingface", "mesh", "cerebras", "tensorflow"]
+FormatName = Literal["huggingface", "mesh", "cerebras", "tensorflow", "gguf"]
 
 
 @dataclass(frozen=True)

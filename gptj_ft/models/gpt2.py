@@ -15,11 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gptj_ft.errors import DataError
+from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.attention import attend
 from gptj_ft.models.batch import HeadRows, PackedBatch, Poll
 from gptj_ft.models.dropout import Dropout
 from gptj_ft.models.embedding import Embedding
+from gptj_ft.models.gguf_form import GgufForm
 from gptj_ft.models.heads import decoder_heads
 from gptj_ft.models.linear import Conv1D, Linear, TiedLinear
 from gptj_ft.models.registry import Family, Leaf, check_numbers
@@ -219,6 +220,32 @@ def build_layers(config: GPT2Config) -> list[nn.Module]:
         return [Embed(config), *(Block(config, index) for index in range(config.n_layer)), Head(config)]
 
 
+def _to_gguf(config: GPT2Config) -> dict[str, Any]:
+    """Return what llama.cpp needs beyond `GgufForm.fields`; its activation is the tanh form of GELU, from a table."""
+    if config.activation_function == "relu":
+        raise UsageError("activation_function 'relu': llama.cpp computes GPT-2 with GELU only")
+    if not config.scale_attn_weights or config.scale_attn_by_inverse_layer_idx:
+        raise UsageError("scale_attn_by_inverse_layer_idx or no scale_attn_weights: llama.cpp has no such scale")
+    return {"feed_forward_length": config.d_inner}
+
+
+def _from_gguf(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    return {"activation_function": "gelu_new", "n_inner": metadata.get("feed_forward_length")}
+
+
+GGUF = GgufForm(
+    architecture="gpt2",
+    fields={
+        "context_length": "n_positions",
+        "embedding_length": "n_embd",
+        "block_count": "n_layer",
+        "attention.head_count": "n_head",
+        "attention.layer_norm_epsilon": "layer_norm_epsilon",
+    },
+    to_metadata=_to_gguf,
+    to_config=_from_gguf,
+)
+
 FAMILY = Family(
     model_type="gpt2",
     class_name="GPT2LMHeadModel",
@@ -253,5 +280,6 @@ FAMILY = Family(
     cerebras=CEREBRAS,
     residual_outputs=("c_proj.weight",),  # GPT-2 paper, section 2.3
     lora_targets=("c_attn",),  # PEFT's for GPT-2
+    gguf=GGUF,
     heads=decoder_heads("GPT2", has_token_labels=True),
 )

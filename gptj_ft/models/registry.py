@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gptj_ft.config.options import Task
 from gptj_ft.errors import DataError, UsageError, listed
+from gptj_ft.models.gguf_form import GgufForm
 from gptj_ft.models.layout import TIED_SOURCE_LAYER, Layout
 from gptj_ft.models.supported import MOST_LABELS, check_supported
 
@@ -82,6 +83,7 @@ class Family:
     """Config fields of dropout rates: of hidden states, and of attention weights."""
     is_encoder: bool = False  # bidirectional attention; cannot generate
     optional: frozenset[str] = frozenset()  # tensors of the pre-training head that files may lack
+    gguf: GgufForm | None = None  # None: llama.cpp has no graph of this family
 
     def full_name(self, name: str) -> str:
         """Return a tensor's full name, given its name in any file format."""

@@ -102,13 +102,11 @@ def test_missing_model_error_depends_on_its_name(shell, tmp_path: Path) -> None:
         (tmp_path / "runs" / run).mkdir(parents=True)
         (tmp_path / "runs" / run / "recipe.yaml").touch()
     (tmp_path / "m").mkdir()
-    for file in ("m/model.gguf", "m/weights.bin"):
-        (tmp_path / file).touch()
+    (tmp_path / "m/weights.bin").touch()
     for name, said in (
         ("runs/nope", "no such run 'runs/nope'; there are: runs/qa-1, runs/qa-2"),
         ("runs/qa-1", "runs/qa-1 has no tuned model yet; to finish that run: gptj-ft finetune --resume runs/qa-1"),
-        ("m/model.gguf", "m/model.gguf: GGUF files can be neither trained"),
-        ("m/nowhere.gguf", "GGUF files can be neither trained"),
+        ("m/nowhere.gguf", "no model 'm/nowhere.gguf': neither a folder nor"),
         ("m/weights.bin", "m/weights.bin is a file; a model is a folder"),
         ("m/nothere", "no model 'm/nothere': neither a folder nor"),
         ("./m/nothere", "no model './m/nothere': neither a folder nor"),

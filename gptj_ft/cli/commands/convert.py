@@ -25,12 +25,12 @@ def convert(
         Path | None, typer.Argument(metavar="[DEST]", help="new folder; default: a folder in the home of models")
     ] = None,
     source_form: Annotated[
-        str, flag("format of SRC: auto, huggingface, mesh, cerebras or tensorflow", "--from")
+        str, flag("format of SRC: auto, huggingface, mesh, cerebras, tensorflow or gguf", "--from")
     ] = "auto",
     to: Annotated[
-        str, flag("format of DEST: folder (one shard per layer), huggingface (usual files) or mesh (slim)")
+        str, flag("format of DEST: folder (one shard per layer), huggingface (usual files), mesh (slim) or gguf")
     ] = "folder",
-    dtype: Annotated[str, flag("type of the weights: keep, fp32, bf16 or fp16")] = "keep",
+    dtype: Annotated[str, flag("type of the weights: keep, fp32, bf16, fp16 or, with --to gguf, q8_0")] = "keep",
     config: Annotated[Path | None, flag("model configuration, as JSON or YAML of any of these systems")] = None,
     tokenizer: Annotated[Path | None, flag("folder of the tokenizer to copy; default: SRC")] = None,
     shard_size: Annotated[str, flag("with --to huggingface: maximum size of a file")] = "5GB",
@@ -67,8 +67,8 @@ def convert(
     conversion = Conversion(
         format=_form_of(source_form),
         config=config,
-        to=_one_of("--to", to, ("folder", "huggingface", "mesh")),  # type: ignore[arg-type]
-        dtype=_one_of("--dtype", dtype, ("keep", "fp32", "bf16", "fp16")),  # type: ignore[arg-type]
+        to=_one_of("--to", to, ("folder", "huggingface", "mesh", "gguf")),  # type: ignore[arg-type]
+        dtype=_one_of("--dtype", dtype, ("keep", "fp32", "bf16", "fp16", "q8_0")),  # type: ignore[arg-type]
         shard_bytes=parse_size_flag("--shard-size", shard_size),
         mesh_shards=mesh_shards,
         tokenizer=tokenizer,
@@ -76,6 +76,8 @@ def convert(
         merge=find_model(str(merge)) if merge is not None else None,
         with_optimizer=with_optimizer,
     )
+    if to == "gguf" and conversion.merge is not None and target is None:
+        source, target = None, source  # the base model follows from the adapter: the only name is the file's
     if conversion.merge is not None:
         source = source or base_folder(conversion.merge)
         target = target or conversion.merge.with_name(f"{conversion.merge.name}-merged")
@@ -91,6 +93,9 @@ def convert(
         paths.make_home()
         paths.part_of_home("models")
         target = paths.model_folder(source.name.split("--")[-1])
+    if to == "gguf":
+        source = source / "model" if paths.is_tuned(source / "model") else source  # of a run
+        target = target if target.suffix == ".gguf" else target.with_name(f"{target.name}.gguf")
     report = run_conversion(source, target, conversion, out)
     if push is not None:
         send_model(target, push, public, dry_run, out)
@@ -107,7 +112,7 @@ def _downloaded() -> Path:
 
 
 def _form_of(name: str) -> FormatName | None:
-    named = _one_of("--from", name, ("auto", "huggingface", "mesh", "cerebras", "tensorflow"))
+    named = _one_of("--from", name, ("auto", "huggingface", "mesh", "cerebras", "tensorflow", "gguf"))
     return None if named == "auto" else named  # type: ignore[return-value]
 
 

@@ -24,7 +24,7 @@ from gptj_ft.errors import UsageError, listed
 from gptj_ft.models.registry import NAMES_SHOWN
 from gptj_ft.system import paths
 from gptj_ft.system.machine import free_disk
-from gptj_ft.system.plain_text import command_line
+from gptj_ft.system.plain_text import command_line, quoted
 from gptj_ft.system.signals import stop_message
 from gptj_ft.system.units import gigabytes
 
@@ -68,6 +68,14 @@ def show_conversion(console: Console, target: Path, report: ConvertReport, to: s
         rows.append(("optimizer", f"moments after {report.updates:,} updates; a run starts from them"))
     panel(console, "Converted", rows)
     if to == "mesh":
+        return
+    if to == "gguf":
+        file, description = quoted(target), target.with_suffix(".Modelfile")
+        if description.is_file():
+            served = f"ollama create {quoted(target.stem.lower())} -f {quoted(description)}"
+            next_steps(console, f"llama-server --model {file}", served)
+        else:
+            next_steps(console, f"llama-server --model BASE.gguf --lora {file}")
         return
     if any((target / name).is_file() for name in paths.TOKENIZER_FILES):
         next_steps(console, *_uses(target, has_all=not report.missing))
