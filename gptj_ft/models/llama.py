@@ -17,12 +17,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gptj_ft.errors import DataError
+from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.attention import attend
 from gptj_ft.models.batch import HeadRows, PackedBatch, Poll
 from gptj_ft.models.dropout import Dropout
 from gptj_ft.models.embedding import Embedding
 from gptj_ft.models.gated import ACTIVATIONS, gated
+from gptj_ft.models.gguf_form import (
+    TENSORS,
+    GgufForm,
+    Metadata,
+    neighbours,
+    rotary_config,
+    rotary_factors,
+    rotary_metadata,
+    same_order,
+)
 from gptj_ft.models.linear import Linear, TiedLinear, project_by_all
 from gptj_ft.models.norm import RMSNorm
 from gptj_ft.models.registry import Family, Home, check_numbers
@@ -430,6 +440,94 @@ def _keys(form: Form) -> dict[str, Home | None]:
     }
 
 
+# llama.cpp's name of a family, and the rotary types that it computes there.
+GGUF: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "llama": ("llama", ("default", "linear", "yarn", "llama3")),
+    "mistral": ("llama", ("default", "linear", "yarn", "llama3")),
+    "qwen2": ("qwen2", ("default", "linear", "yarn")),
+    "qwen3": ("qwen3", ("default", "linear", "yarn")),
+    "smollm3": ("smollm3", ("default", "linear", "yarn")),
+    "granite": ("granite", ("default", "linear", "yarn", "llama3")),
+    "phi3": ("phi3", ("default", "longrope")),
+}
+# Its rotary embedding turns pairs of neighbours in these: so queries and keys are stored in another order.
+TURNS_NEIGHBOURS = ("llama", "smollm3", "granite")
+GGUF_SCALES = {
+    "embedding_scale": "embedding_multiplier",
+    "logit_scale": "logits_scaling",
+    "residual_scale": "residual_multiplier",
+    "attention.scale": "attention_multiplier",
+}
+NO_ROPE_EVERY = 4  # block of SmolLM3 without rotary positions, in llama.cpp
+
+
+def _to_gguf(config: LlamaConfig, model_type: str) -> dict[str, Any]:
+    """Return the metadata beyond `GgufForm.fields`."""
+    architecture, kinds = GGUF[model_type]
+    if config.hidden_act not in ("silu", "swish"):
+        raise UsageError(f"hidden_act {config.hidden_act!r}: llama.cpp computes this family with silu only")
+    step = NO_ROPE_EVERY if architecture == "smollm3" else config.num_hidden_layers + 1
+    if config.rotates != tuple((index + 1) % step != 0 for index in range(config.num_hidden_layers)):
+        raise UsageError(f"no_rope_layers: llama.cpp leaves out every {NO_ROPE_EVERY}th layer's, no others")
+    # It knows no windows in these families: a context of one window computes the same.
+    context = min([config.max_position_embeddings, *(window for window in config.windows if window is not None)])
+    return {
+        "context_length": context,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        **rotary_metadata(config.rotary, kinds),
+        **({key: getattr(config, field) for key, field in GGUF_SCALES.items()} if architecture == "granite" else {}),
+    }
+
+
+def _from_gguf(metadata: Metadata, model_type: str) -> dict[str, Any]:
+    """Return the fields of ``config.json`` beyond `GgufForm.fields`."""
+    form, num_heads = FORMS[model_type], metadata["attention.head_count"]
+    head_dim = metadata.get("attention.key_length") or metadata["embedding_length"] // num_heads
+    raw = {
+        "num_key_value_heads": metadata.get("attention.head_count_kv", num_heads),
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        **rotary_config(metadata),
+    }
+    if "attention_bias" in form.defaults:
+        raw["attention_bias"] = "blk.0.attn_q.bias" in metadata[TENSORS]
+    if "mlp_bias" in form.defaults:
+        raw["mlp_bias"] = "blk.0.ffn_up.bias" in metadata[TENSORS]
+    if form.is_rotated_in_part:
+        raw["partial_rotary_factor"] = metadata.get("rope.dimension_count", head_dim) / head_dim
+    if "sliding_window" in form.defaults:
+        raw["sliding_window"] = None
+    if MULTIPLIERS[0] in form.defaults:
+        raw |= {field: metadata[key] for key, field in GGUF_SCALES.items() if key in metadata}
+    return raw
+
+
+def _row_order(config: LlamaConfig, name: str) -> Tensor | None:
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    count = heads.get(name.split(".")[-2])
+    return None if count is None else neighbours(count, config.head_dim)
+
+
+def _gguf_form(model_type: str) -> GgufForm:
+    return GgufForm(
+        architecture=GGUF[model_type][0],
+        fields={
+            "context_length": "max_position_embeddings",
+            "embedding_length": "hidden_size",
+            "block_count": "num_hidden_layers",
+            "feed_forward_length": "intermediate_size",
+            "attention.head_count": "num_attention_heads",
+            "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+        },
+        to_metadata=partial(_to_gguf, model_type=model_type),
+        to_config=partial(_from_gguf, model_type=model_type),
+        row_order=_row_order if GGUF[model_type][0] in TURNS_NEIGHBOURS else same_order,
+        rope_factors=lambda config: rotary_factors(config.rotary),
+    )
+
+
 def _family(model_type: str, form: Form) -> Family:
     return Family(
         model_type=model_type,
@@ -442,6 +540,7 @@ def _family(model_type: str, form: Form) -> Family:
         prefix="model.",
         trunk=frozenset({"embed_tokens", "layers", "norm"}),
         dropouts=((), ("attention_dropout",)),
+        gguf=_gguf_form(model_type),
     )
 
 

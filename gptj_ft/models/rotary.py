@@ -208,6 +208,12 @@ def _llama3(spec: RotarySpec, frequencies: Tensor) -> Tensor:
     return torch.where(is_high, frequencies, torch.where(is_low, frequencies / spec.factor, between))
 
 
+def llama3_factors(spec: RotarySpec) -> Tensor:
+    """Return the divisor of each frequency of Llama 3's scaling, fp32 [F]: 1, ``factor``, or between."""
+    frequencies = 1.0 / spec.theta ** _exponents(spec.width, torch.device("cpu"))
+    return frequencies / _llama3(spec, frequencies)
+
+
 def _yarn(spec: RotarySpec, powers: Tensor) -> Tensor:
     """Keep the frequencies of the first dimensions, divide those of the last by the factor; a ramp lies between."""
 

@@ -1,8 +1,9 @@
 """Answer questions about a GGUF file with llama.cpp, in an interpreter that has the package xllamacpp.
 
-Reads a job as JSON from standard input: ``model``, ``lora`` (path or null), ``prompts`` (lists of token ids), ``predict``
-(tokens to generate greedily), ``texts`` to tokenize, ``chats`` (lists of messages) to render. Writes ``ids`` and ``top``
-for each prompt (the generated tokens, and the top-8 log-probabilities of the first), ``tokens`` and ``chats``.
+Reads a job as JSON from standard input: ``model``, ``lora`` (path or null), ``prompts`` (lists of token ids),
+``predict`` (tokens to generate greedily), ``texts`` to tokenize, ``chats`` (lists of messages) to render. Writes
+``ids`` and ``top`` for each prompt (the generated tokens, and the top-8 log-probabilities of the first), ``tokens`` and
+``chats``.
 """
 
 import json

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gptj_ft.checkpoints.adapter import Adapter
-from gptj_ft.checkpoints.gguf.layout import ROPE_FACTORS, TensorForm, form_of, tensor_forms
+from gptj_ft.checkpoints.gguf.layout import TensorForm, form_of, tensor_forms
 from gptj_ft.checkpoints.gguf.modelfile import modelfile
 from gptj_ft.checkpoints.gguf.tokenizer import read_vocabulary
 from gptj_ft.checkpoints.gguf.writer import FILE_TYPES, GgufFile, GgufType, NewTensor, new_files
@@ -77,7 +77,7 @@ class GgufExport:
         self.transfer = TensorTransfer(architecture, source.checkpoint, stored, lambda num_bytes: None)
         forms, is_quantized = tensor_forms(architecture, form), dtype == "q8_0"
         self._planned = [_planned(own, entry, forms[own], is_quantized) for own, entry in self.transfer.entries.items()]
-        self.factors = form.rope_factors(config)
+        self._factors = form.rope_factors(config)
         self._vocabulary = read_vocabulary(tokenizer, config.vocab_size, architecture.raw)
         kinds = [each.new.kind for each in self._planned if len(each.new.shape) > 1]
         self.kind: GgufType = max(set(kinds), key=kinds.count)  # of most matrices
@@ -103,16 +103,15 @@ class GgufExport:
             DataError: the source is damaged, or holds values that cannot be stored.
         """
         tensors = self.tensors
-        if self.factors is not None:
-            tensors.insert(0, NewTensor(ROPE_FACTORS, "F32", tuple(self.factors.shape)))
+        tensors = [NewTensor(name, "F32", tuple(factors.shape)) for name, factors in self._factors.items()] + tensors
         planned = {each.new.name: each for each in self._planned}
         tasks = (task for each in self._planned for task in self._tasks(each))
         with new_files(target, target.with_suffix(".Modelfile")) as (draft, text):
             with closing(run_ordered(tasks)) as pieces:
 
                 def pieces_of(tensor: NewTensor) -> Iterator[Tensor]:
-                    if tensor.name == ROPE_FACTORS and self.factors is not None:
-                        yield self.factors
+                    if tensor.name in self._factors:
+                        yield self._factors[tensor.name]
                         return
                     each = planned[tensor.name]
                     for _ in self._ranges(each):

@@ -15,7 +15,6 @@ from gptj_ft.models.lora import is_transposed
 from gptj_ft.models.registry import Architecture, families
 from gptj_ft.system.memory import contiguous
 
-ROPE_FACTORS = "rope_freqs.weight"
 OUTPUT = "output.weight"
 # Types of ggml that are read, with the numbers and bytes of a block. K types have blocks of 256 numbers.
 READ_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")

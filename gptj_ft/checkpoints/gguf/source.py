@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,20 +12,20 @@ import torch
 from torch import Tensor
 
 from gptj_ft.checkpoints.gguf.header import GgufHeader, StoredTensor, read_header
-from gptj_ft.checkpoints.gguf.layout import OUTPUT, READ_TYPES, ROPE_FACTORS, TensorForm, family_forms, tensor_forms
+from gptj_ft.checkpoints.gguf.layout import OUTPUT, READ_TYPES, TensorForm, family_forms, tensor_forms
 from gptj_ft.checkpoints.gguf.tokenizer import write_tokenizer
 from gptj_ft.checkpoints.model_folder import Checkpoint
 from gptj_ft.checkpoints.source import CheckpointSource, OpenRequest
 from gptj_ft.checkpoints.weight_file import Shard, TensorInfo, read_tensor_rows
 from gptj_ft.errors import DataError, UsageError
-from gptj_ft.models.gguf_form import Metadata
+from gptj_ft.models.gguf_form import ROPE_TENSORS, TENSORS, Metadata
 from gptj_ft.models.registry import Architecture, architecture_of
 from gptj_ft.system.files import remove
 
 EMBEDDING = "token_embd.weight"
 PLAIN_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 TOKEN_IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
-UNUSED = (ROPE_FACTORS, "attn_rot_embd.weight", "rotary_emb.inv_freq")  # tables that are computed from the config
+UNUSED = (*ROPE_TENSORS, "attn_rot_embd.weight", "rotary_emb.inv_freq")  # tables that are computed from the config
 
 
 class GgufShard(Shard):
@@ -170,8 +171,8 @@ def read_gguf_config(header: GgufHeader) -> dict[str, Any]:
         raise DataError(f"{path}: {(missing or [EMBEDDING])[0]} is missing; get the file again")
     raw: dict[str, Any] = {"model_type": model_type}
     raw |= {field: own[key] for key, field in form.fields.items()}
-    if ROPE_FACTORS in header.tensors:
-        own = {**own, ROPE_FACTORS: _rope_factors(header)}
+    tables = {name: _numbers(header, name) for name in ROPE_TENSORS if name in header.tensors}
+    own = {**own, **tables, TENSORS: header.tensors.keys()}
     try:
         raw |= form.to_config(own)
     except UsageError as error:
@@ -182,7 +183,7 @@ def read_gguf_config(header: GgufHeader) -> dict[str, Any]:
     return raw | {key: value for key, value in ids.items() if value is not None}
 
 
-def _rope_factors(header: GgufHeader) -> list[float]:
-    shard = GgufShard(header, {ROPE_FACTORS: TensorForm(ROPE_FACTORS)})
-    values: list[float] = shard.read(ROPE_FACTORS).float().tolist()
+def _numbers(header: GgufHeader, name: str) -> list[float]:
+    only = replace(header, tensors={name: header.tensors[name]})
+    values: list[float] = GgufShard(only, {name: TensorForm(name)}).read(name).float().tolist()
     return values

@@ -1,0 +1,88 @@
+"""Make small random models with tokenizers for GGUF tests, with `transformers`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from gptj_ft.checkpoints.tiny import train_tokenizer
+
+TEXTS = ["The printer on floor 3 is out of paper.", "It blinks twice, then stops for 12 minutes; don't touch it."]
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+ROWS = 320  # of the embedding; more than the tokenizer has tokens
+COMMON = {
+    "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [1.5, 2.0, 2.5, 3.0, 3.5, 4.0],
+}  # fmt: skip
+# Name -> fields of config.json.
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "gpt2": {
+        "model_type": "gpt2", "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_inner": 96,
+        "initializer_range": 0.2,
+    },
+    "llama": {"model_type": "llama", **COMMON, "head_dim": 16},
+    "llama-3": {"model_type": "llama", **COMMON, "rope_parameters": LLAMA3, "tie_word_embeddings": True},
+    "llama-biases": {"model_type": "llama", **COMMON, "attention_bias": True, "mlp_bias": True},
+    "llama-linear": {
+        "model_type": "llama", **COMMON,
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
+    },
+    "mistral": {"model_type": "mistral", **COMMON, "sliding_window": None, "head_dim": 16},
+    "qwen2": {"model_type": "qwen2", **COMMON, "tie_word_embeddings": True},
+    "qwen2-yarn": {"model_type": "qwen2", **COMMON, "rope_parameters": YARN},
+    "qwen3": {"model_type": "qwen3", **COMMON, "head_dim": 16},
+    "smollm3": {"model_type": "smollm3", **COMMON, "num_hidden_layers": 4, "pad_token_id": 0},
+    "granite": {
+        "model_type": "granite", **COMMON, "embedding_multiplier": 3.0, "logits_scaling": 2.0,
+        "residual_multiplier": 0.5, "attention_multiplier": 0.2,
+    },
+    "phi3": {"model_type": "phi3", **COMMON, "pad_token_id": 0},
+    "phi3-longrope": {
+        "model_type": "phi3", **COMMON, "pad_token_id": 0, "rope_parameters": LONGROPE,
+        "original_max_position_embeddings": 64,
+    },
+}  # fmt: skip
+
+
+def make_model(folder: Path, name: str) -> Path:
+    """Write a model folder whose weights, norms and biases are all random; return the folder."""
+    raw = {**MODELS[name], "vocab_size": ROWS, "bos_token_id": 0, "eos_token_id": 0}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw)).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.normal_(0.5, 0.3)
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write a byte-level BPE tokenizer with a chat template and two end tokens."""
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=train_tokenizer(TEXTS * 3, 400, SPECIAL), bos_token=SPECIAL[0], eos_token=SPECIAL[2],
+        unk_token=SPECIAL[0], pad_token=SPECIAL[0], additional_special_tokens=list(SPECIAL),
+    )  # fmt: skip
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    ends = {"bos_token_id": 0, "eos_token_id": [2, 0], "pad_token_id": 0}
+    (folder / "generation_config.json").write_text(json.dumps(ends))
