@@ -15,11 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gptj_ft.errors import DataError
+from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.attention import attend
 from gptj_ft.models.batch import HeadRows, PackedBatch, Poll
 from gptj_ft.models.dropout import Dropout
 from gptj_ft.models.embedding import Embedding
+from gptj_ft.models.gguf_form import GgufForm, Metadata, rotary_config, rotary_metadata
 from gptj_ft.models.heads import decoder_heads
 from gptj_ft.models.linear import Linear, TiedLinear
 from gptj_ft.models.registry import Family, check_numbers
@@ -209,6 +210,47 @@ def with_parts(names: Mapping[str, tuple[str, str]]) -> dict[str, tuple[str, str
     }
 
 
+def _to_gguf(config: GPTNeoXConfig) -> dict[str, Any]:
+    """Return the metadata beyond `GgufForm.fields`; llama.cpp's activation is the tanh form of GELU, from a table."""
+    assert config.rotary is not None
+    if config.hidden_act == "relu":
+        raise UsageError("hidden_act 'relu': llama.cpp computes GPT-NeoX with GELU only")
+    if not config.attention_bias or config.tie_word_embeddings:
+        raise UsageError("attention_bias false or tie_word_embeddings: llama.cpp has no GPT-NeoX of this form")
+    return rotary_metadata(config.rotary, ("default", "linear", "yarn"))
+
+
+def _from_gguf(metadata: Metadata) -> dict[str, Any]:
+    width = metadata["embedding_length"] // metadata["attention.head_count"]
+    rotary = rotary_config(metadata)
+    rotary["rope_parameters"]["partial_rotary_factor"] = metadata.get("rope.dimension_count", width) / width
+    return {**rotary, "hidden_act": "gelu"}
+
+
+def _row_order(config: GPTNeoXConfig, name: str) -> Tensor | None:
+    """Order rows by query, key and value first, then by head."""
+    if ".query_key_value." not in name:
+        return None
+    rows = torch.arange(3 * config.hidden_size).view(config.num_attention_heads, 3, -1)
+    return rows.transpose(0, 1).reshape(-1)
+
+
+GGUF = GgufForm(
+    architecture="gptneox",
+    fields={
+        "context_length": "max_position_embeddings",
+        "embedding_length": "hidden_size",
+        "block_count": "num_hidden_layers",
+        "feed_forward_length": "intermediate_size",
+        "attention.head_count": "num_attention_heads",
+        "attention.layer_norm_epsilon": "layer_norm_eps",
+        "use_parallel_residual": "use_parallel_residual",
+    },
+    to_metadata=_to_gguf,
+    to_config=_from_gguf,
+    row_order=_row_order,
+)
+
 FAMILY = Family(
     model_type="gpt_neox",
     class_name="GPTNeoXForCausalLM",
@@ -238,4 +280,5 @@ FAMILY = Family(
     prefix="gpt_neox.",
     trunk=frozenset({"embed_in", "layers", "final_layer_norm"}),
     dropouts=(("hidden_dropout",), ("attention_dropout",)),
+    gguf=GGUF,
 )  # fmt: skip

@@ -13,12 +13,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from gptj_ft.checkpoints.tiny import train_tokenizer
 
 TEXTS = ["The printer on floor 3 is out of paper.", "It blinks twice, then stops for 12 minutes; don't touch it."]
+# Enough syllables that most tokens are text: llama.cpp leaves out the probabilities of single bytes that are none.
+SYLLABLES = [" ".join(f"{a}{b}{c}" for b in "aeiou" for c in "nrst") for a in "bcdfghjklmnpqrstvwz"]
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-ROWS = 320  # of the embedding; more than the tokenizer has tokens
+ROWS = 720  # of the embedding; more than the tokenizer has tokens
 COMMON = {
     "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2,
@@ -54,6 +56,12 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "model_type": "granite", **COMMON, "embedding_multiplier": 3.0, "logits_scaling": 2.0,
         "residual_multiplier": 0.5, "attention_multiplier": 0.2,
     },
+    "gpt_neox": {
+        "model_type": "gpt_neox", **COMMON, "hidden_act": "gelu", "rotary_pct": 0.5, "use_parallel_residual": True,
+    },
+    "gpt_neox-serial": {
+        "model_type": "gpt_neox", **COMMON, "hidden_act": "gelu", "rotary_pct": 0.5, "use_parallel_residual": False,
+    },
     "phi3": {"model_type": "phi3", **COMMON, "pad_token_id": 0},
     "phi3-longrope": {
         "model_type": "phi3", **COMMON, "pad_token_id": 0, "rope_parameters": LONGROPE,
@@ -79,7 +87,7 @@ def make_model(folder: Path, name: str) -> Path:
 def write_tokenizer(folder: Path) -> None:
     """Write a byte-level BPE tokenizer with a chat template and two end tokens."""
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=train_tokenizer(TEXTS * 3, 400, SPECIAL), bos_token=SPECIAL[0], eos_token=SPECIAL[2],
+        tokenizer_object=train_tokenizer((TEXTS + SYLLABLES) * 3, 700, SPECIAL), bos_token=SPECIAL[0], eos_token=SPECIAL[2],
         unk_token=SPECIAL[0], pad_token=SPECIAL[0], additional_special_tokens=list(SPECIAL),
     )  # fmt: skip
     tokenizer.chat_template = TEMPLATE

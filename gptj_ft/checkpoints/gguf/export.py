@@ -14,7 +14,7 @@ from torch import Tensor
 from gptj_ft.checkpoints.adapter import Adapter
 from gptj_ft.checkpoints.gguf.layout import TensorForm, form_of, tensor_forms
 from gptj_ft.checkpoints.gguf.modelfile import modelfile
-from gptj_ft.checkpoints.gguf.tokenizer import read_vocabulary
+from gptj_ft.checkpoints.gguf.tokenizer import Vocabulary, read_vocabulary
 from gptj_ft.checkpoints.gguf.writer import FILE_TYPES, GgufFile, GgufType, NewTensor, new_files
 from gptj_ft.checkpoints.source import CheckpointSource
 from gptj_ft.checkpoints.transfer import TensorTransfer
@@ -84,7 +84,7 @@ class GgufExport:
         self._metadata = {
             "general.architecture": form.architecture,
             "general.type": "model",
-            "general.name": name,
+            "general.name": _safe_name(name, self._vocabulary),
             "general.file_type": FILE_TYPES[self.kind],
             "general.quantization_version": 2,
             **_shape(architecture, form, further),
@@ -141,6 +141,12 @@ def _planned(own: str, entry: TensorInfo, form: TensorForm, is_quantized: bool) 
     else:
         kind = TYPES.get(entry.dtype, "F32")
     return _Planned(own, form, NewTensor(form.name, kind, shape))
+
+
+def _safe_name(name: str, vocabulary: Vocabulary) -> str:
+    """Return ``general.name``. By it, llama.cpp recognizes Phi-3's tokenizer, and crashes if that has no ``</s>``."""
+    is_like = any(part in name.lower() for part in ("phi-3", "phi3"))
+    return "model" if is_like and "</s>" not in vocabulary.tokens else name
 
 
 def _shape(architecture: Architecture, form: GgufForm, further: Mapping[str, Any]) -> dict[str, Any]:
