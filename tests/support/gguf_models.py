@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from gptj_ft.checkpoints.gguf.splitters import SPLITTERS, Splitter
 from gptj_ft.checkpoints.tiny import train_tokenizer
 
 TEXTS = ["The printer on floor 3 is out of paper.", "It blinks twice, then stops for 12 minutes; don't touch it."]
@@ -20,6 +22,8 @@ TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+OWN_SPLITTERS = {"llama": "llama-bpe", "mistral": "tekken", "qwen2": "qwen2", "qwen3": "qwen2", "smollm3": "dbrx"}
+OWN_SPLITTERS |= {"gpt_neox": "olmo", "granite": "refact"}
 ROWS = 720  # of the embedding; more than the tokenizer has tokens
 COMMON = {
     "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -64,8 +68,8 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     },
     "phi3": {"model_type": "phi3", **COMMON, "pad_token_id": 0},
     "phi3-longrope": {
-        "model_type": "phi3", **COMMON, "pad_token_id": 0, "rope_parameters": LONGROPE,
-        "original_max_position_embeddings": 64,
+        "model_type": "phi3", **COMMON, "pad_token_id": 0, "rope_parameters": LONGROPE, "max_position_embeddings": 1024,
+        "original_max_position_embeddings": 256,
     },
 }  # fmt: skip
 
@@ -80,14 +84,18 @@ def make_model(folder: Path, name: str) -> Path:
             if parameter.ndim == 1:
                 parameter.normal_(0.5, 0.3)
     model.save_pretrained(folder)
-    write_tokenizer(folder)
+    write_tokenizer(folder, SPLITTERS[OWN_SPLITTERS.get(raw["model_type"], "gpt-2")])
     return folder
 
 
-def write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path, splitter: Splitter) -> None:
     """Write a byte-level BPE tokenizer with a chat template and two end tokens."""
+    content = json.loads(train_tokenizer((TEXTS + SYLLABLES) * 3, 700, SPECIAL).to_str())
+    content["normalizer"] = {"type": "NFC"} if splitter.has_nfc else None
+    content["pre_tokenizer"] = splitter.to_pre_tokenizer()
+    content["model"]["ignore_merges"] = splitter.keeps_words
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=train_tokenizer((TEXTS + SYLLABLES) * 3, 700, SPECIAL), bos_token=SPECIAL[0], eos_token=SPECIAL[2],
+        tokenizer_object=Tokenizer.from_str(json.dumps(content)), bos_token=SPECIAL[0], eos_token=SPECIAL[2],
         unk_token=SPECIAL[0], pad_token=SPECIAL[0], additional_special_tokens=list(SPECIAL),
     )  # fmt: skip
     tokenizer.chat_template = TEMPLATE

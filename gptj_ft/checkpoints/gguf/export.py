@@ -80,7 +80,7 @@ class GgufExport:
         self._factors = form.rope_factors(config)
         self._vocabulary = read_vocabulary(tokenizer, config.vocab_size, architecture.raw)
         kinds = [each.new.kind for each in self._planned if len(each.new.shape) > 1]
-        self.kind: GgufType = max(set(kinds), key=kinds.count)  # of most matrices
+        self.kind: GgufType = "Q8_0" if "Q8_0" in kinds else max(set(kinds), key=kinds.count)
         self._metadata = {
             "general.architecture": form.architecture,
             "general.type": "model",
