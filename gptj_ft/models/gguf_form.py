@@ -135,6 +135,6 @@ def neighbours(num_heads: int, width: int) -> Tensor:
 
     Args:
         num_heads: heads of the projection: key heads for keys.
-        width: of a head.
+        width: width of a head.
     """
     return torch.arange(num_heads * width).view(num_heads, 2, width // 2).transpose(1, 2).reshape(-1)

@@ -163,7 +163,7 @@ def export_adapter(
     """Write an adapter as a GGUF file for ``llama.cpp --lora``, atomically, in fp32; return its tensors.
 
     Args:
-        architecture: of the base model.
+        architecture: the base model's.
 
     Raises:
         UsageError: llama.cpp does not have the family, or the adapter has a head.

@@ -18,9 +18,9 @@ import numpy as np
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.system.files import inside
 
-MAGIC = b"GGUF"
+GGUF_MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-ALIGNMENT = 32  # of tensor data, unless the metadata say otherwise
+GGUF_ALIGNMENT = 32  # of tensor data, unless the metadata say otherwise
 STRING, ARRAY = 8, 9
 # NumPy's code of each number type; the file is little-endian.
 NUMBERS = {
@@ -53,7 +53,7 @@ def is_gguf(path: Path) -> bool:
     """Recognize a file by its first bytes; an empty or missing file by its suffix."""
     try:
         with path.open("rb") as file:
-            return file.read(len(MAGIC)) == MAGIC or path.suffix.lower() == ".gguf"
+            return file.read(len(GGUF_MAGIC)) == GGUF_MAGIC or path.suffix.lower() == ".gguf"
     except OSError:
         return False
 
@@ -109,7 +109,7 @@ class _Parser:
         self.path, self._file, self._size = path, file, path.stat().st_size
 
     def header(self) -> GgufHeader:
-        if self._bytes(4) != MAGIC:
+        if self._bytes(4) != GGUF_MAGIC:
             raise DataError(f"{self.path}: no GGUF file: it does not start with the letters GGUF")
         version = self._number("<u4")
         if version and not version & 0xFFFF:
@@ -122,7 +122,7 @@ class _Parser:
             key = self._string()
             metadata[key] = self._value(self._number("<u4"))
         infos = [self._info() for _ in range(num_tensors)]
-        alignment = metadata.get("general.alignment", ALIGNMENT)
+        alignment = metadata.get("general.alignment", GGUF_ALIGNMENT)
         if type(alignment) is not int or alignment < 1:
             raise ValueError(f"general.alignment {alignment!r}")
         start = -(-self._file.tell() // alignment) * alignment

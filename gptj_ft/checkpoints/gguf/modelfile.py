@@ -11,7 +11,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gptj_ft.checkpoints.gguf.tokenizer import Vocabulary
 
-ROLES = ("system", "user", "assistant")
+CHAT_ROLES = ("system", "user", "assistant")
 MARK = "\u241eMARK\u241e"  # stands for a message's text while a template is taken apart
 
 
@@ -116,7 +116,7 @@ def _without_bos(turns: Turns, bos: str) -> Turns:
 def _in_go(turns: Turns) -> str:
     """Return the template in Go's language."""
     parts = ["{{- range .Messages }}"]
-    for number, role in enumerate(role for role in ROLES if role in turns.around):
+    for number, role in enumerate(role for role in CHAT_ROLES if role in turns.around):
         before, after = turns.around[role]
         start = "{{- if" if number == 0 else "{{- else if"
         parts.append(f'{start} eq .Role "{role}" }}}}{_text(before)}{{{{ .Content }}}}{_text(after)}')

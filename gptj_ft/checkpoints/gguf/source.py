@@ -25,7 +25,7 @@ from gptj_ft.system.files import remove
 EMBEDDING = "token_embd.weight"
 PLAIN_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 TOKEN_IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
-UNUSED = (*ROPE_TENSORS, "attn_rot_embd.weight", "rotary_emb.inv_freq")  # tables that are computed from the config
+COMPUTED = (*ROPE_TENSORS, "attn_rot_embd.weight", "rotary_emb.inv_freq")  # tables that are computed from the config
 
 
 class GgufShard(Shard):
@@ -46,7 +46,7 @@ class GgufShard(Shard):
         known = {form.name for form in forms.values()}
         # Unknown tensors keep their names, so that the check of the model names them.
         others = {name: stored for name, stored in header.tensors.items() if name not in known}
-        self._tensors |= {name: stored for name, stored in others.items() if not name.endswith(UNUSED)}
+        self._tensors |= {name: stored for name, stored in others.items() if not name.endswith(COMPUTED)}
         self._forms = forms
         self.entries = {own: self._entry(own, stored) for own, stored in self._tensors.items()}
 

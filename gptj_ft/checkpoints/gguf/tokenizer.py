@@ -17,13 +17,13 @@ from gptj_ft.errors import DataError, UsageError
 from gptj_ft.system.digests import read_json
 from gptj_ft.system.files import SHARED_FILE, read_text, write_file
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # ``tokenizer.ggml.token_type``
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, NO_TOKEN, BYTE = range(1, 7)  # ``tokenizer.ggml.token_type``
 PADDING = re.compile(r"\[PAD\d+\]")  # llama.cpp's name of an id without a token
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 SPACE = "\u2581"  # SentencePiece's
 TEMPLATE_FILE = "chat_template.jinja"
-ROLES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-BPE, PIECES = "gpt2", "llama"  # ``tokenizer.ggml.model``: byte-level BPE, SentencePiece-like BPE
+TOKEN_ROLES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+BPE, SENTENCE_PIECES = "gpt2", "llama"  # ``tokenizer.ggml.model``: byte-level BPE, SentencePiece-like BPE
 
 
 def write_tokenizer(header: GgufHeader, folder: Path) -> None:
@@ -40,21 +40,21 @@ def write_tokenizer(header: GgufHeader, folder: Path) -> None:
     if kind in (None, "no_vocab"):
         return
     tokens = own.get("ggml.tokens")
-    if kind not in (BPE, PIECES) or not isinstance(tokens, list) or not tokens:
+    if kind not in (BPE, SENTENCE_PIECES) or not isinstance(tokens, list) or not tokens:
         raise UsageError(
-            f"{header.path}: its tokenizer, {str(kind)!r:.100}, is not supported, only {BPE!r} and {PIECES!r}: start "
-            "from the folder of the original model"
+            f"{header.path}: its tokenizer, {str(kind)!r:.100}, is not supported, only {BPE!r} and "
+            f"{SENTENCE_PIECES!r}: start from the folder of the original model"
         )
     types = own.get("ggml.token_type") or [NORMAL] * len(tokens)
     if len(types) != len(tokens):
         raise DataError(f"{header.path}: {len(tokens)} tokens, but {len(types)} token types; get the file again")
-    ids: dict[str, int | None] = {role: own.get(f"ggml.{role}_token_id") for role in ROLES}
+    ids: dict[str, int | None] = {role: own.get(f"ggml.{role}_token_id") for role in TOKEN_ROLES}
     for role, number in ids.items():
         if number is not None and not 0 <= number < len(tokens):
             raise DataError(f"{header.path}: {role}_token_id {number} is no token; get the file again")
     content = _byte_level(header.path, own, tokens, types) if kind == BPE else _pieces(own, tokens, types, ids)
     bos = ids["bos"]
-    adds_bos = bos is not None and bool(own.get("ggml.add_bos_token", kind == PIECES))
+    adds_bos = bos is not None and bool(own.get("ggml.add_bos_token", kind == SENTENCE_PIECES))
     if bos is not None and adds_bos:
         content["post_processor"] = _with_bos(tokens[bos], bos)
     write_file(folder / "tokenizer.json", json.dumps(content, ensure_ascii=False), SHARED_FILE)
@@ -62,7 +62,7 @@ def write_tokenizer(header: GgufHeader, folder: Path) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "add_bos_token": adds_bos,
-        **{ROLES[role]: _spelled(kind, tokens[number]) for role, number in ids.items() if number is not None},
+        **{TOKEN_ROLES[role]: _spelled(kind, tokens[number]) for role, number in ids.items() if number is not None},
     }
     write_json_file(folder / "tokenizer_config.json", settings)
     if template := own.get("chat_template"):
@@ -107,12 +107,12 @@ def _pieces(
     own: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], ids: Mapping[str, int | None]
 ) -> dict[str, Any]:
     """Return ``tokenizer.json`` of a SentencePiece-like tokenizer; its merges follow from the tokens' scores."""
-    vocabulary = _vocabulary(PIECES, tokens, types)
+    vocabulary = _vocabulary(SENTENCE_PIECES, tokens, types)
     scores = own.get("ggml.scores") or [-number for number in range(len(tokens))]
     ranks = {
         piece: (-scores[number], number)
         for piece, number in vocabulary.items()
-        if types[number] in (NORMAL, USER_DEFINED, UNUSED)
+        if types[number] in (NORMAL, USER_DEFINED, NO_TOKEN)
     }
     added = [number for number, kind in enumerate(types) if kind in (UNKNOWN, CONTROL, USER_DEFINED)]
     unknown = ids["unknown"]
@@ -124,7 +124,7 @@ def _pieces(
     back = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
     return {
         "version": "1.0",
-        "added_tokens": _added(PIECES, tokens, types, added),
+        "added_tokens": _added(SENTENCE_PIECES, tokens, types, added),
         "normalizer": {"type": "Sequence", "normalizers": [*prefix, replace]},
         "pre_tokenizer": None,
         "post_processor": None,
@@ -153,13 +153,13 @@ def _vocabulary(kind: str, tokens: Sequence[str], types: Sequence[int]) -> dict[
     return {
         _spelled(kind, token): number
         for number, (token, role) in numbered
-        if not (role == UNUSED and PADDING.fullmatch(token))
+        if not (role == NO_TOKEN and PADDING.fullmatch(token))
     }
 
 
 def _spelled(kind: str, token: str) -> str:
     """Return a token as Hugging Face spells it: llama.cpp's files hold tokens of nothing but blanks as blanks."""
-    return SPACE * len(token) if kind == PIECES and token and not token.strip(" ") else token
+    return SPACE * len(token) if kind == SENTENCE_PIECES and token and not token.strip(" ") else token
 
 
 def _added(kind: str, tokens: Sequence[str], types: Sequence[int], numbers: Sequence[int]) -> list[dict[str, Any]]:
@@ -260,7 +260,7 @@ def _type(
     is_pieces: bool,
 ) -> int:
     if number not in spelled:
-        return UNUSED
+        return NO_TOKEN
     if token == unknown:
         return UNKNOWN
     if number in added:
@@ -297,7 +297,7 @@ def _pieces_metadata(
         scores.setdefault("".join(merge if isinstance(merge, list) else merge.split(" ")), -float(len(scores)))
     worst = -float(len(scores))
     return {
-        "ggml.model": PIECES,
+        "ggml.model": SENTENCE_PIECES,
         "ggml.pre": "default",
         "ggml.scores": [
             scores.get(token, worst) if role == NORMAL else 0.0 for token, role in zip(tokens, types, strict=True)

@@ -13,7 +13,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from gptj_ft.checkpoints.gguf.header import ALIGNMENT, read_header
+from gptj_ft.checkpoints.gguf.header import GGUF_ALIGNMENT, read_header
 from gptj_ft.checkpoints.weight_file import PIECE_BYTES, TensorInfo, read_tensor_rows
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.system.atomic import require_new
@@ -21,7 +21,7 @@ from gptj_ft.system.files import disk_errors, hidden_name, sync_path
 from gptj_ft.system.write_behind import PageWriter, WriteBehind
 
 GgufType = Literal["F32", "F16", "BF16", "Q8_0"]
-DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FLOAT_TYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 FILE_TYPES: Mapping[GgufType, int] = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}  # ``general.file_type``
 
 
@@ -69,14 +69,14 @@ class GgufFile:
             file = behind.open(path)
             file.write(self._header(path))
             for tensor in self.tensors:
-                file.write(bytes(-file.size % ALIGNMENT))
+                file.write(bytes(-file.size % GGUF_ALIGNMENT))
                 checksum, before = xxhash.xxh3_128(), file.size
                 for piece in pieces_of(tensor):
                     _put(file, piece, tensor.kind, checksum)
                 assert file.size - before == tensor.num_bytes, f"{tensor.name} has {file.size - before} bytes"
                 self._checksums[tensor.name] = checksum.hexdigest()
                 self._advance(tensor.num_bytes)
-            file.write(bytes(-file.size % ALIGNMENT))
+            file.write(bytes(-file.size % GGUF_ALIGNMENT))
             file.finish(lambda: None)
         self._verify(path)
 
@@ -123,8 +123,8 @@ class GgufFile:
 
 def _put(file: PageWriter, piece: Tensor, kind: GgufType, checksum: xxhash.xxh3_128) -> None:
     """Append numbers in a type of ggml."""
-    if kind in DTYPES:
-        file.put(piece, DTYPES[kind], checksum)
+    if kind in FLOAT_TYPES:
+        file.put(piece, FLOAT_TYPES[kind], checksum)
         return
     import gguf
 
