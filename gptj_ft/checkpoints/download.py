@@ -22,7 +22,7 @@ from gptj_ft.system.paths import home, make_home, part_of_home
 
 Variant = Literal["fp32", "fp16"]
 _CONFIG = "config.json"
-_COMPANIONS = ("generation_config.json", *paths.TOKENIZER_FILES)
+_COMPANIONS = ("generation_config.json", "chat_template.jinja", *paths.TOKENIZER_FILES)
 # Preferred first. A sharded model needs its index and the files that match the pattern.
 _WEIGHTS = (
     ("model.safetensors", r"model\.safetensors"),

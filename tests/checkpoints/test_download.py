@@ -19,7 +19,7 @@ from gptj_ft.checkpoints.download import DownloadRequest, download
 from gptj_ft.errors import NetworkError, ResourceError, UsageError
 from gptj_ft.system import paths
 
-SMALL = ("config.json", "generation_config.json", "tokenizer.json", "vocab.json", "merges.txt")
+SMALL = ("config.json", "generation_config.json", "chat_template.jinja", "tokenizer.json", "vocab.json", "merges.txt")
 UNWANTED = ("flax_model.msgpack", "tf_model.h5", "rust_model.ot", "model.onnx", "README.md", ".gitattributes")
 LARGE = 100_000
 CONFIG = {
