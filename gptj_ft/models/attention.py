@@ -12,17 +12,20 @@ import logging
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gptj_ft.models.batch import Bucket, BucketIndex, Documents, PackedBatch
+from gptj_ft.models.batch import SHORT, Bucket, BucketIndex, Documents, PackedBatch
+from gptj_ft.models.chunked_attention import ScoreRule, attend_backward, attend_forward
 from gptj_ft.models.dropout import Dropout, NoiseSpan, mask_to
 from gptj_ft.system.machine import bf16_unit
 
 log = logging.getLogger(__name__)
+CPU = torch.device("cpu")
+FUSED_DEVICE = "cpu"  # has the fused kernel of `_CausalAttention`
 
 
 @lru_cache
@@ -50,7 +53,13 @@ def takes_ragged(device: torch.device, dtype: torch.dtype, head_width: int, is_g
 
 
 def attend_ragged(
-    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, batch: PackedBatch, scale: float | None = None, is_causal: bool = True
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    batch: PackedBatch,
+    scale: float | None = None,
+    is_causal: bool = True,
+    window: int | None = None,
 ) -> Tensor:
     """Attend within all documents by one kernel, without a cache; see `takes_ragged`."""
     from torch.nn.attention.varlen import varlen_attn
@@ -60,7 +69,7 @@ def attend_ragged(
     out = varlen_attn(
         q_TNH.contiguous(), k_TKH.contiguous(), v_TKH.contiguous(), ends, ends, batch.longest, batch.longest,
         # Keys visible before and after each query; -1: all of the document.
-        scale=scale, window_size=(-1, 0 if is_causal else -1), **grouped,
+        scale=scale, window_size=(-1 if window is None else window - 1, 0 if is_causal else -1), **grouped,
     )  # fmt: skip
     assert isinstance(out, Tensor)
     return out
@@ -74,34 +83,44 @@ def attend(
     layer: int,
     scale: float | None = None,
     dropout: Dropout | None = None,
+    window: int | None = None,
+    cap: float | None = None,
 ) -> Tensor:
-    """Attend causally within each document; softmax in fp32, scores scaled by 1/sqrt(H) by default.
+    """Attend causally within each document; softmax in fp32.
 
     With a cache, queries also see the cached keys of their document.
+
+    Args:
+        scale: factor of the scores; default: 1/sqrt(H).
+        dropout: dropout of the attention weights.
+        window: keys that a query sees, its own included; default: all earlier ones.
+        cap: scores become ``cap * tanh(score / cap)``; default: no cap.
 
     Returns:
         [T, N, H].
     """
+    rule = ScoreRule(q_TNH.shape[-1] ** -0.5 if scale is None else scale, window, cap)
     group = q_TNH.shape[1] // k_TKH.shape[1]
     if dropout is not None and dropout.rate and batch.seeds is not None:
         k_TNH, v_TNH = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k_TKH, v_TKH))
-        return attend_in_buckets(q_TNH, k_TNH, v_TNH, batch.documents, scale, dropout, is_causal=True)
+        return attend_in_buckets(q_TNH, k_TNH, v_TNH, batch.documents, scale, dropout, True, window, cap)
     if batch.cache is not None:
         if batch.is_decode_step:
-            return batch.cache.attend(layer, q_TNH, k_TKH, v_TKH, scale)
+            return batch.cache.attend(layer, q_TNH, k_TKH, v_TKH, rule)
         batch.cache.put(layer, k_TKH, v_TKH, batch.cu_seqlens, batch.document_ids)
-    if takes_ragged(q_TNH.device, q_TNH.dtype, q_TNH.shape[-1], group > 1):
-        return attend_ragged(q_TNH, k_TKH, v_TKH, batch, scale)
-    if q_TNH.device.type == "cpu":
-        scale = q_TNH.shape[-1] ** -0.5 if scale is None else scale
-        out: Tensor = _CausalAttention.apply(q_TNH, k_TKH, v_TKH, batch.documents, scale)  # type: ignore[no-untyped-call]
+    if cap is None and takes_ragged(q_TNH.device, q_TNH.dtype, q_TNH.shape[-1], group > 1):
+        return attend_ragged(q_TNH, k_TKH, v_TKH, batch, scale, window=window)
+    if q_TNH.device.type == FUSED_DEVICE or cap is not None or rule.is_windowed(batch.longest):
+        out: Tensor = _CausalAttention.apply(q_TNH, k_TKH, v_TKH, batch.documents, rule)  # type: ignore[no-untyped-call]
         return out
-    groups = _num_groups(q_TNH, k_TKH)
+    # Heads of a group read their keys with stride 0, without a copy, if the key heads are the kernel's batch axis.
+    groups = 1 if group == 1 else k_TKH.shape[1]
     # Split instead of slicing: each slice's gradient would be a zero-padded tensor of the whole batch.
     parts = zip(*(_by_document(x, batch.documents, groups)[:-1] for x in (q_TNH, k_TKH, v_TKH)), strict=True)
     outputs = []
-    for q, k, v in parts:
-        out = F.scaled_dot_product_attention(*_spread(q, k, v), is_causal=q.shape[-2] > 1, scale=scale)
+    for q, *keys in parts:
+        k, v = (x.expand(-1, q.shape[1], -1, -1) for x in keys)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[-2] > 1, scale=scale)
         outputs.append(out.flatten(0, 1).transpose(0, 1))
     return torch.cat([*outputs, q_TNH.new_zeros(batch.num_fillers, *q_TNH.shape[1:])])
 
@@ -109,84 +128,97 @@ def attend(
 class _CausalAttention(torch.autograd.Function):
     """Causal attention on a CPU by torch's fused kernel; long documents one by one, short ones in buckets.
 
-    Saves only its inputs, its output and one number per row and head.
+    Long documents with grouped heads, windows or capped scores are attended by chunks, on any device. Saves only its
+    inputs, its output and, from the fused kernel, one number per row and head.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Documents, rule: ScoreRule) -> Tensor:
         attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
         # Without AMX this kernel takes two to five times as long in bf16. Measured, 2,048 tokens in documents of 40,
         # 6 heads of 64, one thread of an AMD EPYC with AVX-512: 45 ms forward and backward in bf16, 15 in fp32.
-        out, norms, dtype = torch.empty(q.shape, dtype=q.dtype), [], attention_dtype(q.dtype)
-        groups = _num_groups(q, k)
-        *inputs, out_parts = (_by_document(x, documents, groups) for x in (q, k, v, out))
-        for i in documents.long:
-            taken = _spread(*(parts[i].to(dtype) for parts in inputs))
-            values, norm = attend(*taken, 0.0, True, attn_mask=None, scale=scale)
+        out, norms, dtype = q.new_empty(q.shape), [], attention_dtype(q.dtype, q.device)
+        ways = _Ways.of(q, k, documents, rule)
+        *inputs, out_parts = (_by_document(x, documents) for x in (q, k, v, out))
+        for i in ways.fused:
+            taken = tuple(parts[i].to(dtype) for parts in inputs)
+            values, norm = attend(*taken, 0.0, True, attn_mask=None, scale=rule.scale)
             out_parts[i].copy_(values)
             norms.append(norm)
-        for bucket in documents.short:  # causal: no token attends to the padding behind it
+        for bucket in ways.buckets:  # causal: no token attends to the padding behind it
             taken = _repeat(*(bucket.take(x).to(dtype) for x in (q, k, v)))
-            values, norm = attend(*taken, 0.0, True, attn_mask=None, scale=scale)
+            values, norm = attend(*taken, 0.0, True, attn_mask=None, scale=rule.scale)
             bucket.put(out, values)
             norms.append(norm)
+        *rows, out_rows = (x.split_with_sizes(documents.sizes) for x in (q, k, v, out))
+        for i in ways.chunked:
+            q_part, k_part, v_part = (parts[i] for parts in rows)
+            attend_forward(out_rows[i], q_part, k_part, v_part, rule, dtype)
         # Uninitialized filler rows may hold NaN, which times a zero gradient is NaN in the weights' gradients.
         out[documents.cu_seqlens[-1] :] = 0.0
         # Concatenated: kept graphs handle every saved tensor separately.
-        ctx.save_for_backward(q, k, v, out, torch.cat([norm.flatten() for norm in norms]))
-        ctx.documents, ctx.scale, ctx.shapes = documents, scale, [norm.shape for norm in norms]
+        flat = torch.cat([norm.flatten() for norm in norms]) if norms else q.new_empty(0)
+        ctx.save_for_backward(q, k, v, out, flat)
+        ctx.documents, ctx.rule, ctx.shapes = documents, rule, [norm.shape for norm in norms]
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
         q, k, v, out, flat = ctx.saved_tensors
-        documents, dtype, groups = ctx.documents, attention_dtype(q.dtype), _num_groups(q, k)
-        input_gradients = [torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v)]
+        documents, rule, dtype = ctx.documents, ctx.rule, attention_dtype(q.dtype, q.device)
+        ways = _Ways.of(q, k, documents, rule)
+        input_gradients = [x.new_empty(x.shape) for x in (q, k, v)]
         flats = flat.split_with_sizes([shape.numel() for shape in ctx.shapes])
         norms = [norm.view(shape) for norm, shape in zip(flats, ctx.shapes, strict=True)]
-        inputs = [_by_document(x, documents, groups) for x in (gradients[0], q, k, v, out)]
-        outputs = [_by_document(x, documents, groups) for x in input_gradients]
-        for i, norm in zip(documents.long, norms, strict=False):
-            gradient, q_part, k_part, v_part, out_part = (parts[i].to(dtype) for parts in inputs)
-            taken = _spread(q_part, k_part, v_part)
-            results = attend(gradient, *taken, out_part, norm, 0.0, True, attn_mask=None, scale=ctx.scale)
+        inputs = [_by_document(x, documents) for x in (gradients[0], q, k, v, out)]
+        outputs = [_by_document(x, documents) for x in input_gradients]
+        for i, norm in zip(ways.fused, norms, strict=False):
+            taken = tuple(parts[i].to(dtype) for parts in inputs)
+            results = attend(*taken, norm, 0.0, True, attn_mask=None, scale=rule.scale)
             for parts, result in zip(outputs, results, strict=True):
-                parts[i].copy_(_add_up(result, parts[i].shape[1]))
-        for bucket, norm in zip(documents.short, norms[len(documents.long) :], strict=True):
+                parts[i].copy_(result)
+        for bucket, norm in zip(ways.buckets, norms[len(ways.fused) :], strict=True):
             taken = _repeat(*(bucket.take(x).to(dtype) for x in (q, k, v)))
             gradient, out_part = bucket.take_gradient(gradients[0]).to(dtype), bucket.take(out).to(dtype)
-            results = attend(gradient, *taken, out_part, norm, 0.0, True, attn_mask=None, scale=ctx.scale)
+            results = attend(gradient, *taken, out_part, norm, 0.0, True, attn_mask=None, scale=rule.scale)
             for x_TNH, result in zip(input_gradients, results, strict=True):
                 bucket.put(x_TNH, _add_up(result, x_TNH.shape[1]))
+        rows = [x.split_with_sizes(documents.sizes) for x in (gradients[0], q, k, v, out, *input_gradients)]
+        for i in ways.chunked:
+            dout, q_part, k_part, v_part, out_part, *written = (parts[i] for parts in rows)
+            attend_backward((written[0], written[1], written[2]), (dout, q_part, k_part, v_part, out_part), rule, dtype)
         for x_TNH in input_gradients:
             # Filler rows were not computed either: their gradients are zero.
             x_TNH[documents.cu_seqlens[-1] :] = 0.0
         return *input_gradients, None, None
 
 
-def _num_groups(q_TNH: Tensor, k_TKH: Tensor) -> int:
-    """Return the groups of heads that the kernel takes as its batch axis: K, or 1 if no heads share keys."""
-    # Queries of a group then read their keys with stride 0, without a copy. Measured beside copied keys, forward and
-    # backward of 300 tokens, one thread of an AMD EPYC with AVX-512: 8.1 and 8.7 ms with 9/3 heads of 64, 28.8 and 30.4
-    # with 32/8 of 64, 28.9 and 29.0 with 16/8 of 128. Bits are equal.
-    return 1 if q_TNH.shape == k_TKH.shape else k_TKH.shape[1]
+class _Ways(NamedTuple):
+    """Numbers of the documents to attend by torch's kernel, by chunks, and by torch's kernel in buckets."""
+
+    fused: list[int]
+    chunked: list[int]
+    buckets: list[Bucket]
+
+    @classmethod
+    def of(cls, q_TNH: Tensor, k_TKH: Tensor, documents: Documents, rule: ScoreRule) -> _Ways:
+        """Choose by the document alone, so that it has the same bits in any batch."""
+        takes_none = rule.cap is not None or q_TNH.device.type != FUSED_DEVICE
+        long, buckets = documents.split(0 if takes_none else min(SHORT, rule.window or SHORT))
+        is_plain = q_TNH.shape == k_TKH.shape and not takes_none
+        fused = [i for i in long if is_plain and not rule.is_windowed(documents.sizes[i])]
+        return cls(fused, [i for i in long if i not in set(fused)] if len(fused) < len(long) else [], buckets)
 
 
-def _by_document(x_TNH: Tensor, documents: Documents, groups: int) -> Sequence[Tensor]:
+def _by_document(x_TNH: Tensor, documents: Documents, groups: int = 1) -> Sequence[Tensor]:
     """Return the rows of each document, [groups, heads of a group, L, H], then the fillers."""
     rows, heads, width = x_TNH.shape
     parts_TKRH = x_TNH.view(rows, groups, heads // groups, width)
     return parts_TKRH.permute(1, 2, 0, 3).split_with_sizes(documents.sizes, 2)
 
 
-def _spread(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Expand keys and values to the heads of their group, without a copy."""
-    heads = q.shape[1]
-    return q, k.expand(-1, heads, -1, -1), v.expand(-1, heads, -1, -1)
-
-
-def _repeat(q_GNLH: Tensor, k_GKLH: Tensor, v_GKLH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _repeat(q_GNLH: Tensor, k_GKLH: Tensor, v_GKLH: Tensor) -> tuple[Tensor, ...]:
     """Copy keys and values for each head of their group."""
     group = q_GNLH.shape[1] // k_GKLH.shape[1]
     if group == 1:
@@ -205,8 +237,10 @@ def _add_up(x_GNLH: Tensor, num_heads: int) -> Tensor:
 
 
 @lru_cache
-def attention_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which a CPU computes attention: fp32, except bf16 with AMX."""
+def attention_dtype(dtype: torch.dtype, device: torch.device = CPU) -> torch.dtype:
+    """Return the type of attention's products: that of the queries; on a CPU fp32, except bf16 with AMX."""
+    if device.type != "cpu":
+        return dtype
     return dtype if dtype == torch.bfloat16 and bf16_unit() == "AMX" else torch.float32
 
 
@@ -232,6 +266,8 @@ def attend_in_buckets(
     scale: float | None = None,
     dropout: Dropout | None = None,
     is_causal: bool = False,
+    window: int | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Attend by one call per bucket of documents, which is faster for short documents than a call for each.
 
@@ -239,6 +275,7 @@ def attend_in_buckets(
         scale: factor of the scores; default: 1/sqrt(H).
         dropout: dropout of the attention weights, seeded per document, which no fused kernel supports.
         is_causal: whether tokens see no later ones.
+        window, cap: see `attend`; a cap needs dropout, since the fused kernel has none.
     """
     num_heads, width = q_TNH.shape[1:]
     index, scale = documents.index(num_heads), width**-0.5 if scale is None else scale
@@ -249,26 +286,31 @@ def attend_in_buckets(
     outputs = []
     for bucket, shape, *taken in zip(documents.buckets, shapes, *parts, strict=False):  # parts have fillers in addition
         q, k, v = (part.view(shape) for part in taken)
-        unseen = _unseen(bucket, is_causal, q.device)
+        unseen = _unseen(bucket, is_causal, q.device, window)
         if dropout is None or not drops:
+            assert cap is None
             seen = None if unseen is None else ~unseen
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
         else:
             kept = _kept(bucket, documents, dropout, num_heads)
-            out = _DroppedAttention.apply(q, k, v, unseen, kept, scale, dropout.scale)  # type: ignore[no-untyped-call]
+            out = _DroppedAttention.apply(q, k, v, unseen, kept, scale, dropout.scale, cap)  # type: ignore[no-untyped-call]
         outputs.append(out.reshape(-1, width))
     outputs.append(q_TNH.new_zeros(sizes[-1], width))
     out_TH: Tensor = _Gather.apply(torch.cat(outputs), index.slot_T, index.source_P, False)  # type: ignore[no-untyped-call]
     return out_TH.view_as(q_TNH)
 
 
-def _unseen(bucket: Bucket, is_causal: bool, device: torch.device) -> Tensor | None:
+def _unseen(bucket: Bucket, is_causal: bool, device: torch.device, window: int | None = None) -> Tensor | None:
     """Return the mask of invisible keys, bool [G, 1, 1 or L, L]; ``None``: all are visible."""
     # Only keys are masked: padding queries see tokens, since a softmax over no key at all is NaN.
     unseen = None if bucket.mask_GL is None else ~bucket.mask_GL[:, None, None]
     if is_causal:
         later_LL = torch.ones(bucket.length, bucket.length, dtype=torch.bool, device=device).triu(1)
         unseen = later_LL[None, None] if unseen is None else unseen | later_LL
+        if window is not None:
+            earlier_LL = torch.ones_like(later_LL).tril(-window)
+            # Padding queries see all tokens, since none may be within their window.
+            unseen = unseen | (earlier_LL if bucket.mask_GL is None else earlier_LL & bucket.mask_GL[:, None, :, None])
     return unseen
 
 
@@ -312,10 +354,22 @@ class _DroppedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, unseen: Tensor | None, keep: Tensor, scale: float, kept: float
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        unseen: Tensor | None,
+        keep: Tensor,
+        scale: float,
+        kept: float,
+        cap: float | None,
     ) -> Tensor:
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))  # bmm wants one batch axis
         scores = torch.bmm(q, k.transpose(1, 2)).mul_(scale).view(keep.shape)
+        tanh = []
+        if cap is not None:
+            tanh = [scores.div_(cap).tanh_().flatten(0, 1)]
+            scores = scores * cap
         if unseen is not None and unseen.shape[-2] == 1:  # adding a broadcast row takes a sixth of masked_fill's time
             scores += torch.zeros(unseen.shape, dtype=scores.dtype, device=scores.device).masked_fill_(
                 unseen, -math.inf
@@ -324,13 +378,13 @@ class _DroppedAttention(torch.autograd.Function):
             scores.masked_fill_(unseen, -math.inf)
         weights = scores.softmax(-1, dtype=torch.float32).flatten(0, 1)
         keep = keep.flatten(0, 1)
-        ctx.save_for_backward(q, k, v, weights, keep)
+        ctx.save_for_backward(q, k, v, weights, keep, *tanh)
         ctx.scale, ctx.kept, ctx.num_heads = scale, kept, scores.shape[1]
         return torch.bmm(mask_to(keep, v.dtype).mul_(kept).mul_(weights.to(v.dtype)), v)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        q, k, v, weights, keep = ctx.saved_tensors
+        q, k, v, weights, keep, *tanh = ctx.saved_tensors
         (gradient,) = gradients
         # The mask is converted again: keeping it as numbers would take two or four times the memory.
         scaled = mask_to(keep, v.dtype).mul_(ctx.kept)
@@ -338,6 +392,8 @@ class _DroppedAttention(torch.autograd.Function):
         dweights = torch.bmm(gradient, v.transpose(1, 2)).mul_(scaled).float()
         # dweights is the gradient of the weights before dropout: masked and scaled like the weights themselves.
         dscores = torch._softmax_backward_data(dweights, weights, -1, torch.float32).to(q.dtype).mul_(ctx.scale)
+        if tanh:
+            dscores.mul_(1.0 - tanh[0].square())
         dq, dk = torch.bmm(dscores, k), torch.bmm(q.transpose(1, 2), dscores).transpose(1, 2)
         shape = len(keep) // ctx.num_heads, ctx.num_heads, *q.shape[1:]
-        return dq.view(shape), dk.reshape(shape), dv.view(shape), None, None, None, None
+        return dq.view(shape), dk.reshape(shape), dv.view(shape), None, None, None, None, None

@@ -139,6 +139,7 @@ class Documents:
     device: torch.device
     num_fillers: int = 0  # rows behind the last document
     indexes: dict[int, BucketIndex] = field(default_factory=dict, repr=False, compare=False)  # by number of heads
+    splits: dict[int, tuple[list[int], list[Bucket]]] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def buckets(self) -> list[Bucket]:
@@ -154,18 +155,16 @@ class Documents:
         """Rows of each document, then the number of fillers."""
         return [*(end - start for start, end in pairwise(self.cu_seqlens)), self.num_fillers]
 
-    @cached_property
-    def long(self) -> list[int]:
-        """Numbers of the documents that are attended one by one in causal attention."""
-        return [document for document, size in enumerate(self.sizes[:-1]) if size > SHORT]
-
-    @cached_property
-    def short(self) -> list[Bucket]:
-        """Short documents for causal attention, one bucket per padded length.
+    def split(self, longest: int = SHORT) -> tuple[list[int], list[Bucket]]:
+        """Return the documents that causal attention computes one by one, and buckets of those up to a length.
 
         A document's padded length depends only on the document, so its results have the same bits in any batch.
         """
-        return [self._bucket(length, group) for length, group in sorted(self._by_length(SHORT).items())]
+        if longest not in self.splits:
+            long = [document for document, size in enumerate(self.sizes[:-1]) if size > longest]
+            short = [self._bucket(length, group) for length, group in sorted(self._by_length(longest).items())]
+            self.splits[longest] = long, short
+        return self.splits[longest]
 
     def _by_length(self, longest: int | None) -> dict[int, list[int]]:
         """Group the non-empty documents, up to a length, by padded length."""

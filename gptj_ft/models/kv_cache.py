@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gptj_ft.models.chunked_attention import ScoreRule
+
 MORE_ROOM = 64  # slots added to every allocation, besides geometric growth
 
 
@@ -33,8 +35,9 @@ class KVCache:
         self._beams_reordered = False
         self._compact_at = 0  # number of slots from which compaction may pay
         self._seen_GWS: Tensor | None = None  # None: every row sees every slot
-        self._mask: Tensor | None = None  # of this pass, added to the scores, [G, 1, L, S]
-        self._repeated_mask: Tensor | None = None  # the same for the query heads of a key head, [G, 1, R L, S]
+        self._seen_GLS: Tensor | None = None  # of this pass; None: every query sees every slot
+        self._masks: dict[tuple[int, int | None], Tensor] = {}  # of this pass, see `_mask_for`
+        self._dtype = torch.float32  # of this pass's scores
         self._begin = 0  # first slot of this pass
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # [G, K, allocated slots, H]
 
@@ -87,14 +90,13 @@ class KVCache:
         # only its own (beams), or those up to its own column (several columns, one row per group).
         self._begin, size, device = self.num_slots, self._width * columns, self.lengths.device
         self.num_slots += size
-        self._mask = self._repeated_mask = None
+        self._seen_GLS, self._masks, self._dtype = None, {}, dtype
         if self._seen_GWS is not None or size > 1:
             groups = len(self.lengths) // self._width
             old_GLS = self._seen_GWS if self._seen_GWS is not None else _all((1, 1, self._begin), device)
             new_LL = torch.eye(size, device=device).bool() if self._width > 1 else _all((size, size), device).tril()
             seen_GLS = torch.cat((old_GLS.expand(groups, size, -1), new_LL.expand(groups, -1, -1)), dim=2)
-            scores = torch.zeros(seen_GLS.shape, dtype=dtype, device=device)
-            self._mask = scores.masked_fill_(~seen_GLS, -math.inf)[:, None]
+            self._seen_GLS = seen_GLS
             if self._width > 1 or self._seen_GWS is not None:
                 # The next pass starts from the view of each row's last column.
                 self._seen_GWS = seen_GLS[:, -self._width :]
@@ -102,7 +104,7 @@ class KVCache:
         self.lengths = self.lengths + columns
         return positions
 
-    def attend(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, scale: float | None = None) -> Tensor:
+    def attend(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, rule: ScoreRule) -> Tensor:
         """Attend from the pass's tokens to all tokens that their rows have seen, themselves included; [T, N, H]."""
         groups, (_, heads, width) = len(self.lengths) // self._width, k_TKH.shape
         k, v = (x.view(groups, -1, heads, width).transpose(1, 2) for x in (k_TKH, v_TKH))
@@ -113,18 +115,37 @@ class KVCache:
         # The query heads of a key head become further queries: keys are read once, and not copied per head.
         q_GLKRH = q_TNH.view(groups, -1, heads, q_TNH.shape[1] // heads, width)
         q_GKRLH = q_GLKRH.permute(0, 2, 3, 1, 4)
-        out = F.scaled_dot_product_attention(
-            q_GKRLH.flatten(2, 3), k, v, attn_mask=self._mask_for(q_GLKRH.shape[3]), scale=scale
-        )
+        queries, mask = q_GKRLH.flatten(2, 3), self._mask_for(q_GLKRH.shape[3], rule.window)
+        if rule.cap is None:
+            out = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, scale=rule.scale)
+        else:
+            scores = (queries * rule.factor @ k.transpose(2, 3)).float().tanh_().mul_(rule.cap)
+            out = (scores if mask is None else scores + mask).softmax(-1).to(v.dtype) @ v
         return out.view(q_GKRLH.shape).permute(0, 3, 1, 2, 4).reshape(q_TNH.shape)
 
-    def _mask_for(self, repeats: int) -> Tensor | None:
-        """Return the mask of this pass for queries that are repeated by head."""
-        if self._mask is None or repeats == 1:
-            return self._mask
-        if self._repeated_mask is None:
-            self._repeated_mask = self._mask.repeat(1, 1, repeats, 1)
-        return self._repeated_mask
+    def _mask_for(self, repeats: int, window: int | None) -> Tensor | None:
+        """Return the mask of this pass, added to the scores, [G, 1, R L, S]; ``None``: all slots are seen.
+
+        Args:
+            repeats: query heads of a key head, R.
+            window: newest tokens that a query sees; ``None``: all.
+        """
+        if window is not None and window >= self.num_slots:
+            window = None
+        if self._seen_GLS is None and window is None:
+            return None
+        if (repeats, window) not in self._masks:
+            seen_GLS, size = self._seen_GLS, self.num_slots - self._begin
+            if seen_GLS is None:
+                seen_GLS = _all((1, size, self.num_slots), self.lengths.device)
+            if window is not None:
+                # A row's slots are in the order of its tokens, so the newest tokens are the last slots that it sees.
+                counts_GLS = seen_GLS.cumsum(-1)
+                seen_GLS = seen_GLS & (counts_GLS > counts_GLS[..., -1:] - window)
+            scores = torch.zeros(seen_GLS.shape, dtype=self._dtype, device=seen_GLS.device)
+            scores.masked_fill_(~seen_GLS, -math.inf)
+            self._masks[repeats, window] = scores.repeat(1, repeats, 1)[:, None]
+        return self._masks[repeats, window]
 
     def select(self, rows: Tensor) -> None:
         """Select rows: row ``i`` becomes the former ``rows[i]``; other rows are dropped (beams, finished rows)."""
