@@ -102,13 +102,13 @@ def open_adapter(folder: Path, architecture: Architecture) -> Adapter:
         architecture: the model's, with the adapter's head: see `tuned_architecture`.
     """
     require_plain(folder)
-    config = _read_config(folder)
+    config = read_config(folder)
     if config.get("peft_type") != "LORA":
         raise UsageError(f"{folder / ADAPTER_CONFIG}: peft_type {config.get('peft_type')} is not supported, LORA is")
     for key, plain in UNSUPPORTED.items():
         if config.get(key, plain) not in (plain, [] if plain is None else plain):
             raise UsageError(f"{folder / ADAPTER_CONFIG}: {key} {config[key]!r} is not supported")
-    shard, places = _open_weights(folder), linear_layers(architecture)
+    shard, places = open_weights(folder), linear_layers(architecture)
     path = shard.path
     layers, ranks = architecture.skeleton, {}
     transposed = frozenset(module for module, place in places.items() if is_transposed(architecture, *place))
@@ -166,7 +166,7 @@ def with_head_of(folder: Path, architecture: Architecture) -> Architecture:
     Raises:
         UsageError, DataError: the adapter is damaged, or the family does not have its head.
     """
-    kind, shard = _read_config(folder).get("task_type"), _open_weights(folder)
+    kind, shard = read_config(folder).get("task_type"), open_weights(folder)
     # SEQ_CLS stands for three tasks. The first one, classification, is corrected below.
     task = next((task for task, name in TASK_TYPES.items() if name == kind and kind != "CAUSAL_LM"), None)
     path = folder / METADATA_FILE
@@ -200,7 +200,8 @@ def with_head_of(folder: Path, architecture: Architecture) -> Architecture:
     return replace(architecture, new=frozenset(name for name in names if f"{_PREFIX}{name}" in shard.entries))
 
 
-def _open_weights(folder: Path) -> Shard:
+def open_weights(folder: Path) -> Shard:
+    """Open the file of an adapter's matrices."""
     path = next((folder / name for name in ADAPTER_WEIGHTS if (folder / name).is_file()), None)
     if path is None:
         raise UsageError(f"{folder} holds no adapter's weights: looked for {', '.join(ADAPTER_WEIGHTS)}")
@@ -211,7 +212,7 @@ def base_folder(folder: Path) -> Path:
     """Return the folder of an adapter's base model; a model's folder is returned unchanged."""
     if not is_adapter(folder):
         return folder
-    name = str(_read_config(folder).get("base_model_name_or_path"))
+    name = str(read_config(folder).get("base_model_name_or_path"))
     try:
         base = find_model(name)
     except UsageError:
@@ -268,7 +269,8 @@ def write_adapter(
         write_json_file(draft / FOLDER_DIGESTS, folder_digests(draft, {ADAPTER_WEIGHTS[0]: digest}))
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read PEFT's configuration of an adapter."""
     path = folder / ADAPTER_CONFIG
     if not path.is_file():
         raise UsageError(f"{folder} is no adapter: it has no {ADAPTER_CONFIG}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from pathlib import Path
@@ -16,6 +16,7 @@ import torch
 import gptj_ft
 from gptj_ft.checkpoints import optimizer_state as moments_of_model
 from gptj_ft.checkpoints.adapter import MergedCheckpoint, open_adapter, tuned_architecture, with_head_of
+from gptj_ft.checkpoints.average import average_adapters, averaged
 from gptj_ft.checkpoints.gguf.export import GgufExport, export_adapter
 from gptj_ft.checkpoints.gguf.writer import NewTensor
 from gptj_ft.checkpoints.metadata import check_base
@@ -34,7 +35,7 @@ from gptj_ft.checkpoints.open import FORMATS, files_of, open_source
 from gptj_ft.checkpoints.optimizer_state import Moments
 from gptj_ft.checkpoints.source import CheckpointSource, FormatName
 from gptj_ft.checkpoints.transfer import TensorTransfer
-from gptj_ft.checkpoints.weight_file import dtype_name
+from gptj_ft.checkpoints.weight_file import TensorInfo, dtype_name
 from gptj_ft.data.tokenization import has_tokenizer
 from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.models.layout import Kind
@@ -66,6 +67,7 @@ class Conversion:
     tokenizer: Path | None = None  # folder of the tokenizer files to copy; None: the source's
     verify: bool = True  # read every tensor back and compare it
     merge: Path | None = None  # folder of an adapter to merge; its metadata is kept
+    average: tuple[Path, ...] = ()  # folders of models or adapters to average the source with
     with_optimizer: bool = False  # convert the optimizer state, too, for a run that continues from it
 
 
@@ -110,6 +112,13 @@ def convert(
         ResourceError: not enough disk space.
     """
     start = time.monotonic()
+    if conversion.average:
+        if conversion.merge is not None or conversion.with_optimizer or conversion.to == "gguf":
+            raise UsageError(
+                "--average excludes --merge, --with-optimizer and --to gguf: convert the average afterwards"
+            )
+        if is_adapter(source):
+            return _average_adapters(source, target, conversion)
     if conversion.to == "gguf":
         return _convert_to_gguf(source, target, conversion, progress)
     if conversion.dtype == "q8_0":
@@ -117,7 +126,8 @@ def convert(
     with (
         # The staging folder survives a kill or Ctrl-C. A later call uses it only if the resume key is equal.
         atomic_folder(target, resume=_resume_key(source, conversion)) as draft,
-        open_source(source, conversion.format, conversion.config, draft / UNPACKED) as opened,
+        open_source(source, conversion.format, conversion.config, draft / UNPACKED) as single,
+        averaged(single, conversion.average, conversion.dtype != "keep") as opened,
     ):
         moments = _moments_of(opened, conversion)
         opened, dropped = _merged(opened, conversion.merge)
@@ -212,7 +222,7 @@ def _adapter_to_gguf(folder: Path, target: Path, conversion: Conversion) -> Conv
     return _report_of(tensors, "F32", start)
 
 
-def _report_of(tensors: Sequence[NewTensor], kind: str, start: float) -> ConvertReport:
+def _report_of(tensors: Collection[NewTensor | TensorInfo], kind: str, start: float) -> ConvertReport:
     return ConvertReport(
         tensors=len(tensors),
         parameters=sum(torch.Size(tensor.shape).numel() for tensor in tensors),
@@ -227,6 +237,14 @@ def _report_of(tensors: Sequence[NewTensor], kind: str, start: float) -> Convert
         is_verified=True,
         seconds=time.monotonic() - start,
     )
+
+
+def _average_adapters(source: Path, target: Path, conversion: Conversion) -> ConvertReport:
+    if (conversion.to, conversion.dtype) != ("folder", "keep"):
+        raise UsageError(f"{source} is an adapter, which has one format: leave out --to and --dtype")
+    start = time.monotonic()
+    entries = average_adapters((source, *conversion.average), target).values()
+    return _report_of(entries, dtype_name(entries), start)
 
 
 def _tokenizer_of(conversion: Conversion, source: CheckpointSource) -> Path:
@@ -342,7 +360,7 @@ def _moments_of(source: CheckpointSource, conversion: Conversion) -> Moments | N
 def _resume_key(source: Path, conversion: Conversion) -> dict[str, Any]:
     """Return the settings that identify a resumable conversion, with size and time of each source file."""
     files = files_of(source)
-    files += sorted(conversion.merge.iterdir()) if conversion.merge else []
+    files += [file for folder in (conversion.merge, *conversion.average) if folder for file in sorted(folder.iterdir())]
     versions = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files if path.is_file()]
     # Verification changes no file: a resumed call may do without it.
     options = {key: str(value) for key, value in asdict(conversion).items() if key != "verify"}

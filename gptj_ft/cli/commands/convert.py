@@ -43,6 +43,9 @@ def convert(
     public: Annotated[bool, flag("with --push: make the repository public", "--public")] = False,
     dry_run: Annotated[bool, flag("with --push: list the files to upload and stop", "--dry-run")] = False,
     merge: Annotated[Path | None, flag("merge an adapter into its base model, SRC", metavar="ADAPTER")] = None,
+    average: Annotated[
+        list[Path] | None, flag("average SRC with this checkpoint or adapter; may be repeated", metavar="CHECKPOINT")
+    ] = None,
     with_optimizer: Annotated[
         bool, flag("also convert Adam's moments; a run can start from them", "--with-optimizer")
     ] = False,
@@ -74,8 +77,14 @@ def convert(
         tokenizer=tokenizer,
         verify=verify,
         merge=find_model(str(merge)) if merge is not None else None,
+        average=tuple(find_model(str(each)) for each in average or ()),
         with_optimizer=with_optimizer,
     )
+    if conversion.average:
+        if source is None:
+            raise UsageError("--average needs two checkpoints: gptj-ft convert --average CHECKPOINT SRC [DEST]")
+        source = find_model(str(source))
+        target = target or source.with_name(f"{source.name}-average")
     if to == "gguf" and conversion.merge is not None and target is None:
         source, target = None, source  # the base model follows from the adapter: the only name is the file's
     if conversion.merge is not None:

@@ -77,6 +77,9 @@ def show_conversion(console: Console, target: Path, report: ConvertReport, to: s
         else:
             next_steps(console, f"llama-server --model BASE.gguf --lora {file}")
         return
+    if paths.is_adapter(target):
+        next_steps(console, command_line("evaluate", target, "--data", "test.jsonl"))
+        return
     if any((target / name).is_file() for name in paths.TOKENIZER_FILES):
         next_steps(console, *_uses(target, has_all=not report.missing))
     else:
