@@ -1,9 +1,11 @@
-"""Heads for labelling instead of predicting the next token, for families that end with a layer norm."""
+"""Heads for labelling instead of predicting the next token."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,44 +13,78 @@ from torch import Tensor, nn
 from gptj_ft.models.batch import HeadRows
 from gptj_ft.models.dropout import Dropout, seed_of
 from gptj_ft.models.linear import Linear
+from gptj_ft.models.norm import RMSNorm
 from gptj_ft.models.registry import Architecture, HeadForm
 
-NORM = ("ln_f.weight", "ln_f.bias")
+
+class FinalNorm(NamedTuple):
+    """The norm behind a family's last block."""
+
+    name: str  # its module
+    build: Callable[[Any], nn.Module]  # config -> norm
+    parameters: tuple[str, ...]
+
+
+LAYER_NORM = FinalNorm(
+    "ln_f", lambda config: nn.LayerNorm(config.n_embd, config.layer_norm_epsilon), ("ln_f.weight", "ln_f.bias")
+)
+
+
+def rms_norm(offset: float = 0.0) -> FinalNorm:
+    """Return an RMS norm named as in `transformers`; see `RMSNorm` for the offset."""
+    return FinalNorm("norm", lambda config: RMSNorm(config.n_embd, config.rms_norm_eps, offset), ("norm.weight",))
 
 
 class NormedOutputs(nn.Module):
-    """Final layer norm and a linear layer of few outputs, named as in `transformers`; in fp32."""
+    """Final norm and a linear layer of few outputs, named as in `transformers`; in fp32."""
 
-    def __init__(self, config: Any, num_outputs: int, name: str, has_bias: bool, dropout: float = 0.0) -> None:
+    def __init__(
+        self, config: Any, num_outputs: int, norm: FinalNorm, name: str, has_bias: bool = False, dropout: float = 0.0
+    ) -> None:
         super().__init__()
-        self.name = name
-        self.ln_f = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon)
+        self.norm_name, self.name = norm.name, name
+        self.add_module(norm.name, norm.build(config))
         self.dropout = Dropout(dropout, "classifier")
         self.add_module(name, Linear(config.n_embd, num_outputs, bias=has_bias))
 
     def forward(self, x_SD: Tensor, rows: HeadRows) -> Tensor:
-        normed_SD = self.dropout(self.ln_f(x_SD), rows.noise)
+        normed_SD = self.dropout(self.get_submodule(self.norm_name)(x_SD), rows.noise)
         out: Tensor = self.get_submodule(self.name)(normed_SD, rows).float()
         return out
 
 
-def decoder_heads(prefix: str, has_token_labels: bool) -> tuple[HeadForm, ...]:
+def decoder_heads(prefix: str, has_token_labels: bool, norm: FinalNorm = LAYER_NORM) -> tuple[HeadForm, ...]:
     """Return the heads that a decoder has in `transformers`; ``prefix`` begins the class names."""
 
     def outputs(name: str, has_bias: bool, dropout: float = 0.0) -> Callable[[Any, int], nn.Module]:
-        return lambda config, num_outputs: NormedOutputs(config, num_outputs, name, has_bias, dropout)
+        return partial(NormedOutputs, norm=norm, name=name, has_bias=has_bias, dropout=dropout)
 
     texts = HeadForm(
-        f"{prefix}ForSequenceClassification", outputs("score", has_bias=False), "score", NORM,
+        f"{prefix}ForSequenceClassification", outputs("score", has_bias=False), "score", norm.parameters,
         ("classification", "multi-label", "regression"),
     )  # fmt: skip
     spans = HeadForm(
-        f"{prefix}ForQuestionAnswering", outputs("qa_outputs", has_bias=True), "qa_outputs", NORM, ("spans",)
-    )
+        f"{prefix}ForQuestionAnswering", outputs("qa_outputs", has_bias=True), "qa_outputs", norm.parameters,
+        ("spans",),
+    )  # fmt: skip
     words = HeadForm(
-        f"{prefix}ForTokenClassification", outputs("classifier", True, 0.1), "classifier", NORM, ("token-labels",)
-    )
+        f"{prefix}ForTokenClassification", outputs("classifier", True, 0.1), "classifier", norm.parameters,
+        ("token-labels",),
+    )  # fmt: skip
     return (texts, spans, words) if has_token_labels else (texts, spans)
+
+
+def generic_heads(prefix: str, norm: FinalNorm, classes: Sequence[str]) -> tuple[HeadForm, ...]:
+    """Return the heads of today's decoders, which `transformers` makes alike.
+
+    Args:
+        prefix: start of the class names.
+        classes: ends of those that exist.
+    """
+    texts, spans, words = decoder_heads(prefix, has_token_labels=True, norm=norm)
+    build = partial(NormedOutputs, norm=norm, name="score", has_bias=True, dropout=0.1)
+    heads = (texts, spans, replace(words, output="score", build=build))
+    return tuple(head for head in heads if head.class_name.removeprefix(prefix) in classes)
 
 
 def initialise_head(architecture: Architecture, name: str, view: Tensor, key: tuple[object, ...]) -> None:

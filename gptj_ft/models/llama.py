@@ -33,6 +33,7 @@ from gptj_ft.models.gguf_form import (
     rotary_metadata,
     same_order,
 )
+from gptj_ft.models.heads import generic_heads, rms_norm
 from gptj_ft.models.linear import Linear, TiedLinear, project_by_all
 from gptj_ft.models.norm import RMSNorm
 from gptj_ft.models.registry import Family, Home, check_numbers
@@ -63,8 +64,11 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
     "rope_interleaved": (False,),
     "resid_pdrop": (0.0,),
     "embd_pdrop": (0.0,),
+    "classifier_dropout": (0.1,),
 }
 FULL, SLIDING = "full_attention", "sliding_attention"
+# The head for spans is missing where `transformers` gives all tensors another prefix beside it.
+TEXTS, SPANS, WORDS = "ForSequenceClassification", "ForQuestionAnswering", "ForTokenClassification"
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ class Form:
     has_qk_norm: bool = False
     is_fused: bool = False
     is_rotated_in_part: bool = False  # whether ``partial_rotary_factor`` is read
+    heads: tuple[str, ...] = (TEXTS, WORDS)  # ends of the classes with other heads
 
 
 QWEN: Mapping[str, Any] = {
@@ -102,11 +107,11 @@ PHI3: Mapping[str, Any] = {
 BIASES = {"attention_bias": False, "mlp_bias": False}
 FORMS: Mapping[str, Form] = {
     "llama": Form("Llama", BIASES),
-    "mistral": Form("Mistral", MISTRAL),
+    "mistral": Form("Mistral", MISTRAL, heads=(TEXTS, SPANS, WORDS)),
     "qwen2": Form("Qwen2", QWEN, has_qkv_bias=True),
     "qwen3": Form("Qwen3", {**QWEN, "head_dim": 128, "attention_bias": False}, has_qk_norm=True),
     "smollm3": Form("SmolLM3", SMOLLM3),
-    "granite": Form("Granite", {**BIASES, **dict.fromkeys(MULTIPLIERS, 1.0)}),
+    "granite": Form("Granite", {**BIASES, **dict.fromkeys(MULTIPLIERS, 1.0)}, heads=()),
     "phi3": Form("Phi3", PHI3, is_fused=True, is_rotated_in_part=True),
 }
 
@@ -437,6 +442,11 @@ def _keys(form: Form) -> dict[str, Home | None]:
         "model.layers.{}.self_attn.rotary_emb.inv_freq": None,  # constants in old files
         "model.norm.weight": ("head", "norm.weight"),
         "lm_head.weight": ("head", "lm_head.weight"),  # in files only if not tied
+        **{
+            f"{head}.{part}": ("head", f"{head}.{part}")
+            for head in ("score", "qa_outputs")
+            for part in ("weight", "bias")
+        },
     }
 
 
@@ -537,6 +547,7 @@ def _family(model_type: str, form: Form) -> Family:
         keys=_keys(form),
         # All linear layers: https://arxiv.org/abs/2305.14314, figure 2.
         lora_targets=("qkv_proj", "o_proj", "gate_up_proj", "down_proj") if form.is_fused else (*ATTENTION, *INNER),
+        heads=generic_heads(form.class_prefix, rms_norm(), form.heads),
         prefix="model.",
         trunk=frozenset({"embed_tokens", "layers", "norm"}),
         dropouts=((), ("attention_dropout",)),

@@ -198,10 +198,14 @@ class Architecture:
         if task in PROBLEM_TYPES:
             raw["problem_type"] = PROBLEM_TYPES[task]
         if not self.family.is_encoder and raw.get("pad_token_id") is None:
-            raw["pad_token_id"] = getattr(
-                self.config, "eos_token_id", None
-            )  # `transformers` finds the last token by it
-        return replace(self, raw=raw, task=task, labels=tuple(labels))
+            ends = getattr(self.config, "eos_token_id", None)
+            # `transformers` finds the last token by it.
+            raw["pad_token_id"] = ends[0] if isinstance(ends, list) and ends else ends
+        # Not read again: `with_dropout` may have changed it.
+        config = self.config
+        if not self.family.is_encoder and hasattr(config, "pad_token_id"):
+            config = replace(config, pad_token_id=raw.get("pad_token_id"))
+        return replace(self, config=config, raw=raw, task=task, labels=tuple(labels))
 
     def with_dropout(self, hidden: float | None, attention: float | None) -> Architecture:
         """Return the model with other dropout rates; ``None`` keeps a rate, but attention follows a hidden rate of
