@@ -55,7 +55,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "gpt2": {**GPT2, "activation_function": "gelu", **TINY_SIZES},
     "gpt_neox": TINY_GPT_NEOX,
     "llama": {**TINY_LLAMA, "model_type": "llama"},
-    "mistral": {**TINY_LLAMA, "model_type": "mistral", "sliding_window": None, "tie_word_embeddings": False},
+    "mistral": {**TINY_LLAMA, "model_type": "mistral", "sliding_window": 64, "tie_word_embeddings": False},
     "qwen2": {**TINY_LLAMA, "model_type": "qwen2"},
     "qwen3": {**TINY_LLAMA, "model_type": "qwen3", "head_dim": 32},
     "smollm3": {**TINY_LLAMA, "model_type": "smollm3", "no_rope_layer_interval": 2},

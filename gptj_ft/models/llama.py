@@ -253,8 +253,6 @@ def _windows(values: Mapping[str, Any], form: Form) -> tuple[int | None, ...]:
     window = values.get("sliding_window") if values.get("use_sliding_window", True) else None
     if window is not None and (type(window) is not int or window < 1):
         raise DataError(f"sliding_window must be a positive integer, not {window!r:.100}")
-    if window is not None and window < values["max_position_embeddings"]:
-        raise DataError("sliding_window is not supported yet")
     if "max_window_layers" in form.defaults:
         first = values["max_window_layers"]
         default = [SLIDING if window is not None and index >= first else FULL for index in range(num_layers)]
@@ -321,9 +319,9 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:
             q, k = rotate_halves(q, batch, self.rotary), rotate_halves(k, batch, self.rotary)
-        attended_TD = attend(q, k, v, batch, self.index, self.scale, self.weight_dropout).flatten(-2)
+        attended_TNH = attend(q, k, v, batch, self.index, self.scale, self.weight_dropout, self.window)
         poll()
-        out: Tensor = self.o_proj(attended_TD, batch)
+        out: Tensor = self.o_proj(attended_TNH.flatten(-2), batch)
         return out
 
 

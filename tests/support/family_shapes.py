@@ -35,7 +35,8 @@ FAMILY_SHAPES: Mapping[str, Mapping[str, Any]] = {
             "rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 16,
         },
     },
-    "mistral": {**LLAMA, "model_type": "mistral", "sliding_window": None},
+    "mistral": {**LLAMA, "model_type": "mistral", "sliding_window": 8},
+    "mistral, one key head": {**LLAMA, "model_type": "mistral", "num_key_value_heads": 1, "sliding_window": 2},
     "mistral, odd": {
         **LLAMA, **ODD, "model_type": "mistral", "sliding_window": None, "tie_word_embeddings": True,
         "rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0},
@@ -46,7 +47,14 @@ FAMILY_SHAPES: Mapping[str, Mapping[str, Any]] = {
         "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "beta_fast": 16.0, "beta_slow": 0.5,
                             "truncate": False, "original_max_position_embeddings": 16},
     },
+    "qwen2, windows": {
+        **LLAMA, "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2,
+    },
     "qwen3": {**LLAMA, "model_type": "qwen3", "head_dim": 24},
+    "qwen3, layer types": {
+        **LLAMA, "model_type": "qwen3", "use_sliding_window": True, "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
     "qwen3, biased": {
         **LLAMA, **ODD, "model_type": "qwen3", "attention_bias": True, "tie_word_embeddings": True,
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0},
@@ -56,6 +64,10 @@ FAMILY_SHAPES: Mapping[str, Mapping[str, Any]] = {
         **LLAMA, **ODD, "model_type": "smollm3", "no_rope_layers": [0, 1, 1], "attention_bias": True, "mlp_bias": True,
         "tie_word_embeddings": False, "pad_token_id": None,
     },
+    "smollm3, windows": {
+        **LLAMA, "model_type": "smollm3", "no_rope_layer_interval": 2, "pad_token_id": None,
+        "use_sliding_window": True, "sliding_window": 8,
+    },
     "granite": {
         **LLAMA, "model_type": "granite", "embedding_multiplier": 3.0, "residual_multiplier": 0.22,
         "attention_multiplier": 0.4, "logits_scaling": 0.5,
@@ -64,7 +76,12 @@ FAMILY_SHAPES: Mapping[str, Mapping[str, Any]] = {
         **LLAMA, "model_type": "granite", "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True,
         "vocab_size": 33, "num_key_value_heads": 1, "residual_multiplier": 1.5,
     },
+    "granite, wide heads": {
+        **LLAMA, **ODD, "model_type": "granite", "attention_multiplier": 0.2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+    },
     "phi3": {**LLAMA, "model_type": "phi3", "pad_token_id": None},
+    "phi3, window": {**LLAMA, "model_type": "phi3", "pad_token_id": None, "sliding_window": 8},
     "phi3, in part": {
         **LLAMA, "model_type": "phi3", "pad_token_id": None, "tie_word_embeddings": True,
         "original_max_position_embeddings": 16,
