@@ -31,6 +31,7 @@ INNER = 4  # width of the MLP, in model widths
 PROCESS_BYTES = 560 * 2**20  # interpreter, torch, transformers, rows
 FREE_SHARE = 0.8  # of the free memory that kept activations may take
 SAVED_PER_TOKEN = 20  # tensors of [tokens, width] alive in one block's backward; MLP tensors count 4
+COUNTED_SAVED = 16  # of them that GPT-2's graph keeps, as `measure_block` counts; blocks with more add the difference
 LOGITS = 4  # fp32 tensors of [targets, vocabulary]: a chunk's logits, softmax and gradients
 # Holes in the heap that graphs of small blocks leave; fitted to runs of encoders. Kept graphs fill them.
 HOLES, MOST_HOLES = 6, 260 * 10**6
@@ -44,6 +45,7 @@ WEIGHT_COPIES = 4  # attention weights alive at once: scores, weights, dropped w
 
 # Memory of inference; tests/planning/test_inference_plan.py and benchmarks/evaluation.py compare it with the peak.
 LIVE_TENSORS = 16  # of [tokens computed together, width] in a block; MLP tensors count 4
+COUNTED_LIVE = 12  # that `measure_block` counts for GPT-J; blocks with more add the difference
 LIVE_LOGITS = 5  # fp32 tensors of [rows, vocabulary] while the next tokens are chosen
 LISTED_TOKEN_BYTES = 2 * 36  # of a token in Python lists: of its document, and of its prompt
 

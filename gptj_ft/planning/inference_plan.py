@@ -11,9 +11,10 @@ import torch
 from gptj_ft.config.options import Generation, Recipe
 from gptj_ft.errors import ResourceError
 from gptj_ft.models.kv_cache import slots_taken
-from gptj_ft.models.layout import Layout
+from gptj_ft.models.layout import NO_PARAMETERS, Layout
 from gptj_ft.models.registry import Architecture
-from gptj_ft.planning.constants import LISTED_TOKEN_BYTES, LIVE_LOGITS, LIVE_TENSORS, PROCESS_BYTES
+from gptj_ft.planning.constants import COUNTED_LIVE, LISTED_TOKEN_BYTES, LIVE_LOGITS, LIVE_TENSORS, PROCESS_BYTES
+from gptj_ft.planning.layer_cost import LayerInput, measure_block
 from gptj_ft.planning.memory import Free, Requirements
 from gptj_ft.planning.plan import PLACES_FASTEST_FIRST
 from gptj_ft.planning.suggestions import Candidate, Knob, halves, lift_caps, read_less_ahead, stream_more, suggest
@@ -51,11 +52,14 @@ class InferenceWorkload:
     prompts: Sequence[int] = ()  # tokens of each prompt to answer
     num_return: int = 1  # answers per prompt
     adapter_bytes: int = 0
+    key_width: int = 0  # of a token's keys in a block, and of its values; 0: the hidden states'
+    live_tensors: int = LIVE_TENSORS  # of [tokens computed together, width] in a block
 
     @classmethod
     def of(cls, architecture: Architecture, dtype: torch.dtype, settings: Generation, **more: Any) -> InferenceWorkload:
         """Build a workload from a model and the fields after ``settings``."""
         config, layouts = architecture.config, [Layout.of(layer) for layer in architecture.skeleton]
+        more = {"key_width": architecture.attention.key_width, "live_tensors": _live_tensors(architecture), **more}
         return cls(layouts, int(config.n_embd), int(config.vocab_size), dtype, settings, **more)
 
     @property
@@ -81,14 +85,15 @@ class InferenceWorkload:
         most = max((*self.documents, *self.prompts, 1))
         computed = min(max(together.computed, most), max(sum(self.documents), sum(self.prompts)))
         head = 3 * min(HEAD_CHUNK_BYTES, 4 * self.vocabulary * computed) if self.documents else 0
-        layer = LIVE_TENSORS * computed * self.hidden_bytes + head
+        layer = self.live_tensors * computed * self.hidden_bytes + head
         passed = min(max(together.read, most), sum(self.documents))
         return max(2 * passed * self.hidden_bytes + layer, self._writing_bytes(together, layer))
 
     def _writing_bytes(self, together: TokenBudget, layer: int) -> int:
         settings, blocks, most = self.settings, len(self.layouts) - 2, 0
         for rows in batches_by_length(self.prompts, settings, self.num_return, together.written):
-            prompt, of_slot = self.prompts[rows[0]], 2 * self.hidden_bytes * len(rows)
+            of_slot = 2 * (self.key_width or self.width) * self.dtype.itemsize * len(rows)
+            prompt = self.prompts[rows[0]]
             read = sum((self.documents or self.prompts)[row] for row in rows)
             reading = blocks * of_slot * slots_taken(prompt, 0, 1) + 2 * read * self.hidden_bytes + layer
             # When the cache grows, one layer's keys and values exist twice.
@@ -96,6 +101,15 @@ class InferenceWorkload:
             logits = LIVE_LOGITS * 4 * self.vocabulary * len(rows) * self.rows_of_prompt
             most = max(most, reading, (blocks + 1) * of_slot * slots + logits)
         return most
+
+
+def _live_tensors(architecture: Architecture) -> int:
+    """Return the memory of a block without gradients, in tensors of [tokens, width]."""
+    # Gated MLPs and wide heads need more than the blocks to which the constant was fitted.
+    shape = LayerInput((256,), architecture.config.n_embd, torch.float32)
+    measured = measure_block(architecture.skeleton[1], NO_PARAMETERS, shape).forward_bytes
+    hidden_bytes = shape.tokens * shape.width * torch.float32.itemsize
+    return LIVE_TENSORS + max(0, measured // hidden_bytes - COUNTED_LIVE)
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.kernels: list[list[KernelCost]] = [[]]  # in pieces
         self.bytes = self.peak = 0  # allocated
-        self._pairs = sum(length * (length + 1) // 2 for length in documents)
+        self._documents = documents
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -75,7 +75,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Views and these operations start no kernel.
         if not func.is_view and not name.startswith(("empty", "detach", "_unsafe_view", "new_empty")):
             moved = sum(x.nbytes for x in [*inputs, *outputs])
-            self.kernels[-1].append(KernelCost(self._flops(name, inputs), moved, name.startswith(ATTENTION)))
+            self.kernels[-1].append(KernelCost(self._flops(name, inputs, args), moved, name.startswith(ATTENTION)))
         return result
 
     def poll(self) -> None:
@@ -99,7 +99,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known.discard(key)
         self.bytes -= size
 
-    def _flops(self, name: str, inputs: Sequence[Tensor]) -> float:
+    def _flops(self, name: str, inputs: Sequence[Tensor], args: Sequence[Any]) -> float:
         if name in PRODUCTS:
             # `addmm` and `baddbmm` have the bias before the factors.
             left, right = inputs[-2:]
@@ -108,7 +108,10 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # Two FLOPs per pair and product: forward has two products, backward five and the output's gradient first.
             is_backward = name.endswith("backward")
             query = inputs[1 if is_backward else 0]
-            return (10.0 if is_backward else 4.0) * self._pairs * query.shape[-1] * query.shape[-2]
+            # The only list of numbers is the window: keys before and after a query, -1 for all.
+            before = next((arg[0] for arg in args if isinstance(arg, (list, tuple))), -1)
+            pairs = sum(_causal_pairs(length, before + 1 or length) for length in self._documents)
+            return (10.0 if is_backward else 4.0) * pairs * query.shape[-1] * query.shape[-2]
         return 0.0
 
 
@@ -130,10 +133,17 @@ class _FusedAttention(torch.autograd.Function):
         return None, torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
+def _causal_pairs(length: int, window: int) -> int:
+    """Count the pairs of a query and a visible key in a document."""
+    window = min(window, length)
+    return window * (window + 1) // 2 + (length - window) * window
+
+
 def _attention(query: Tensor, factor: float) -> KernelCost:
-    """Return the kernel of causal attention over one document, [1, heads, tokens, width]."""
-    pairs = query.shape[-2] * (query.shape[-2] + 1) // 2
-    return KernelCost(factor * pairs * query.shape[1] * query.shape[-1], int(factor) * query.nbytes, is_attention=True)
+    """Return the kernel of causal attention over one document, [groups, heads of a group, tokens, width]."""
+    groups, heads, tokens, width = query.shape
+    flops = factor * _causal_pairs(tokens, tokens) * groups * heads * width
+    return KernelCost(flops, int(factor) * query.nbytes, is_attention=True)
 
 
 class _FuseAttention(TorchFunctionMode):
@@ -221,7 +231,8 @@ def first_alike(layers: Sequence[nn.Module], layouts: Sequence[Layout], lowest_t
     firsts = []
     for index in range(1, len(layers) - 1):
         shapes = tuple((name, parameter.shape) for name, parameter in layers[index].named_parameters())
-        kind = type(layers[index]), shapes, layouts[index], index > lowest_trained
+        windows = tuple(getattr(module, "window", None) for module in layers[index].modules())
+        kind = type(layers[index]), shapes, windows, layouts[index], index > lowest_trained
         firsts.append(alike.setdefault(kind, index))
     return firsts
 

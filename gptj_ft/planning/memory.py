@@ -18,6 +18,7 @@ from gptj_ft.models.batch import rounded_up
 from gptj_ft.models.layout import Kind
 from gptj_ft.planning.constants import (
     CONTEXT_BYTES,
+    COUNTED_SAVED,
     DISK_STAGING_BYTES,
     FRAGMENTED_SHARE,
     FREE_SHARE,
@@ -162,10 +163,10 @@ class WorkingMemory:
     def blocks(self) -> list[LayerCost]:
         """Cost of each block on the largest micro-batch."""
         workload = self.workload
-        return measure_blocks(workload.layers, workload.layouts, self._micro_batch, workload.lowest_trained)
+        return measure_blocks(workload.layers, workload.layouts, self.micro_batch, workload.lowest_trained)
 
     @cached_property
-    def _micro_batch(self) -> LayerInput:
+    def micro_batch(self) -> LayerInput:
         """The largest micro-batch, of the longest rows."""
         workload = self.workload
         tokens = min(workload.step.micro_batch, workload.step.most)
@@ -174,7 +175,7 @@ class WorkingMemory:
 
     @cached_property
     def embedding(self) -> LayerCost:
-        return embedding_cost(self.workload.layouts[0], self._micro_batch)
+        return embedding_cost(self.workload.layouts[0], self.micro_batch)
 
     @cached_property
     def head(self) -> LayerCost:
@@ -353,7 +354,8 @@ def _on_cpu(demand: _Demand, by_place: Mapping[Place, int], have: Free) -> tuple
     """Return the bytes that a run needs for the computation on a CPU, and its buffer budget."""
     placement, workload, hidden = demand.placement, demand.workload, demand.hidden_bytes
     rows, stays = workload.step.most_rows, placement.boundaries == "device"
-    graph = SAVED_PER_TOKEN * hidden * min(rounded_up(workload.step.micro_batch), rows)
+    working = WorkingMemory(workload)
+    graph = _saved_per_token(working) * hidden * min(rounded_up(workload.step.micro_batch), rows)
     activations = graph + workload.weights_bytes(workload.micro_batch_pairs) + workload.bucket_bytes
     # Hidden states in addition to the boundaries: the head's input, its gradient and a block's output.
     step = 3 * hidden * rows
@@ -365,7 +367,6 @@ def _on_cpu(demand: _Demand, by_place: Mapping[Place, int], have: Free) -> tuple
     free = int((have.device - host) / (1 + packed)) - fixed
     budget, buffers = demand.buffers_within(free)
     room = int(FREE_SHARE * (free - buffers))
-    working = WorkingMemory(workload)
     kept = demand.most_kept(lambda kept: _kept_bytes_on_cpu(working, kept) <= room)
     graphs = _kept_bytes_on_cpu(working, kept)
     device = fixed + buffers + graphs
@@ -380,6 +381,18 @@ def _on_cpu(demand: _Demand, by_place: Mapping[Place, int], have: Free) -> tuple
     # The head's logits come when forward has kept everything, then the gradients of a block.
     forward_bytes = have.device - head - activations if kept and have.is_shared else None
     return device, replace(budget, num_kept_layers=kept, pass_tokens=pass_tokens, forward_bytes=forward_bytes)
+
+
+def _saved_per_token(working: WorkingMemory) -> int:
+    """Return the tensors of [tokens, width] that are alive in one block's backward on a CPU."""
+    workload = working.workload
+    if not workload.layers or workload.step.pairs:
+        return SAVED_PER_TOKEN
+    # Gated MLPs and wide heads need more than the blocks to which the constant was fitted.
+    hidden_bytes = working.micro_batch.tokens * workload.width * workload.dtype.itemsize
+    # Its graph, since backward's peak depends on the weights' gradients, too.
+    measured = max(block.kept_bytes for block in working.blocks)
+    return SAVED_PER_TOKEN + max(0, measured // hidden_bytes - COUNTED_SAVED)
 
 
 def _kept_bytes_on_cpu(working: WorkingMemory, kept: int) -> int:

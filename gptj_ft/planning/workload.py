@@ -15,6 +15,7 @@ from torch import nn
 from gptj_ft.config.options import Recipe
 from gptj_ft.models.batch import BUCKET_PAIRS, most_padded, padded_length, rounded_up
 from gptj_ft.models.layout import TIED_SOURCE_LAYER, Layout
+from gptj_ft.models.registry import AttentionShape
 from gptj_ft.planning.constants import (
     INNER,
     ONCE_A_STEP,
@@ -135,6 +136,7 @@ class Workload:
     """Layers on the meta device, for measuring kernels and saved tensors."""
     times: ModelTimes = field(default=ModelTimes())
     context: int = 2048  # of the model, in tokens
+    attention: AttentionShape | None = None  # None: queries and keys as wide as the hidden states, no windows
     dropped_heads: int = 0  # heads whose attention weights are kept for backward; 0: no attention dropout
 
     @cached_property
@@ -285,8 +287,16 @@ class Workload:
         hidden_bytes = self.width * self.dtype.itemsize * min(self.step.micro_batch, self.step.mean)
         touched = TOUCHED * tokens * self.width * self.dtype.itemsize / rates.memory_for(hidden_bytes)
         activated = INNER * tokens * self.width / rates.gelu
-        attended = 4.0 * tokens * self.width * (self.rows.attended or self.rows.longest / 2) / rates.attention
+        attended = 4.0 * tokens * self._attended_width / rates.attention
         return touched + activated + attended
+
+    @property
+    def _attended_width(self) -> float:
+        """Mean number of attended tokens per token, times the width of all queries."""
+        attended, shape = self.rows.attended or self.rows.longest / 2, self.attention
+        if shape is None:
+            return self.width * attended
+        return shape.num_heads * shape.head_width * (shape.seen(2 * attended) if any(shape.windows) else attended)
 
     def times_again(self, kept: int) -> float:
         """Count how often backward repeats forward's operations between products: 2, or 3 with recomputation."""

@@ -91,6 +91,7 @@ def forecast_run(resolved: Resolved, measure_again: bool = False, reporter: Repo
         num_steps=recipe.max_steps,
         rows=RowLengths(length),
         context=architecture.config.n_positions,
+        attention=architecture.attention,
     )
     workload = target.settled(workload, recipe)
     try:
