@@ -43,7 +43,7 @@ from gptj_ft.models.registry import Architecture, families
 from gptj_ft.planning.flops import count_flops
 from gptj_ft.planning.machine_profile import disk_rates, rates
 from gptj_ft.planning.memory import Free
-from gptj_ft.planning.plan import Plan, forecast, with_replay
+from gptj_ft.planning.plan import Plan, forecast
 from gptj_ft.planning.resources import Target
 from gptj_ft.planning.workload import RowLengths, StepTokens, Workload
 from gptj_ft.streaming.adamw import AdamW, Update
@@ -94,7 +94,7 @@ class Work:
             RowLengths(ROW), layers=self.layers,
         )  # fmt: skip
         load = target.settled(load, self.recipe)
-        return with_replay(forecast(ON_DISK, load, self.recipe, target.rates, target.free), load, self.recipe)
+        return forecast(ON_DISK, load, self.recipe, target.rates, target.free)
 
     def open(self, run: Run) -> OffloadedModel:
         """Open the stores."""
@@ -214,7 +214,7 @@ def main() -> None:
     checker = Checker(Run(arguments.work), work.layouts)
     problems = list(checker.state())
     result = {
-        "parameters": work.plan.num_parameters,
+        "parameters": work.plan.workload.num_parameters,
         "forecast": {
             "memory_bytes": work.plan.device_bytes + work.plan.host_bytes,
             "seconds_per_step": work.plan.costs.seconds_per_step,

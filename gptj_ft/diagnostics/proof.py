@@ -244,7 +244,7 @@ def run_proof(
             third.run(_finetune(request, "reference", None if cost.is_in_ram else cost.host_memory))
         reference = _read_run(third.run_folder, third.memory, third.seconds)
 
-        num_parameters = cost.streamed.num_parameters
+        num_parameters = cost.streamed.workload.num_parameters
         return Proof(
             size=request.size, precision=request.precision, parameters=num_parameters,
             state_bytes=STATE_BYTES_PER_PARAMETER * num_parameters, tokens_per_step=ROWS_PER_STEP * size.row_tokens,
@@ -285,7 +285,7 @@ def plan_proof(request: ProofRequest) -> Cost:
     reference = plan("reference", None)
     is_in_ram = missing_memory(reference) is None
     reference = reference if is_in_ram else streamed
-    model_bytes = 4 * streamed.num_parameters
+    model_bytes = 4 * streamed.workload.num_parameters
     disk = model_bytes + max(streamed.disk_bytes, reference.disk_bytes if is_in_ram else 0)
     if disk > streamed.have.disk:
         raise ResourceError(
@@ -295,7 +295,7 @@ def plan_proof(request: ProofRequest) -> Cost:
         )
     steps = sum(float(each.to_dict()["seconds"]) for each in (streamed, reference))
     repeated = (1 + KILL_AT) * streamed.costs.seconds_per_step
-    other = 3 * PROCESS_SECONDS + SECONDS_PER_BILLION * streamed.num_parameters / 1e9
+    other = 3 * PROCESS_SECONDS + SECONDS_PER_BILLION * streamed.workload.num_parameters / 1e9
     return Cost(streamed, host_memory, reference, is_in_ram, disk, steps + repeated + other)
 
 
@@ -306,7 +306,7 @@ def missing_memory(plan: Plan) -> Need | None:
 
 def announcement(request: ProofRequest, cost: Cost) -> str:
     """Return the message before a proof: its parts and its cost."""
-    num_parameters, size = cost.streamed.num_parameters, request.shape
+    num_parameters, size = cost.streamed.workload.num_parameters, request.shape
     other = "with everything in RAM" if cost.is_in_ram else "without a kill, from disk: RAM is short"
     return (
         f"{num_parameters:,} random parameters in {request.precision}, "

@@ -21,7 +21,7 @@ from gptj_ft.models.layout import Layout
 from gptj_ft.models.registry import Architecture, families
 from gptj_ft.planning.machine_profile import rates
 from gptj_ft.planning.memory import Free, allocator_limit
-from gptj_ft.planning.plan import DoesNotFit, Plan, choose, forecast, with_replay
+from gptj_ft.planning.plan import DoesNotFit, Plan, choose, forecast
 from gptj_ft.planning.probe import Rates
 from gptj_ft.planning.workload import RowLengths, StepTokens, Workload
 from gptj_ft.streaming.activations import boundary_layout
@@ -211,8 +211,8 @@ def measure_overlap(blocks: Blocks, known: Rates) -> dict[str, Any]:
     with blocks.opened(plan) as model:
         for tokens in blocks.tokens:
             workload = blocks.workload(tokens)
-            planned = with_replay(forecast(plan.placement, workload, recipe, known, plan.have), workload, recipe)
-            optimizer = AdamW(model, optimizer_config(recipe), step, planned.costs.num_deferred)
+            planned = forecast(plan.placement, workload, recipe, known, plan.have)
+            optimizer = AdamW(model, optimizer_config(recipe), step, planned.num_deferred)
             seconds, stall = take_steps(model, optimizer, blocks.batches(tokens))
             optimizer.flush()
             step = optimizer.step

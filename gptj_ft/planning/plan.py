@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,7 +14,7 @@ from gptj_ft.config.options import Recipe
 from gptj_ft.errors import ResourceError
 from gptj_ft.planning.costs import Costs, Pass, cost
 from gptj_ft.planning.machine_profile import reason_for
-from gptj_ft.planning.memory import Free, MemoryForecast, Requirements, forecast_memory, stored_kinds
+from gptj_ft.planning.memory import Free, MemoryForecast, forecast_memory, stored_kinds
 from gptj_ft.planning.probe import Rates
 from gptj_ft.planning.scaling_law import ScalingForecast
 from gptj_ft.planning.step_replay import ScheduleInputs
@@ -42,37 +43,129 @@ PLACES_FASTEST_FIRST: list[Place] = ["device", "host", "disk"]
 
 
 @dataclass(frozen=True)
-class Plan(Requirements):
-    """Forecast of a run; bytes and seconds."""
+class Plan(MemoryForecast):
+    """Placement and memory of a run. Its bytes and seconds are forecast when they are first asked for."""
 
-    placement: Placement
-    precision: str  # data type of the computation
-    reason: str  # for that precision
-    num_parameters: int
-    num_trained: int  # adapters included
-    tokens_per_step: float  # mean
-    device_bytes: int
-    host_bytes: int
-    disk_bytes: int  # at most, with a checkpoint and the tuned model
-    have: Free
-    budget: BufferBudget
-    costs: Costs
-    rates: Rates  # of the machine
     workload: Workload = field(compare=False, repr=False)
-    outlook: ScalingForecast
-    timeline: Timeline | None = None  # a replayed step, on an accelerator or from disk; `costs` has its seconds
+    recipe: Recipe = field(repr=False)
+    rates: Rates  # of the machine
     device: str = ""  # name of a device that is not in this machine
-    tokens_to_hide_stall: int = 0  # further tokens of a step whose computation would hide its transfers
+
+    @property
+    def precision(self) -> str:
+        """Data type of the computation."""
+        return PRECISION_NAMES[self.workload.dtype]
+
+    @property
+    def reason(self) -> str:
+        """Reason for that precision."""
+        is_unclipped = self.workload.dtype == torch.float16 and self.recipe.clip_norm is None
+        waiting = "; gradients are stored though none is clipped: any may overflow" if is_unclipped else ""
+        return reason_for(self.recipe.precision, self.workload, self.rates.compute) + waiting
+
+    @property
+    def outlook(self) -> ScalingForecast:
+        workload, step = self.workload, self.workload.step
+        return ScalingForecast.of(
+            workload.model_layouts,
+            workload.width,
+            workload.context,
+            (step.mean, step.targets),
+            workload.num_steps,
+            workload.flops().model,
+        )
+
+    @property
+    def costs(self) -> Costs:
+        """Bytes and seconds, of the replayed step if there is one."""
+        return self._timed.costs
+
+    @property
+    def num_deferred(self) -> int:
+        """Leading blocks with deferred updates, see `PendingUpdates`."""
+        return self.costs.num_deferred
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """A replayed step, on an accelerator or from disk; `costs` has its seconds."""
+        return self._timed.timeline
+
+    @property
+    def tokens_to_hide_stall(self) -> int:
+        """Further tokens of a step whose computation would hide its transfers."""
+        if self.timeline is None:
+            return 0
+        passes = self.costs.forward, self.costs.backward
+        return max(_tokens_to_hide(each, self.workload, self.rates) for each in passes)
+
+    @cached_property
+    def estimate(self) -> Costs:
+        """Bytes and seconds by rates alone, with the best number of deferred blocks; good enough to rank placements."""
+        placement, workload, rates = self.placement, self.workload, self.rates
+        costs = self._cost(0)
+        can_defer = placement.weights != "device" and placement.optimizer_state != "device"  # see `PendingUpdates`
+        if not can_defer or costs.forward.transfer_seconds(rates) <= costs.forward.compute_seconds(workload, rates):
+            return costs
+        # Embedding, head and last block are never deferred.
+        every = self._cost(max(len(workload.layouts) - 3, 0))
+        options = [costs, every, *map(self._cost, _balanced(costs, every, workload, rates))]
+        return min(options, key=lambda costs: costs.seconds_per_step)
+
+    @cached_property
+    def _timed(self) -> _Timed:
+        """Replay a step of a plan that fits: on an accelerator, and on a CPU if the step uses the disk.
+
+        If updates are deferred, the replay without deferral is tried, too.
+        """
+        workload, rates = self.workload, self.rates
+        timed_on_cpu = rates.on_cpu and bool(workload.layers and workload.times.layers)
+        is_replayed = _compares_replays(self.have, workload) or (timed_on_cpu and kinds_on_disk(self.placement))
+        if self.lack or not is_replayed:
+            return _Timed(self.estimate)
+        numbers = dict.fromkeys((self.estimate.num_deferred, 0))
+        timelines = {number: replay(workload, self._schedule(number), rates) for number in numbers}
+        chosen = min(timelines, key=lambda number: timelines[number].seconds)
+        best = timelines[chosen]
+        costs = replace(
+            self._cost(chosen),
+            seconds_per_step=best.seconds,
+            compute_seconds=best.step.compute,
+            transfer_seconds=best.step.moving,
+        )
+        return _Timed(costs, best)
+
+    def _schedule(self, num_deferred: int) -> ScheduleInputs:
+        stored = tuple(stored_kinds(self.placement, self.workload, self.recipe).items())
+        return ScheduleInputs(self.placement, stored, self.budget, num_deferred)
+
+    def _cost(self, num_deferred: int) -> Costs:
+        return cost(self.workload, self.recipe, self._schedule(num_deferred), self.rates)
 
     def to_dict(self) -> dict[str, Any]:
-        separate = ("costs", "have", "workload", "timeline", "device", "tokens_to_hide_stall")
-        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in separate}
-        own |= {"placement": asdict(self.placement), "rates": asdict(self.rates), "outlook": self.outlook.to_dict()}
-        own = {("room" if name == "budget" else name): value for name, value in own.items()}
-        own |= {"room": _budget_dict(self.budget), "needs": [asdict(need) for need in self.needs]}
+        workload = self.workload
+        own = {
+            "placement": asdict(self.placement),
+            "precision": self.precision,
+            "reason": self.reason,
+            "num_parameters": workload.num_parameters,
+            "num_trained": workload.num_trained,
+            "tokens_per_step": workload.step.mean,
+            **{name: getattr(self, name) for name in ("device_bytes", "host_bytes", "disk_bytes")},
+            "room": _budget_dict(self.budget),
+            "rates": asdict(self.rates),
+            "outlook": self.outlook.to_dict(),
+            "needs": [asdict(need) for need in self.needs],
+        }
         more = {"tokens_to_hide_stall": self.tokens_to_hide_stall}
         replayed = {"timeline": self.timeline.to_dict() | more} if self.timeline else {}
         return {**own, **self.costs.to_dict(), **replayed, **({"device": self.device} if self.device else {})}
+
+
+class _Timed(NamedTuple):
+    """Costs of a run, and the replayed step that they come from."""
+
+    costs: Costs
+    timeline: Timeline | None = None
 
 
 def _budget_dict(budget: BufferBudget) -> dict[str, int]:
@@ -118,11 +211,11 @@ def choose(recipe: Recipe, workload: Workload, free: Free, rates: Rates, has_beg
         (too_large if each.lack else fitting).append(each)
         # Candidates come fastest first: unless replays compare them, the first that fits is the choice.
         if fitting and not _compares_replays(free, workload):
-            return with_replay(_forecast(each, workload, recipe, rates), workload, recipe)
+            return _plan(each, workload, recipe, rates)
     if fitting:
         return _fastest(fitting, workload, recipe, rates)
     best = min(too_large, key=lambda each: each.lack)
-    nearest = _forecast(best, workload, recipe, rates)
+    nearest = _plan(best, workload, recipe, rates)
     only_disk = [each for each in too_large if [need.resource for need in each.lacking] == ["disk"]]
     least = min((each.disk_bytes for each in only_disk), default=0)
     elsewhere = [f"--output on a disk with {gigabytes(least)} free"] if least > free.disk else []
@@ -143,13 +236,10 @@ def _fastest(fitting: Sequence[MemoryForecast], workload: Workload, recipe: Reci
     """
     # `candidates` puts kinds on disk last, so the first that fits has the fewest there.
     least_on_disk = kinds_on_disk(fitting[0].placement)
-    plans = [
-        _forecast(each, workload, recipe, rates) for each in fitting if kinds_on_disk(each.placement) <= least_on_disk
-    ]
-    # The closed forms of `costs` are good enough to rank placements, and need no replay.
-    by_seconds = sorted(range(len(plans)), key=lambda number: plans[number].costs.seconds_per_step)
+    plans = [_plan(each, workload, recipe, rates) for each in fitting if kinds_on_disk(each.placement) <= least_on_disk]
+    by_seconds = sorted(range(len(plans)), key=lambda number: plans[number].estimate.seconds_per_step)
     # In the order of the candidates again: of equally fast ones, the first moves the fewest bytes.
-    replayed = [with_replay(plans[number], workload, recipe) for number in sorted(by_seconds[:NUM_REPLAYED])]
+    replayed = [plans[number] for number in sorted(by_seconds[:NUM_REPLAYED])]
     least = min(plan.costs.seconds_per_step for plan in replayed)
     return next(plan for plan in replayed if plan.costs.seconds_per_step <= (1 + SAME) * least)
 
@@ -187,50 +277,11 @@ def candidates(recipe: Recipe, free: Free) -> list[Placement]:
 
 def forecast(placement: Placement, workload: Workload, recipe: Recipe, rates: Rates, have: Free) -> Plan:
     """Forecast memory and costs of a placement."""
-    return _forecast(forecast_memory(placement, workload, recipe, have), workload, recipe, rates)
+    return _plan(forecast_memory(placement, workload, recipe, have), workload, recipe, rates)
 
 
-def _forecast(memory: MemoryForecast, workload: Workload, recipe: Recipe, rates: Rates) -> Plan:
-    """Complete a memory forecast by the costs."""
-    placement, step = memory.placement, workload.step
-    stored = tuple(stored_kinds(placement, workload, recipe).items())
-
-    def cost_of(num_deferred: int) -> Costs:
-        return cost(workload, recipe, ScheduleInputs(placement, stored, memory.budget, num_deferred), rates)
-
-    costs = cost_of(0)
-    can_defer = placement.weights != "device" and placement.optimizer_state != "device"  # see `PendingUpdates`
-    if can_defer and costs.forward.transfer_seconds(rates) > costs.forward.compute_seconds(workload, rates):
-        # Embedding, head and last block are never deferred.
-        every = cost_of(max(len(workload.layouts) - 3, 0))
-        options = [costs, every, *map(cost_of, _balanced(costs, every, workload, rates))]
-        costs = min(options, key=lambda costs: costs.seconds_per_step)
-    is_unclipped = workload.dtype == torch.float16 and recipe.clip_norm is None
-    waiting = "; gradients are stored though none is clipped: any may overflow" if is_unclipped else ""
-    return Plan(
-        placement=placement,
-        precision=PRECISION_NAMES[workload.dtype],
-        reason=reason_for(recipe.precision, workload, rates.compute) + waiting,
-        num_parameters=workload.num_parameters,
-        num_trained=workload.num_trained,
-        tokens_per_step=step.mean,
-        device_bytes=memory.device_bytes,
-        host_bytes=memory.host_bytes,
-        disk_bytes=memory.disk_bytes,
-        have=memory.have,
-        budget=memory.budget,
-        costs=costs,
-        rates=rates,
-        workload=workload,
-        outlook=ScalingForecast.of(
-            workload.model_layouts,
-            workload.width,
-            workload.context,
-            (step.mean, step.targets),
-            workload.num_steps,
-            workload.flops().model,
-        ),
-    )
+def _plan(memory: MemoryForecast, workload: Workload, recipe: Recipe, rates: Rates) -> Plan:
+    return Plan(**vars(memory), workload=workload, recipe=recipe, rates=rates)
 
 
 def _balanced(none: Costs, every: Costs, workload: Workload, rates: Rates) -> list[int]:
@@ -253,28 +304,6 @@ def _balanced(none: Costs, every: Costs, workload: Workload, rates: Rates) -> li
 
     best = min(range(most + 1), key=seconds)
     return [best] if 0 < best < most else []
-
-
-def with_replay(plan: Plan, workload: Workload, recipe: Recipe) -> Plan:
-    """Return a plan with a replayed step: on an accelerator, and on a CPU if the step uses the disk.
-
-    If updates are deferred, the replay without deferral is tried, too.
-    """
-    timed_on_cpu = plan.rates.on_cpu and bool(workload.layers and workload.times.layers)
-    if not (_compares_replays(plan.have, workload) or (timed_on_cpu and kinds_on_disk(plan.placement))):
-        return plan
-    stored, rates = tuple(stored_kinds(plan.placement, workload, recipe).items()), plan.rates
-    schedule = ScheduleInputs(plan.placement, stored, plan.budget, plan.costs.num_deferred)
-    best = replay(workload, schedule, rates)
-    at_once = replace(schedule, num_deferred=0)
-    if schedule.num_deferred and (other := replay(workload, at_once, rates)).seconds < best.seconds:
-        schedule, best = at_once, other
-    costs = cost(workload, recipe, schedule, rates)
-    more = max(_tokens_to_hide(each, workload, rates) for each in (costs.forward, costs.backward))
-    costs = replace(
-        costs, seconds_per_step=best.seconds, compute_seconds=best.step.compute, transfer_seconds=best.step.moving
-    )
-    return replace(plan, costs=costs, timeline=best, tokens_to_hide_stall=more)
 
 
 def _tokens_to_hide(moved: Pass, workload: Workload, rates: Rates) -> int:

@@ -151,8 +151,8 @@ def lowest_trained(setup: TrainSetup) -> int:
 
 def make_optimizer(setup: TrainSetup, offloaded: OffloadedModel, state: RunState) -> AdamW:
     """Make the optimizer of a run at its step; the plan says for how many blocks it defers the update."""
-    costs = setup.plan.costs
-    optimizer = AdamW(offloaded, optimizer_config(setup.recipe), state.step, costs.num_deferred, state.updates_before)
+    config, deferred = optimizer_config(setup.recipe), setup.plan.num_deferred
+    optimizer = AdamW(offloaded, config, state.step, deferred, state.updates_before)
     optimizer.loss_scale = state.loss_scale or optimizer.loss_scale
     return optimizer
 

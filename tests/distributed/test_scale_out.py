@@ -174,7 +174,7 @@ def test_backward_stops_at_lowest_trained_layer(six_b: Workload) -> None:
     head = tuple(Layout.of(layer) if index == 29 else empty for index, layer in enumerate(layers))
     frozen = tuple(empty if index == 29 else Layout.of(layer) for index, layer in enumerate(layers))
     share = forecast_share(job_of(replace(six_b, layouts=head, frozen=frozen)), 2, 1)
-    assert min(node.plan.num_trained for node in share.nodes) == 0
+    assert min(node.plan.workload.num_trained for node in share.nodes) == 0
     assert all(node.backward.sent == 0 for node in share.nodes)
 
 

@@ -9,7 +9,7 @@ import errno
 import os
 import shutil
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import pytest
@@ -31,6 +31,7 @@ from support.small_run import (
 from gptj_ft.config.run_folder import Run
 from gptj_ft.errors import GptjFtError, ResourceError
 from gptj_ft.models.layout import Layout
+from gptj_ft.planning.plan import Plan
 from gptj_ft.training import checkpoint
 from gptj_ft.training.run_state import RunState
 from gptj_ft.training.setup import TrainSetup, make_setup
@@ -66,10 +67,17 @@ def test_power_cut_costs_only_the_current_step(part: int, session: TrainSetup, s
         check(session, straight, tmp_path, [last])
 
 
+@dataclass(frozen=True)
+class LatePlan(Plan):
+    @property
+    def num_deferred(self) -> int:
+        return 99
+
+
 @pytest.mark.parametrize("stride", [17, pytest.param(1, marks=pytest.mark.slow)])
 def test_power_cut_with_deferred_updates(stride: int, session: TrainSetup, straight, tmp_path: Path) -> None:
-    costs, budget = replace(session.plan.costs, num_deferred=99), replace(session.plan.budget, num_kept_layers=1)
-    late = replace(session, plan=replace(session.plan, costs=costs, budget=budget))
+    plan = replace(session.plan, budget=replace(session.plan.budget, num_kept_layers=1))
+    late = replace(session, plan=LatePlan(**{each.name: getattr(plan, each.name) for each in fields(plan)}))
     total = count_operations(late, tmp_path)
     shutil.rmtree(tmp_path / "run")
     for last in range(3, total, stride):

@@ -16,7 +16,7 @@ from gptj_ft.models.layout import Layout
 from gptj_ft.planning.costs import training_passes
 from gptj_ft.planning.devices import DEVICES, LINKS, find_device
 from gptj_ft.planning.memory import Free, forecast_memory
-from gptj_ft.planning.plan import NUM_REPLAYED, SAME, Plan, candidates, choose, forecast, kinds_on_disk, with_replay
+from gptj_ft.planning.plan import NUM_REPLAYED, SAME, Plan, candidates, choose, forecast, kinds_on_disk
 from gptj_ft.planning.probe import ComputeRates, DiskRates, Rates
 from gptj_ft.planning.step_replay import ScheduleInputs
 from gptj_ft.planning.timeline import Timeline, replay
@@ -149,9 +149,7 @@ def test_accelerator_gets_placement_with_fastest_replay(device: str) -> None:
     seconds = {}
     for each in candidates(recipe, free):
         if not kinds_on_disk(each) and not forecast_memory(each, workload, recipe, free).lack:
-            seconds[each] = with_replay(
-                forecast(each, workload, recipe, rates, free), workload, recipe
-            ).costs.seconds_per_step
+            seconds[each] = forecast(each, workload, recipe, rates, free).costs.seconds_per_step
     assert len(seconds) > NUM_REPLAYED
     assert plan.costs.seconds_per_step == seconds[plan.placement] <= (1 + SAME) * min(seconds.values())
     assert seconds[plan.placement] < 0.96 * next(iter(seconds.values())), (
@@ -251,7 +249,7 @@ def test_cpu_disk_step_overlaps_imperfectly() -> None:
     plan = choose(recipe, workload, free, on_cpu(disk=RATES.disk))
     assert plan.timeline is not None
     assert plan.costs.seconds_per_step == plan.timeline.seconds
-    overlapped = forecast(plan.placement, workload, recipe, plan.rates, free).costs.seconds_per_step
+    overlapped = forecast(plan.placement, workload, recipe, plan.rates, free).estimate.seconds_per_step
     assert 1.05 * overlapped < plan.timeline.seconds < 2 * overlapped
     in_memory = recipe.model_copy(update={"weights": "device", "optimizer_state": "device"})
     assert choose(in_memory, workload, free, plan.rates).timeline is None

@@ -307,7 +307,7 @@ def test_lora_placements_agree_without_weight_writes(weights: str, state: str, s
     losses = [[line.get("loss") for line in each.metrics()] for each in (run, straight[1])]
     assert losses[0] == losses[1]
     trained = sum(layout.numel for layout in session.selection.trained)
-    assert session.plan.num_trained <= trained
+    assert session.plan.workload.num_trained <= trained
     if state == "auto":
         assert session.plan.placement == Placement("disk", "disk", frozen=weights)
         lines = [line for line in run.metrics() if "loss" in line]

@@ -96,7 +96,7 @@ def plan_rows(plan: Plan, notes: Sequence[str] = (), verbose: bool = True) -> li
         verbose: also show bytes and FLOPs of a step, and measured rates.
     """
     rows = [
-        ("parameters", f"{plan.num_parameters:,}, {_share_trained(plan)}"),
+        ("parameters", f"{plan.workload.num_parameters:,}, {_share_trained(plan)}"),
         *((("device", f"{plan.device}, by its published rates"),) if plan.device else ()),
         ("precision", f"{plan.precision}: {plan.reason}"),
         ("placement", str(plan.placement)),
@@ -168,7 +168,11 @@ def show_outlook(console: Console, outlook: ScalingForecast, published: Publishe
 
 
 def _share_trained(plan: Plan) -> str:
-    return "all trained" if plan.num_trained == plan.num_parameters else f"{plan.num_trained:,} of them trained"
+    return (
+        "all trained"
+        if plan.workload.num_trained == plan.workload.num_parameters
+        else f"{plan.workload.num_trained:,} of them trained"
+    )
 
 
 def show_training(
@@ -238,7 +242,7 @@ def _transfers(costs: Costs) -> Iterator[tuple[str, str]]:
 
 def _times(plan: Plan) -> Iterator[tuple[str, str]]:
     costs = plan.costs
-    yield "steps", f"{costs.num_steps or 'unknown without data'}, of {plan.tokens_per_step:,.0f} tokens on average"
+    yield "steps", f"{costs.num_steps or 'unknown without data'}, of {plan.workload.step.mean:,.0f} tokens on average"
     parts = f"compute {_seconds(costs.compute_seconds)}"
     if costs.transfer_seconds:
         parts += f", overlapped with transfers {_seconds(costs.transfer_seconds)}"
