@@ -229,31 +229,39 @@ def test_argument_descriptions_are_noun_phrases() -> None:
     assert not [f"{place}: {entry}" for place, entry in entries if no_noun.match(entry)]
 
 
-def defines(body: list[ast.stmt], names: list[str]) -> bool:
-    """Return whether a body defines a dotted name, given as its parts."""
-    if not names:
-        return True
+def names_in(body: list[ast.stmt]) -> dict[str, ast.stmt]:
+    """Return the names that a body defines, and where."""
+    found: dict[str, ast.stmt] = {}
     for node in body:
-        if isinstance(node, ast.ClassDef) and node.name == names[0]:
-            return defines(node.body, names[1:]) or (len(names) == 2 and f"self.{names[1]}" in text_of(node))
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        found = [each.id for target in targets if target for each in ast.walk(target) if isinstance(each, ast.Name)]
-        if names in [[each] for each in (*found, getattr(node, "name", None))]:
-            return True
-    return False
+        names = [each.id for target in targets if target for each in ast.walk(target) if isinstance(each, ast.Name)]
+        found |= dict.fromkeys((*names, getattr(node, "name", "")), node)
+    return found
+
+
+def defines(names: dict[str, ast.stmt], dotted: list[str]) -> bool:
+    """Return whether these names include a dotted one, given as its parts."""
+    if not dotted:
+        return True
+    node = names.get(dotted[0])
+    if not isinstance(node, ast.ClassDef):
+        return node is not None and len(dotted) == 1
+    return defines(names_in(node.body), dotted[1:]) or (len(dotted) == 2 and f"self.{dotted[1]}" in text_of(node))
 
 
 def test_docstring_references_exist() -> None:
-    modules = {path.relative_to(ROOT).with_suffix("").parts: tree_of(path).body for path in PACKAGE.rglob("*.py")}
-    modules = {parts[:-1] if parts[-1] == "__init__" else parts: body for parts, body in modules.items()}
+    trees = {path.relative_to(ROOT).with_suffix("").parts: tree_of(path) for path in PACKAGE.rglob("*.py")}
+    modules = {
+        parts[:-1] if parts[-1] == "__init__" else parts: names_in(tree.body) for parts, tree in trees.items()
+    }
 
     def is_there(names: list[str]) -> bool:
-        if any(defines(body, names) for body in modules.values()):
+        if any(defines(known, names) for known in modules.values()):
             return True
         splits = [(tuple(names[:number]), names[number:]) for number in range(1, len(names) + 1)]
         return any(
-            parts[-len(module) :] == module and defines(body, rest)
-            for parts, body in modules.items()
+            parts[-len(module) :] == module and defines(known, rest)
+            for parts, known in modules.items()
             for module, rest in splits
         )
 
