@@ -125,7 +125,7 @@ def attend_backward(
     """Write the gradients of one document's queries, keys and values.
 
     Args:
-        gradients: of q, k and v, to be written.
+        gradients: tensors for the gradients of q, k and v, to be written.
         inputs: gradient of the output, q, k, v, output.
     """
     (dq, dk, dv), (dout, q, k, v, out) = gradients, inputs
