@@ -65,6 +65,7 @@ GPT2_SHAPES = {
 
 LONG_FOLDERS = (
     "distributed", "planning", "simulated", "diagnostics", "training", "faults", "streaming", "checkpoints", "golden",
+    "tests", "generation", "system", "data",
 )  # fmt: skip
 
 

@@ -251,9 +251,7 @@ def defines(names: dict[str, ast.stmt], dotted: list[str]) -> bool:
 
 def test_docstring_references_exist() -> None:
     trees = {path.relative_to(ROOT).with_suffix("").parts: tree_of(path) for path in PACKAGE.rglob("*.py")}
-    modules = {
-        parts[:-1] if parts[-1] == "__init__" else parts: names_in(tree.body) for parts, tree in trees.items()
-    }
+    modules = {parts[:-1] if parts[-1] == "__init__" else parts: names_in(tree.body) for parts, tree in trees.items()}
 
     def is_there(names: list[str]) -> bool:
         if any(defines(known, names) for known in modules.values()):
