@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from support.family_models import FamilyModel, random_of_family
 from support.family_shapes import FAMILY_SHAPES, FIRST_SHAPES
 from support.small_run import assert_same_weights, weights_of
 from support.small_stack import (
     CPU,
+    PROMPTS,
     STEPS,
     assert_identical,
     documents,
+    lr_of,
     next_token_logits,
     oracle_loss,
     relative,
@@ -31,8 +34,11 @@ from gptj_ft.data.batches import micro_batches
 from gptj_ft.generation.decoding import generate_tokens
 from gptj_ft.generation.hf_model import StreamedModel
 from gptj_ft.models.batch import pack
+from gptj_ft.models.lora import name_of
+from gptj_ft.models.registry import families
 from gptj_ft.streaming.adamw import AdamW
 from gptj_ft.streaming.buffers import BufferBudget
+from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.open import open_for_inference
 from gptj_ft.streaming.step import train_step
 from gptj_ft.training.restore import optimizer_config
@@ -147,6 +153,71 @@ def test_ten_adamw_steps_match_torch(name: str, built, tmp_path: Path) -> None:
             # AdamW divides by the gradient's size: near rounding noise, torch in fp32 is off by 1e-5, too.
             allowed = 1e-5 + relative(theirs[named].double()[kept], exact[named][kept])
             assert relative(values.double()[kept], exact[named][kept]) < allowed, named
+
+
+def test_every_family_has_a_shape() -> None:
+    decoders = {name for name, family in families().items() if not family.is_encoder}
+    assert FIRST_SHAPES.keys() == decoders - {"gptj", "gpt2"}, "those two are tested in tests/streaming"
+
+
+@shapes(["gpt_neox"])
+def test_adapters_match_peft(name: str, built, tmp_path: Path) -> None:
+    case, recipe = built(name), Recipe(method="lora", lora={"rank": 4, "alpha": 6}, clip_norm=0.05)
+    stack = case.open_training(tmp_path, recipe=recipe)
+    matrices, docs = adapters_of(case, stack), documents(case.model.config.vocab_size)
+    peers = [Peer(copy.deepcopy(case.model).to(dtype), matrices, recipe) for dtype in (torch.float32, torch.float64)]
+    ours = AdamW(stack, optimizer_config(recipe))
+    for step in range(5):
+        single, double = (peer.step(docs, lr_of(step)) for peer in peers)
+        ours.begin_step(lr_of(step))
+        loss = train_step(stack, ours, micro_batches(docs, PROMPTS, 40)).mean
+        assert loss == pytest.approx(single, rel=1e-6)
+        assert loss == pytest.approx(double, rel=1e-6)
+        ours.finish_step()
+        theirs, exact = (peer.gradients for peer in peers)
+        # AdamW divides by the size of the gradients, so that the second step amplifies the rounding of the first.
+        floor = 1e-7 * torch.stack([gradient.norm() for gradient in exact.values()]).norm()
+        for key, gradient in adapters_of(case, stack, "grad").items():
+            allowed = 1e-5 * exact[key].norm() + (theirs[key] - exact[key]).norm()
+            assert (gradient - exact[key]).norm() < allowed + floor, (step, key)
+    stack.close()
+
+
+class Peer:
+    """The model with the same adapters in PEFT, trained by torch's AdamW."""
+
+    def __init__(self, model: Any, matrices: Mapping[str, torch.Tensor], recipe: Recipe) -> None:
+        self.model = get_peft_model(model, LoraConfig(r=4, lora_alpha=6, target_modules="all-linear"))
+        named = self.model.named_parameters()
+        named = {key.removeprefix("base_model.model.").replace(".default", ""): value for key, value in named}
+        self.trained = {key: value for key, value in named.items() if value.requires_grad}
+        assert self.trained.keys() == matrices.keys()
+        for key, parameter in self.trained.items():
+            parameter.data = matrices[key].to(model.dtype)
+        self.clip_norm, self.gradients = recipe.clip_norm, dict[str, torch.Tensor]()
+        options = {"eps": recipe.eps, "betas": recipe.betas, "weight_decay": recipe.weight_decay}
+        self.optimizer = torch.optim.AdamW(self.trained.values(), **options)
+
+    def step(self, docs: list[list[int]], lr: float) -> float:
+        """Take a step; return the loss, and keep the gradients before clipping."""
+        self.optimizer.param_groups[0]["lr"] = lr
+        self.optimizer.zero_grad()
+        loss = oracle_loss(self.model, docs)
+        loss.backward()
+        self.gradients = {key: parameter.grad.clone() for key, parameter in self.trained.items()}
+        torch.nn.utils.clip_grad_norm_(self.trained.values(), self.clip_norm)
+        self.optimizer.step()
+        return loss.item()
+
+
+def adapters_of(case: FamilyModel, stack: OffloadedModel, kind: str = "weight") -> dict[str, torch.Tensor]:
+    """Return the matrices of adapters, or their gradients, by PEFT's names."""
+    found = {}
+    for layer in stack.trained:
+        flat = torch.cat([part.clone() for _, part in stack.read_chunks(kind, layer)])
+        for local, view in stack.layouts[layer].views(flat).items():
+            found[name_of(case.architecture.family, layer, local, len(stack.layers))] = view
+    return found
 
 
 @shapes(["gpt_neox", "llama"])

@@ -17,10 +17,11 @@ from gptj_ft.checkpoints.architecture import read_architecture
 from gptj_ft.checkpoints.model_folder import open_checkpoint
 from gptj_ft.config.options import Recipe
 from gptj_ft.models.registry import Architecture
+from gptj_ft.models.trainable import select
 from gptj_ft.streaming.activations import boundary_layout
 from gptj_ft.streaming.buffers import BufferBudget
 from gptj_ft.streaming.offloaded_model import OffloadedModel
-from gptj_ft.streaming.open import load_weights, open_for_training
+from gptj_ft.streaming.open import load_weights, open_for_training, open_frozen
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
 
 
@@ -52,13 +53,15 @@ class FamilyModel:
         budget: BufferBudget = BufferBudget(chunk_numel=2048, num_chunks=3),
     ) -> OffloadedModel:  # fmt: skip
         """Open the model for training; chunks are small, so that a layer has more chunks than the pool has buffers."""
+        places = Placement(*placement)  # type: ignore[arg-type]
         stack = open_for_training(
-            self.architecture, Placement(*placement), training_dtypes(torch.float32), CPU,  # type: ignore[arg-type]
-            tmp / "-".join(placement), budget, keep_gradients=recipe.clip_norm is not None,
+            self.architecture, places, training_dtypes(torch.float32), CPU, tmp / "-".join(placement), budget,
+            keep_gradients=recipe.clip_norm is not None, selection=select(self.architecture, recipe),
             boundary=boundary_layout(sum(LENGTHS), self.architecture.config.n_embd, len(LENGTHS)),
         )  # fmt: skip
-        with open_checkpoint(self.folder) as checkpoint:
-            load_weights(stack, self.architecture, checkpoint)
+        checkpoint = open_checkpoint(self.folder)
+        open_frozen(stack, self.architecture, checkpoint, places.of("frozen"))
+        load_weights(stack, self.architecture, checkpoint)
         return stack
 
     def of(self, model: Any) -> dict[str, Tensor]:
