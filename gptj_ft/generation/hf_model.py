@@ -124,6 +124,7 @@ class StreamedModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             raise DataError(f"`transformers` cannot read config.json: {error}") from error
         super().__init__(config)
         self.offloaded, self.budget_tokens = offloaded, budget_tokens
+        self.context = int(architecture.config.n_positions)  # its name in ``config`` differs between families
         self.passes = ForwardPasses(offloaded)
         self.generation_config = GenerationConfig()  # not the folder's: settings come with each call
 

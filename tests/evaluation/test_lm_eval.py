@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from gptj_ft.checkpoints.tiny import make_tiny
+from gptj_ft.models.registry import families
 
 SIZES = {"n_embd": 32, "n_layer": 2, "n_head": 2, "rotary_dim": 8, "n_positions": 64}
 TEXTS = ["The film was good and I liked it.", "A bad film, no joy at all.", "What was it? It was a film. \n\n"]
@@ -53,8 +54,14 @@ filter_list:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return make_tiny(tmp_path / "tiny", TEXTS * 20, seed=3, vocab_target=300, initializer_range=0.3, **SIZES)
+def family() -> str:
+    return "gptj"  # default of tests without a parameter
+
+
+@pytest.fixture
+def folder(family: str, tmp_path: Path) -> Path:
+    sizes = {**(SIZES if family == "gptj" else {}), "initializer_range": 0.3}
+    return make_tiny(tmp_path / "tiny", TEXTS * 20, 3, model_type=family, vocab_target=300, **sizes)
 
 
 @pytest.fixture
@@ -73,6 +80,11 @@ def tasks(tmp_path: Path) -> Path:
     return own
 
 
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=() if name == "gptj" else pytest.mark.slow)
+     for name, family in families().items() if not family.is_encoder],
+)  # fmt: skip
 def test_scores_and_answers_match_lm_evals_model(shell, folder: Path, tasks: Path) -> None:
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.models.huggingface import HFLM

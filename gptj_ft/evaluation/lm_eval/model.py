@@ -77,7 +77,7 @@ class StreamedLM(TemplateLM):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self.model, self.tokenizer, self._budget, self._results, self._seed = model, tokenizer, budget, results, seed
-        self.max_length = int(model.config.n_positions)
+        self.max_length = model.context
 
     @property
     def eot_token_id(self) -> int:
