@@ -123,6 +123,9 @@ DECODERS: Sequence[tuple[Mapping[str, Any], Mapping[str, tuple[int, ...]]]] = (
         "01-ai/Yi-1.5-9B{,-Chat}": (48, 4096, 32, 4, 11008, 64000, 4096),
         "01-ai/Yi{,-1.5}-34B{,-Chat}": (60, 7168, 56, 8, 20480, 64000, 4096),
     }),
+    ({"model_type": "mistral", "rms_norm_eps": 1e-5, "sliding_window": 4096}, {
+        "mistralai/Mistral-7B{,-Instruct}-v0.1": (32, 4096, 32, 8, 14336, 32000, 32768),
+    }),
     ({"model_type": "mistral", "rms_norm_eps": 1e-5, "sliding_window": None, "rope_theta": 1_000_000.0}, {
         "mistralai/Mistral-7B-Instruct-v0.2": (32, 4096, 32, 8, 14336, 32000, 32768),
         "mistralai/Mistral-7B{,-Instruct}-v0.3": (32, 4096, 32, 8, 14336, 32768, 32768),

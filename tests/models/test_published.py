@@ -19,7 +19,7 @@ PARAMETERS = {
     "Llama-3.2-1B": 1_235_814_400, "Llama-3.2-3B-Instruct": 3_212_749_824, "Llama-3.3-70B-Instruct": 70_553_706_496,
     "SmolLM2-135M-Instruct": 134_515_008, "SmolLM2-360M": 361_821_120, "SmolLM2-1.7B": 1_711_376_384,
     "Yi-6B": 6_061_035_520, "Yi-1.5-34B-Chat": 34_388_917_248,
-    "Mistral-7B-Instruct-v0.2": 7_241_732_096,
+    "Mistral-7B-v0.1": 7_241_732_096, "Mistral-7B-Instruct-v0.2": 7_241_732_096,
     "Mistral-7B-Instruct-v0.3": 7_248_023_552,
     "Qwen2.5-0.5B": 494_032_768, "Qwen2.5-1.5B-Instruct": 1_543_714_304, "Qwen2.5-3B": 3_085_938_688,
     "Qwen2.5-7B-Instruct": 7_615_616_512, "Qwen2.5-14B": 14_770_033_664,
