@@ -43,6 +43,8 @@ ROBERTA = {**BERT, "max_position_embeddings": 50, "type_vocab_size": 1, "pad_tok
 GPT2 = {"vocab_size": 211, "n_positions": 48, "n_embd": 32, "n_layer": 3, "n_head": 4}
 MISTRAL = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64, "pad_token_id": 0}
 MISTRAL |= {"sliding_window": None}
+GPT_NEOX = {**SIZES, "num_attention_heads": 4, "intermediate_size": 64, "pad_token_id": 0, "classifier_dropout": 0.0}
+OWN = {"Bert": BERT, "Mistral": MISTRAL, "GPTNeoX": GPT_NEOX}
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 TASKS = ("classification", "multi-label", "regression", "token-labels", "spans")
 CLASSES = {
@@ -89,7 +91,7 @@ def make(folder: Path, task: str, family: str) -> Oracle:
     labels = {0: "score"} if task == "regression" else dict(enumerate(LABELS))
     more = {"id2label": labels, "label2id": {name: number for number, name in labels.items()}, "problem_type": problem}
     more = {} if task in ("spans", "sentences") else more
-    own = {"Bert": BERT, "GPT2": {**GPT2, **NO_DROPOUT, "pad_token_id": 0}, "Mistral": MISTRAL}.get(family, ROBERTA)
+    own = {**OWN, "GPT2": {**GPT2, **NO_DROPOUT, "pad_token_id": 0}}.get(family, ROBERTA)
     config: Any = getattr(transformers, f"{family}Config")(**own, **more)
     torch.manual_seed(0)
     oracle = BertSumExt(config) if task == "sentences" else getattr(transformers, family + CLASSES[task])(config)
@@ -155,6 +157,7 @@ def oracle_loss(oracle: Oracle, task: str, is_encoder: bool = True) -> Tensor:
 
 FORMS = [(family, task) for family in ("Bert", "GPT2", "Mistral", "Roberta", "XLMRoberta") for task in TASKS]
 FORMS.append(("Bert", "sentences"))
+FORMS += [pytest.param("GPTNeoX", task, marks=pytest.mark.slow) for task in TASKS]
 
 
 @pytest.mark.parametrize(("family", "task"), FORMS)
@@ -162,7 +165,7 @@ def test_losses_and_steps_are_those_of_transformers(family: str, task: str, tmp_
     oracle = make(tmp_path / "model", task, family)
     recipe = Recipe.model_validate({"task": task, "weight_decay": 0.01, "clip_norm": 1.0})
     stack = open_training(tmp_path / "model", tmp_path, recipe)
-    objective, is_encoder = objective_of(recipe), family not in ("GPT2", "Mistral")
+    objective, is_encoder = objective_of(recipe), family not in ("GPT2", "Mistral", "GPTNeoX")
     optimizer = AdamW(stack, optimizer_config(recipe))
     parameters = list(oracle.parameters())
     theirs = torch.optim.AdamW(
