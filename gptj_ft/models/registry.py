@@ -242,6 +242,11 @@ class Architecture:
         """Return the model with other dropout rates; ``None`` keeps a rate, but attention follows a hidden rate of
         0.
         """
+        if hidden and not self.family.dropouts[0]:
+            raise UsageError(
+                f"dropout {hidden}: a {self.family.model_type} model drops no hidden states; leave it out, or "
+                "--set attention_dropout"
+            )
         attention = 0.0 if attention is None and hidden == 0.0 else attention
         rates = {
             name: rate

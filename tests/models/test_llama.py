@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
+from support.family_models import random_of_family
 from support.family_shapes import LLAMA
 
-from gptj_ft.errors import DataError
-from gptj_ft.models.registry import families
+from gptj_ft.checkpoints.architecture import read_architecture
+from gptj_ft.checkpoints.model_folder import check_tensors, open_checkpoint
+from gptj_ft.errors import DataError, UsageError
+from gptj_ft.models.registry import Architecture, families
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -75,3 +81,34 @@ def test_old_files_of_phi3_mean_longrope() -> None:
 
 def test_qwen3_heads_have_128_dimensions_by_default() -> None:
     assert families()["qwen3"].read_config({**LLAMA}).head_dim == 128
+
+
+def test_config_that_ties_another_head_is_rejected(tmp_path: Path) -> None:
+    random_of_family("llama").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    architecture = read_architecture(tmp_path)
+    with (
+        open_checkpoint(tmp_path) as checkpoint,
+        pytest.raises(
+            DataError, match=r"lm_head\.weight .* differs from model\.embed_tokens.*sets tie_word_embeddings"
+        ),
+    ):
+        check_tensors(architecture, checkpoint)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = tensors["model.norm.weight"].clone()  # of old files
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert sorted(check_tensors(architecture, checkpoint)) == [
+            "lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq",
+        ]  # fmt: skip
+
+
+def test_dropout_of_hidden_states_is_rejected() -> None:
+    family, raw = families()["llama"], {**LLAMA, "attention_dropout": 0.1}
+    architecture = Architecture(family, family.read_config(raw), raw)
+    with pytest.raises(UsageError, match="a llama model drops no hidden states"):
+        architecture.with_dropout(0.1, None)
+    assert architecture.dropout == {"attention_dropout": 0.1}
+    assert not architecture.with_dropout(0.0, None).dropout
