@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from support.fork_server import ForkServer
 
 from gptj_ft.cli.html.proof_page import sections, write_proof
 from gptj_ft.diagnostics import proof
@@ -113,18 +113,14 @@ def test_small_memory_limit_names_the_minimum(shell) -> None:
 
 
 @pytest.mark.usefixtures("measured_home")
-def test_ctrl_c_leaves_no_process_or_file(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "gptj_ft", "prove", "--size", "tiny", "--output", str(tmp_path / "none"), "--steps"]
-    with subprocess.Popen([*words, "1000"], stderr=subprocess.PIPE, text=True) as process:
+def test_ctrl_c_leaves_no_process_or_file(server: ForkServer, tmp_path: Path) -> None:
+    with server.running("prove --size tiny --output none --steps 1000", tmp_path) as process:
         metrics = tmp_path / "none" / "work" / "streamed" / "metrics.jsonl"
-        while not metrics.is_file() and process.poll() is None:
+        while not metrics.is_file() and not process.has_ended():
             time.sleep(0.05)
         children = psutil.Process(process.pid).children(recursive=True)
-        process.send_signal(signal.SIGINT)
-        assert process.stderr is not None
-        said = process.stderr.read()
-    assert process.returncode == 130
-    assert "the proof is incomplete and its files are removed" in said
+        assert process.end(signal.SIGINT) == 130
+    assert "the proof is incomplete and its files are removed" in (tmp_path / "output.txt").read_text(encoding="utf-8")
     assert not (tmp_path / "none").exists()
     assert children
     assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +12,6 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 from conftest import NOTES
-from support.fork_server import ForkServer
 from support.thread_group import Member, together
 
 from gptj_ft import api
@@ -255,22 +252,13 @@ def labeller(folder: Path, rows: Path) -> Path:
     return Path(done.model)
 
 
-def test_nproc_predictions_keep_bytes(tmp_path, rows, shell) -> None:
+def test_nproc_predictions_keep_bytes(tmp_path, rows, shell, server) -> None:
     words = f"predict --model {labeller(tmp_path, rows)} --input {rows} --precision fp32 --set micro_batch_tokens=64"
     assert shell(f"{words} --output 1.jsonl").code == 0
-    command = [sys.executable, "-m", "gptj_ft", *f"{words} --output 2.jsonl --set threads=1 --nproc 2 --json".split()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert json.loads(done.stdout)["rows"] == 18
+    assert server.run(f"{words} --output 2.jsonl --set threads=1 --nproc 2 --json", tmp_path)[0] == 0
+    assert json.loads((tmp_path / "output.txt").read_text(encoding="utf-8"))["rows"] == 18, "nothing else is printed"
     assert Path("2.jsonl").read_bytes() == Path("1.jsonl").read_bytes()
     assert Path("2.jsonl").stat().st_mode == Path("1.jsonl").stat().st_mode
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    server = ForkServer()
-    yield server
-    server.close()
 
 
 @pytest.mark.slow

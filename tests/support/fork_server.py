@@ -54,12 +54,16 @@ class Running:
     def has_ended(self) -> bool:
         return psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
 
+    def end(self, number: int = signal.SIGKILL) -> int:
+        """Send a signal, and wait until the system has removed the process; return its exit code."""
+        os.kill(self.pid, number)
+        pid, self.pid = self.pid, 0
+        return os.waitstatus_to_exitcode(self._server.wait(pid))
+
     def kill(self) -> None:
-        """Kill the process, and wait until the system has removed it."""
+        """Kill the process unless it was ended."""
         if self.pid:
-            os.kill(self.pid, signal.SIGKILL)
-            self._server.wait(self.pid)
-            self.pid = 0
+            self.end()
 
 
 class ForkServer:
@@ -93,8 +97,9 @@ class ForkServer:
         finally:
             process.kill()
 
-    def wait(self, pid: int) -> None:
-        self._do(Job("", "", awaited=pid))
+    def wait(self, pid: int) -> int:
+        """Wait for the end of a detached process; return its status."""
+        return int(self._do(Job("", "", awaited=pid))[1])
 
     def run_module(self, module: str, *words: str) -> list[Any]:
         """Run a module of the tests with these words; return its output, parsed from lines of JSON."""
