@@ -78,12 +78,12 @@ def _weights(queries: Tensor, keys: Tensor, chunk: _Chunk, rule: ScoreRule) -> t
     count = chunk.end - chunk.start
     scores_KCRS = scores.view(len(scores), count, -1, scores.shape[-1])
     # The last C keys are those of the queries: each sees the earlier ones and its own.
-    scores_KCRS[..., -count:] += _triangle(count, 1, True, scores.device)
+    scores_KCRS[..., -count:].add_(_triangle(count, 1, True, scores.device))
     if rule.window is not None:
         # Windows begin one key later for each query. Near the document's start they begin before the first key.
         later = chunk.first_key - (chunk.start + 1 - rule.window)
         if later < count - 1:
-            scores_KCRS[..., :count] += _triangle(count, -1 - later, False, scores.device)
+            scores_KCRS[..., :count].add_(_triangle(count, -1 - later, False, scores.device))
     return torch.softmax(scores, -1), tanh
 
 
@@ -92,6 +92,12 @@ def _queries(q_LKRH: Tensor, chunk: _Chunk, dtype: torch.dtype, factor: float) -
     part_KCRH = q_LKRH[chunk.start : chunk.end].transpose(0, 1).to(dtype)
     out = torch.empty(part_KCRH.shape, dtype=dtype, device=q_LKRH.device)
     return torch.mul(part_KCRH, factor, out=out).flatten(1, 2)
+
+
+def _write(x_CKRH: Tensor, result: Tensor) -> None:
+    """Write a chunk's rows, the inverse of `_queries`."""
+    x_KCRH = x_CKRH.transpose(0, 1)
+    x_KCRH.copy_(result.view(x_KCRH.shape))
 
 
 def _by_key_head(x_LNH: Tensor, num_key_heads: int) -> Tensor:
@@ -112,8 +118,7 @@ def attend_forward(out: Tensor, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule
     for chunk in _chunks(len(q), rule, q.device):
         seen, rows = slice(chunk.first_key, chunk.end), slice(chunk.start, chunk.end)
         weights, _ = _weights(_queries(q_LKRH, chunk, dtype, rule.factor), keys[:, seen], chunk, rule)
-        result = torch.bmm(weights.to(dtype), values[:, seen])
-        out_LKRH[rows] = result.view(out_LKRH[rows].transpose(0, 1).shape).transpose(0, 1)
+        _write(out_LKRH[rows], torch.bmm(weights.to(dtype), values[:, seen]))
 
 
 def attend_backward(
@@ -146,8 +151,7 @@ def attend_backward(
         if tanh is not None and rule.cap is not None:
             dscores.mul_(tanh.square_().sub_(1.0).mul_(-rule.cap))
         dscores = dscores.to(dtype)
-        result = torch.bmm(dscores, keys[:, seen]).mul_(rule.factor)
-        dq_LKRH[rows] = result.view(dq_LKRH[rows].transpose(0, 1).shape).transpose(0, 1)
+        _write(dq_LKRH[rows], torch.bmm(dscores, keys[:, seen]).mul_(rule.factor))
         _accumulate(key_sum[:, seen], dscores, queries)
     dk.copy_(key_sum.transpose(0, 1))
     dv.copy_(value_sum.transpose(0, 1))
