@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -37,19 +38,30 @@ def _dropout(x: Tensor, p: float, train: bool | None, generator: torch.Generator
     return x * mask / (1 - p), mask
 
 
-def _scores(q: Tensor, k: Tensor, start: int, end: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def _scores(
+    q: Tensor, k: Tensor, start: int, end: int, scale: float, window: Sequence[int] | None
+) -> tuple[Tensor, Tensor, Tensor]:
     one, two = (x[start:end].float().transpose(0, 1) for x in (q, k))
     mask = torch.ones(end - start, end - start, dtype=torch.bool).triu(1)
+    if window is not None and window[0] >= 0:  # keys before each query
+        mask |= torch.ones_like(mask).tril(-window[0] - 1)
     return one, two, (one @ two.transpose(1, 2) * scale).masked_fill(mask, float("-inf"))
 
 
+def _per_query(x_TKH: Tensor, q_TNH: Tensor) -> Tensor:
+    """Repeat key heads for the query heads that share them."""
+    return x_TKH.repeat_interleave(q_TNH.shape[1] // x_TKH.shape[1], 1)
+
+
 def _varlen(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, ends_k: Any, max_q: Any, max_k: Any,
-            is_causal: Any = False, scale: float | None = None, *rest: Any) -> tuple[Tensor, ...]:  # fmt: skip
+            is_causal: Any = False, scale: float | None = None, window_size: Sequence[int] | None = None,
+            *rest: Any, **more: Any) -> tuple[Tensor, ...]:  # fmt: skip
     """Attend to each document separately, in fp32."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    k, v = _per_query(k, q), _per_query(v, q)
     outs, logsums = [], []
     for start, end in pairwise(ends.tolist()):
-        scores = _scores(q, k, start, end, scale)[2]
+        scores = _scores(q, k, start, end, scale, window_size)[2]
         logsums.append(scores.logsumexp(-1))
         outs.append((scores.softmax(-1) @ v[start:end].float().transpose(0, 1)).transpose(0, 1))
     return torch.cat(outs).to(q.dtype), torch.cat(logsums, dim=1), torch.zeros(2, dtype=torch.uint64)
@@ -57,17 +69,20 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, ends_k: Any, max_q: A
 
 def _varlen_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ends: Tensor,
                      ends_k: Any, max_q: Any, max_k: Any, is_causal: Any, rng: Any, scale: float | None = None,
-                     *rest: Any) -> tuple[Tensor, ...]:  # fmt: skip
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+                     window_size: Sequence[int] | None = None, *rest: Any) -> tuple[Tensor, ...]:  # fmt: skip
+    scale, num_key_heads = q.shape[-1] ** -0.5 if scale is None else scale, k.shape[1]
+    k, v = _per_query(k, q), _per_query(v, q)
     grads = []
     for start, end in pairwise(ends.tolist()):
-        one, two, scores = _scores(q, k, start, end, scale)
+        one, two, scores = _scores(q, k, start, end, scale, window_size)
         weights, above = scores.softmax(-1), grad[start:end].float().transpose(0, 1)
         of_weights = above @ v[start:end].float().transpose(0, 1).transpose(1, 2)
         of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True)) * scale
         found = of_scores @ two, of_scores.transpose(1, 2) @ one, weights.transpose(1, 2) @ above
         grads.append([x.transpose(0, 1) for x in found])
-    return tuple(torch.cat(parts).to(q.dtype) for parts in zip(*grads, strict=True))
+    of_q, *of_keys = (torch.cat(parts) for parts in zip(*grads, strict=True))
+    of_keys = [x.unflatten(1, (num_key_heads, -1)).sum(2) for x in of_keys]
+    return tuple(x.to(q.dtype) for x in (of_q, *of_keys))
 
 
 def _layer_norm_backward(grad: Tensor, x: Tensor, shape: Any, mean: Tensor, rstd: Tensor, weight: Tensor | None,
