@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gptj_ft.checkpoints.base_model import default_model, find_model
+from gptj_ft.config.presets import load_preset
 from gptj_ft.config.resolve import Resolved, resolve
 from gptj_ft.data.hub_dataset import fetch, is_reference
 from gptj_ft.errors import UsageError
@@ -388,7 +389,7 @@ def load(model: str | os.PathLike[str] | None = None, *, raw: bool = False, **op
     from gptj_ft.generation.generator import GenerationSetup
 
     folder = named_model(model, "generate")
-    return open_model(GenerationSetup.of(folder, model_options(folder, options, raw).recipe))
+    return open_model(GenerationSetup.of(folder, model_options(folder, options, raw, writes=True).recipe))
 
 
 @dataclass(frozen=True)
@@ -488,7 +489,7 @@ def generate_file(
     from gptj_ft.generation.generator import GenerationSetup
 
     folder = named_model(model, "generate")
-    setup = GenerationSetup.of(folder, model_options(folder, options).recipe)
+    setup = GenerationSetup.of(folder, model_options(folder, options, writes=True).recipe)
     return run_file(setup, plan_file(rows, output, setup, num_return), reporter or Reporter())
 
 
@@ -596,16 +597,28 @@ def resolved_options(recipe: str | Resolved | None, options: Mapping[str, Any]) 
 
 
 def model_options(
-    folder: Path, options: Mapping[str, Any], plain: bool = False, assignments: Sequence[str] | None = None
+    folder: Path,
+    options: Mapping[str, Any],
+    plain: bool = False,
+    assignments: Sequence[str] | None = None,
+    writes: bool = False,
 ) -> Resolved:
-    """Resolve keywords for a model; its own options rank as its preset, unless ``plain``."""
+    """Resolve keywords for a model; its own options rank as its preset, unless ``plain``.
+
+    Args:
+        writes: use the recipe ``chat`` for a model that has a chat template, but no options of its own.
+    """
     from gptj_ft.checkpoints.metadata import read_metadata
+    from gptj_ft.checkpoints.model_defaults import CHAT, chat_template_of, with_model_defaults
 
     metadata = None if plain else read_metadata(folder)
-    base = (f"model {folder}", metadata.template) if metadata else None
+    base: tuple[str, Mapping[str, Any]] | None = (f"model {folder}", metadata.template) if metadata else None
+    if writes and not plain and metadata is None and chat_template_of(folder):
+        base = (f"recipe {CHAT}", {**load_preset(CHAT), "recipe": CHAT})
     if metadata is None and "recipe" not in options and (preset := _preset_of(folder)):
         options = {**options, "recipe": preset}
-    return resolve(*_split(options), assignments, base=base)
+    resolved = resolve(*_split(options), assignments, base=base)
+    return replace(resolved, recipe=with_model_defaults(resolved.recipe, folder))
 
 
 def _preset_of(folder: Path) -> str | None:

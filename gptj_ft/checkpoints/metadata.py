@@ -22,6 +22,7 @@ from gptj_ft.checkpoints.fingerprint import sampled_digest
 from gptj_ft.checkpoints.model_folder import GENERATION_CONFIG, METADATA_FILE, Checkpoint, open_checkpoint
 from gptj_ft.config.options import Generation, Recipe, Task
 from gptj_ft.data.chat import chat_template, is_chat
+from gptj_ft.data.chat_template import has_template
 from gptj_ft.data.template import fields_of
 from gptj_ft.data.tokenization import load_tokenizer
 from gptj_ft.errors import DataError, UsageError
@@ -34,6 +35,7 @@ TEMPLATE_KEYS = (
     "recipe", "prompt", "completion", "fields", "map", "documents", "quotes", "sentences", "labels", "no_answer",
     "shorten", "on_long", "cut", "max_length", "metrics", "stemming", "generation",
 )  # fmt: skip
+CHAT_KEYS = ("chat_template", "template_options", "template_date")  # further ones with a chat template
 HEAD_KEYS = (  # further ones for models with a head
     "task", "pair", "stride", "label_threshold", "max_answer_tokens", "num_best", "null_threshold", "num_sentences",
     "block_trigrams",
@@ -75,7 +77,10 @@ class ModelMetadata:
 def template_of(recipe: Recipe) -> dict[str, Any]:
     """Return the options of a recipe that a tuned model stores."""
     options = recipe.model_dump(mode="json")
-    keys = TEMPLATE_KEYS if recipe.task == "language-model" else (*TEMPLATE_KEYS, *HEAD_KEYS)
+    keys: tuple[str, ...] = TEMPLATE_KEYS if recipe.task == "language-model" else (*TEMPLATE_KEYS, *HEAD_KEYS)
+    keys += CHAT_KEYS if has_template(recipe) else ()
+    if not recipe.generation.end_tokens:
+        del options["generation"]["end_tokens"]
     return {key: options[key] for key in keys}
 
 
@@ -132,14 +137,19 @@ def metadata_files(trained: TunedModel, is_adapter: bool = False) -> dict[str, s
     metadata = json.dumps(tuning.to_dict(), indent=2, ensure_ascii=False) + "\n"
     if architecture.task is not None:
         return {METADATA_FILE: metadata, "README.md": _label_card(trained, is_adapter)}
+    ends = dict[str, Any]()
     try:
         tokenizer = load_tokenizer(trained.base)
         end, token = tokenizer.eos_token_id, tokenizer.eos_token
+        if names := recipe.generation.end_tokens:
+            pad = end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+            ends = {"eos_token_id": tokenizer.convert_tokens_to_ids(list(names)), "pad_token_id": pad}
+            token = names[0]
     except UsageError:  # a model without a tokenizer
         end, token = getattr(architecture.config, "eos_token_id", None), None
     begin = architecture.raw.get("bos_token_id")
-    settings = _generation_config(recipe.generation, end) | ({} if begin is None else {"bos_token_id": begin})
-    template = chat_template(recipe)
+    settings = _generation_config(recipe.generation, end) | ({} if begin is None else {"bos_token_id": begin}) | ends
+    template = recipe.chat_template if has_template(recipe) else chat_template(recipe)
     files = {
         METADATA_FILE: metadata,
         GENERATION_CONFIG: json.dumps(settings, indent=2, ensure_ascii=False) + "\n",
@@ -180,6 +190,7 @@ def _model_card(trained: TunedModel, end: str | None, has_chat_template: bool, i
         end=end,
         has_chat_template=has_chat_template,
         is_chat=is_chat(recipe),
+        is_models_own=has_template(recipe),
         fields=fields_of(recipe.prompt),
         prompt=repr(recipe.prompt),
         stop=", ".join(map(repr, recipe.generation.stop)),

@@ -105,6 +105,9 @@ class Options(BaseModel):
     )
 
 
+_NOT_OF_TRANSFORMERS = {"temperature", "top_p", "top_k", "min_p", "stop", "end_tokens", "max_prompt_tokens"}
+
+
 class Generation(Options):
     """Generation settings: defaults of `evaluate` and `generate`."""
 
@@ -136,6 +139,8 @@ class Generation(Options):
     """guess this many tokens from earlier text and check them in one pass; 0: off"""
     stop: tuple[str, ...] = ()
     """strings that end generation; they are not part of the answer"""
+    end_tokens: tuple[str, ...] = ()
+    """tokens that end an answer, each a special token of the tokenizer; empty: EOS, and those that the model names"""
     max_prompt_tokens: int | None = Field(None, ge=1)
     """maximum prompt length; a longer prompt loses its end; null: `on_long` and `cut` decide"""
 
@@ -149,7 +154,7 @@ class Generation(Options):
 
     def search_options(self) -> dict[str, Any]:
         """Return the keyword arguments of `transformers`' ``generate``."""
-        options = self.model_dump(exclude={"temperature", "top_p", "top_k", "min_p", "stop", "max_prompt_tokens"})
+        options = self.model_dump(exclude=_NOT_OF_TRANSFORMERS)
         if not self.prompt_lookup_num_tokens:
             del options["prompt_lookup_num_tokens"]
         if self.num_beams == 1:  # transformers would warn about them
@@ -318,6 +323,14 @@ class Recipe(Options):
     """template of the text before the answer, with {{ fields }} (Jinja), or @FILE; empty: train on every token"""
     completion: str = "{{ text }}"
     """template of the text to train on, with {{ fields }} (Jinja), or @FILE; EOS follows"""
+    chat_template: str = "auto"
+    """template that writes messages as text; auto: conversations by the model's own, if it has one; model: every
+    prompt is a message and the model's own template writes it; none: only prompt and completion; or @FILE
+    """
+    template_options: dict[str, bool | int | float | str] = {}
+    """variables of the chat template, e.g. enable_thinking: false"""
+    template_date: str = ""
+    """date that a chat template writes, as 2026-01-31; empty: today, or the date of the prepared rows"""
     pair: str = ""
     """template of the second text of a task on two texts; `prompt` is the first"""
     fields: dict[str, tuple[str, ...]] = {"text": ("text", "content", "body", "article", "document")}
@@ -534,7 +547,7 @@ FREE_ON_RESUME = frozenset((
 YOUNGER = frozenset((
     "task", "pair", "stride", "class_weights", "label_threshold", "max_answer_tokens", "num_best", "null_threshold",
     "num_sentences", "block_trigrams", "dropout", "attention_dropout", "layer_decay", "bias_correction",
-    "header", "lanes", "lora.rslora",
+    "header", "lanes", "lora.rslora", "chat_template", "template_options", "template_date", "generation.end_tokens",
 ))  # fmt: skip
 GROUPS: Mapping[str, type[Options]] = {"generation": Generation, "lora": LoRA, "schedule": SchedulePiece}
 STRETCHING = ("warmup", "final_lr")  # unused by a schedule of pieces

@@ -52,7 +52,7 @@ PEERS_NAMES: Mapping[str, str] = {
         "val_data": "validation_file val_file valid_data eval_data eval_file eval_dataset val_dataset",
         "holdout": "val_size val_set_size test_size validation_split val_split_fraction eval_split",
         "output": "output_dir out_dir save_dir adapter_path output_path run_name",
-        "prompt": "prompt_template prompt_style template chat_template",
+        "prompt": "prompt_template prompt_style template",
         "save_every": "save_steps save_interval checkpoint_every ckpt_interval",
         "keep": "save_total_limit",
         "export": "load_best_model_at_end",
@@ -73,7 +73,7 @@ PEERS_NAMES: Mapping[str, str] = {
     for peer in peers.split()
 }
 VALUE_SHOWN = 80  # characters of a value in a message
-TEMPLATES = ("prompt", "completion")  # may be @FILE
+TEMPLATES = ("prompt", "completion", "chat_template")  # may be @FILE
 
 
 @dataclass(frozen=True)

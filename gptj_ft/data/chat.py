@@ -27,13 +27,20 @@ ROLES = {  # names of ShareGPT and others -> names in templates
 }  # fmt: skip
 
 
-class Conversation(tuple[Mapping[str, str], ...]):
-    """Messages, each with ``role`` (system, user, assistant) and ``content``; ``str`` joins their contents."""
+class Conversation(tuple[Mapping[str, Any], ...]):
+    """Messages, each with ``role`` and ``content``; ``str`` joins their contents.
+
+    For a model's chat template also with thoughts and calls of tools, see `KEPT`.
+    """
 
     __slots__ = ()
 
     def __str__(self) -> str:
-        return "\n".join(message["content"] for message in self)
+        return "\n".join(str(message.get("content") or "") for message in self)
+
+
+# Keys of messages that chat templates read, besides role and content.
+KEPT = ("reasoning_content", "reasoning", "thinking", "tool_calls", "tool_call_id", "name")
 
 
 def is_chat(recipe: Recipe) -> bool:
@@ -41,8 +48,11 @@ def is_chat(recipe: Recipe) -> bool:
     return MESSAGES in fields_of(recipe.prompt)
 
 
-def read_conversation(cell: Any) -> Conversation:
+def read_conversation(cell: Any, for_template: bool = False) -> Conversation:
     """Return the messages of a cell: ``[{"role", "content"}]``, ShareGPT's ``[{"from", "value"}]``, or either as JSON.
+
+    Args:
+        for_template: keep texts unstripped, thoughts, and calls of tools, for a model's chat template.
 
     Raises:
         RowSkipped: the cell has another form, or a message is not text.
@@ -56,23 +66,28 @@ def read_conversation(cell: Any) -> Conversation:
         cell = cell[MESSAGES]
     if not isinstance(cell, list):
         raise RowSkipped("the messages are not a list")
-    return Conversation(_message(each) for each in cell)
+    return Conversation(_message(each, for_template) for each in cell)
 
 
-def _message(value: Any) -> dict[str, str]:
+def _message(value: Any, for_template: bool) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RowSkipped("a message is not an object with role and content")
     role = value.get("role", value.get("from"))
     content = value.get("content", value.get("value", value.get("text")))
-    if not isinstance(role, str) or role.strip().casefold() not in ROLES:
+    roles = {**ROLES, "tool": "tool"} if for_template else ROLES
+    if not isinstance(role, str) or role.strip().casefold() not in roles:
         raise RowSkipped(f"a message has the role '{shortened(str(role))}', not system, user or assistant")
+    role = roles[role.strip().casefold()]
     if isinstance(content, list):  # OpenAI's multi-part content
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
             raise RowSkipped("a message has parts other than text")
         content = "\n".join(part["text"] for part in content)
+    kept = {key: value[key] for key in KEPT if value.get(key)} if for_template else {}
+    if kept.get("tool_calls") and not content:
+        return {"role": role, **kept}
     if not isinstance(content, str) or not content.strip():
         raise RowSkipped("a message is empty")
-    return {"role": ROLES[role.strip().casefold()], "content": content.strip()}
+    return {"role": role, "content": content if for_template else content.strip(), **kept}
 
 
 def start_conversation(text: str) -> Conversation:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import json
 import math
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.chat import ASSISTANT, MESSAGES, REPLY, SYSTEM, drop_trailing_messages, is_chat, read_conversation
+from gptj_ft.data.chat_template import TOOLS, has_template
 from gptj_ft.data.template import fields_of, render, stripped_fields
 from gptj_ft.errors import DataError, RowSkipped, did_you_mean, listed
 from gptj_ft.system.plain_text import quoted, shortened
@@ -244,7 +246,7 @@ class FieldReader:
             RowSkipped: a column is empty in this row, or its cell is not text.
         """
         if self._is_chat:
-            return _read_chat(row, self._columns)
+            return _read_chat(row, self._columns, has_template(self._recipe))
         recipe, answers, columns = self._recipe, self._answers, self._columns
         if (values := self._one_text_each(row)) is not None:
             if not answers or not answers <= columns.keys():
@@ -325,21 +327,35 @@ def read_fields(row: Mapping[str, Any], columns: Mapping[str, str], recipe: Reci
     return FieldReader(columns, recipe).read(row)
 
 
-def _read_chat(row: Mapping[str, Any], columns: Mapping[str, str]) -> FieldTexts:
+def _read_chat(row: Mapping[str, Any], columns: Mapping[str, str], for_template: bool) -> FieldTexts:
     if MESSAGES in columns:
-        conversation = read_conversation(row.get(columns[MESSAGES]))
+        conversation = read_conversation(row.get(columns[MESSAGES]), for_template)
     else:
         cells = {role: cell_text(row.get(column)) or "" for role, column in columns.items()}
         question = "\n\n".join(text for text in (cells["user"], cells.get(INPUT, "")) if text.strip())
         contents = {SYSTEM: cells.get(SYSTEM, ""), "user": question, ASSISTANT: cells[ASSISTANT]}
         turns = [{"role": role, "content": text} for role, text in contents.items() if role != SYSTEM or text.strip()]
-        conversation = read_conversation(turns)
+        conversation = read_conversation(turns, for_template)
     used = drop_trailing_messages(conversation)
-    if any(not _is_unicode(message["content"]) for message in used):
+    if not _is_unicode(str([dict(message) for message in used]) if for_template else str(used)):
         raise RowSkipped("unpaired surrogate (invalid Unicode)")
     dropped = len(conversation) - len(used)
     warnings = ("messages after the assistant's last one, which are left out",) if dropped else ()
-    return FieldTexts({MESSAGES: used}, [used[-1]["content"]], None, warnings)
+    values = {MESSAGES: used, **tools_of(row, for_template)}
+    return FieldTexts(values, [str(used[-1].get("content") or "").strip()], None, warnings)
+
+
+def tools_of(row: Mapping[str, Any], for_template: bool) -> dict[str, Any]:
+    """Return the functions that the assistant may call in a row, as the field of a chat template."""
+    tools = row.get(TOOLS) if for_template else None
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise RowSkipped("the tools are a text, not a list") from error
+    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise RowSkipped("the tools are not a list of JSON schemas")
+    return {TOOLS: tools} if tools else {}
 
 
 def _answer_at(

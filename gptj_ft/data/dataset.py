@@ -12,6 +12,7 @@ from typing import Any
 import xxhash
 
 from gptj_ft.config.options import Recipe
+from gptj_ft.data.chat_template import has_template
 from gptj_ft.data.columns import is_column_for
 from gptj_ft.data.readers.rows import Occurrences
 from gptj_ft.data.readers.source import ROWS_MANIFEST, is_prepared
@@ -44,7 +45,9 @@ SETTINGS = (  # options that decide how a file becomes rows, and a row tokens
     "labels",
     "no_answer",
 )
+VALUE_SHOWN = 400  # characters of an option in a message; a chat template has thousands
 _LATER = ("labels", "label_counts")  # missing in reports of version 7
+CHAT_SETTINGS = ("chat_template", "template_options", "template_date")  # further `SETTINGS` with a chat template
 TASK_SETTINGS = ("task", "pair", "stride")  # further `SETTINGS` of tasks with labels
 
 
@@ -106,7 +109,8 @@ class Prepared:
 
 def settings_of(recipe: Recipe) -> dict[str, Any]:
     """Return the options that decide how a row becomes tokens."""
-    names = SETTINGS if recipe.task == "language-model" else (*SETTINGS, *TASK_SETTINGS)
+    names: tuple[str, ...] = SETTINGS if recipe.task == "language-model" else (*SETTINGS, *TASK_SETTINGS)
+    names += CHAT_SETTINGS if has_template(recipe) else ()
     return {name: value for name, value in recipe.to_dict().items() if name in names}
 
 
@@ -148,7 +152,7 @@ def check_compatible(prepared: Prepared, recipe: Recipe, tokenizer: RowTokenizer
     """Check that preparing the rows again would give the same tokens."""
     report = prepared.report
     differences = [
-        f"{name} is {value!r}, was {report.settings.get(name)!r}"
+        f"{name} is {_shown(value)}, was {_shown(report.settings.get(name))}"
         for name, value in settings_of(recipe).items()
         if value != report.settings.get(name) and name not in FILE_SETTINGS
     ]
@@ -164,6 +168,10 @@ def check_compatible(prepared: Prepared, recipe: Recipe, tokenizer: RowTokenizer
             f"the data was prepared with other settings: {'; '.join(differences)}\n"
             f"prepare it again from {', '.join(report.files)}, or use the recipe it was prepared with"
         )
+
+
+def _shown(value: Any) -> str:
+    return shortened(repr(value), VALUE_SHOWN)
 
 
 def document_hash(recipe: Recipe, values: Mapping[str, Any]) -> int:

@@ -9,17 +9,18 @@ and the answer stay complete. A conversation loses its oldest messages.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from gptj_ft.config.options import Recipe
-from gptj_ft.data.chat import MESSAGES, REPLY, drop_oldest, is_chat, render_parts
+from gptj_ft.data.chat import MESSAGES, REPLY, Conversation, drop_oldest, is_chat, render_parts
+from gptj_ft.data.chat_template import TOOLS, ChatTemplate, as_conversation, has_template
 from gptj_ft.data.loss_mask import num_inputs
 from gptj_ft.data.template import fields_of, render
-from gptj_ft.data.tokenization import NoTokenizer, RowTokenizer, no_tokenizer, tokenize
+from gptj_ft.data.tokenization import NoTokenizer, RowTokenizer, backend_of, no_tokenizer, tokenize
 from gptj_ft.data.truncation import shorten
 from gptj_ft.errors import DataError, RowSkipped, UsageError, did_you_mean
 
@@ -68,6 +69,10 @@ def check_templates(recipe: Recipe) -> None:
     if recipe.shorten and recipe.shorten not in cuttable:
         hint = did_you_mean(recipe.shorten, cuttable)
         raise UsageError(f"shorten: the prompt has no field '{recipe.shorten}'{hint}; it has: {', '.join(cuttable)}")
+    if has_template(recipe) and not recipe.prompt:
+        raise UsageError("chat_template: plain text has no messages; set prompt and completion, or chat_template=none")
+    if has_template(recipe) and recipe.labels and "accuracy" in recipe.metrics:
+        raise UsageError(f"chat_template: the labels of recipe {recipe.recipe} are compared without one; leave it out")
     if recipe.on_long == "split" and recipe.prompt:
         raise UsageError("on_long: 'split' is for plain text (an empty prompt); use shorten, skip or error")
 
@@ -154,7 +159,7 @@ def assemble(
     num_tokens = sum(map(len, ids)) + 1
     if num_tokens <= limit:
         return _joined(texts, ids, eos)
-    _refuse_if_not_to_be_shortened(recipe, num_tokens)
+    refuse_if_not_to_be_shortened(recipe, num_tokens)
     if recipe.on_long == "split":
         return Encoded(_windows(_joined(texts, ids, eos).documents[0], limit), 0)
     if is_chat(recipe):
@@ -200,7 +205,7 @@ def from_tokens(recipe: Recipe, ids: list[int], trained: Any) -> Encoded:
         if recipe.on_long == "split" and len(pairs) == 1 and pairs[0][0] == 1:
             # One token more than inputs: a window's last token is only a target.
             return Encoded(_windows(ids, recipe.max_length + 1), 0)
-        _refuse_if_not_to_be_shortened(recipe, len(ids))
+        refuse_if_not_to_be_shortened(recipe, len(ids))
         raise RowSkipped("longer than max_length, and tokens cannot be shortened")
     # Masked spans lie between consecutive targets: from the end of one to the start of the next.
     gaps = tuple(border for (_, end), (start, _) in pairwise(pairs) for border in (end, start))
@@ -233,6 +238,8 @@ def encode_prompt(recipe: Recipe, tokenizer: RowTokenizer, values: Mapping[str, 
         raise UsageError("no room is left for the prompt; lower generation.max_new_tokens")
     template = recipe.prompt or recipe.completion
     _require_content(template, values)
+    if written_by := ChatTemplate.of(recipe, tokenizer):
+        return _templated_prompt(recipe, written_by, values, room)
     ids = tokenize(tokenizer, [render(template, values)])[0]
     if (most := recipe.generation.max_prompt_tokens) and len(ids) > (most := min(most, room)):
         return Prompt(ids[:most], cut=True)
@@ -249,6 +256,48 @@ def encode_prompt(recipe: Recipe, tokenizer: RowTokenizer, values: Mapping[str, 
                 return Prompt(ids, cut=True)
         raise DataError(f"the last message alone takes {len(ids)} tokens, there is room for {room}")
     return Prompt(shorten(recipe, tokenizer, values, room, ids=ids), cut=True)
+
+
+def _templated_prompt(recipe: Recipe, template: ChatTemplate, values: Mapping[str, Any], room: int) -> Prompt:
+    def encode(conversation: Conversation) -> list[int]:
+        return template.encode([template.prompt(conversation, values.get(TOOLS))])[0].ids
+
+    conversation = values[MESSAGES] if is_chat(recipe) else as_conversation(render(recipe.prompt, values))
+    if len(ids := encode(conversation)) <= room:
+        return Prompt(ids, cut=False)
+    if recipe.on_long in ("skip", "error"):
+        raise DataError(f"the prompt takes {len(ids)} tokens, there is room for {room} (on_long: {recipe.on_long})")
+    if is_chat(recipe):
+        for fewer in drop_oldest(conversation):
+            if len(ids := encode(fewer)) <= room:
+                return Prompt(ids, cut=True)
+        raise DataError(f"the last message alone takes {len(ids)} tokens, there is room for {room}")
+    text = shorten_text(recipe, template.tokenizer, values, lambda text: len(encode(as_conversation(text))) - room)
+    return Prompt(encode(as_conversation(text)), cut=True)
+
+
+def shorten_text(
+    recipe: Recipe,
+    tokenizer: RowTokenizer,
+    values: Mapping[str, Any],
+    excess: Callable[[str], int],
+    answer_at: int | None = None,
+) -> str:
+    """Shorten the `shorten` field of a prompt until nothing exceeds the limit; return the prompt's text.
+
+    Args:
+        excess: number of tokens above the limit with a text as prompt.
+    """
+    text = render(recipe.prompt, values)
+    ids = tokenize(tokenizer, [text])[0]
+    room = len(ids)
+    # The tokens of a prompt alone and within a message may differ by a few at its ends.
+    while (more := excess(text)) > 0:
+        room -= more
+        text = backend_of(tokenizer).decode(
+            shorten(recipe, tokenizer, values, room, answer_at, ids), skip_special_tokens=False
+        )
+    return text
 
 
 def _joined(texts: Sequence[TextPart], ids: Sequence[Sequence[int]], eos: int, tokens_cut: int = 0) -> Encoded:
@@ -271,7 +320,8 @@ def _require_content(template: str, values: Mapping[str, Any]) -> None:
             raise RowSkipped(f"the field '{name}' is empty")
 
 
-def _refuse_if_not_to_be_shortened(recipe: Recipe, num_tokens: int) -> None:
+def refuse_if_not_to_be_shortened(recipe: Recipe, num_tokens: int) -> None:
+    """Raise `DataError` or `RowSkipped` for a row that is too long, unless ``on_long`` allows to shorten it."""
     if recipe.on_long == "error":
         raise DataError(
             f"{num_tokens} tokens with EOS, max_length is {recipe.max_length}; raise it, or set on_long "

@@ -68,6 +68,7 @@ class EncodedRow(NamedTuple):
     label: str = ""  # names of its labels, for stratified splits; may be empty
     references: Sequence[str] = ()  # correct answers, for scoring
     tokens_cut: int = 0  # tokens lost by truncation
+    references_of: Sequence[Sequence[str]] = ()  # of each document, if each is a row of its own and no window
 
 
 class RowCounts:
@@ -189,7 +190,10 @@ class RowEncoder:
                     "the tokenizer is not this model's"
                 )
             prompt_length = len(each.ids) if each.prompt_length is None else each.prompt_length
-            place = (encoded.references, row.source, row.line, encoded.group, encoded.label, number > 0)
+            references, continues = encoded.references, number > 0
+            if encoded.references_of:
+                references, continues = encoded.references_of[number], False
+            place = (references, row.source, row.line, encoded.group, encoded.label, continues)
             labelled = (each.borders, each.marks, each.targets, each.values, each.texts, each.offsets)
             columns.append((array("i", each.ids), prompt_length, each.masked_spans, *place, *labelled))
         self.counts.keep(encoded)

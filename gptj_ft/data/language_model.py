@@ -4,14 +4,34 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from gptj_ft.data.chat import MESSAGES, Conversation, drop_oldest, is_chat
+from gptj_ft.data.chat_template import (
+    SPLIT,
+    TOOLS,
+    ChatTemplate,
+    EncodedText,
+    RenderedChat,
+    as_conversation,
+    trained_borders,
+)
 from gptj_ft.data.columns import LABEL, FieldReader, FieldTexts
 from gptj_ft.data.dataset import content_hash, document_hash
-from gptj_ft.data.encode import Encoded, TextPart, assemble, eos_of, from_tokens, parts
+from gptj_ft.data.encode import (
+    Encoded,
+    TextPart,
+    assemble,
+    eos_of,
+    from_tokens,
+    parts,
+    refuse_if_not_to_be_shortened,
+    shorten_text,
+)
 from gptj_ft.data.encoder import EncodedDocument, EncodedRow, Setting, TaskReader
 from gptj_ft.data.readers.rows import Row
-from gptj_ft.data.tokenization import Tokens
+from gptj_ft.data.tokenization import Tokens, no_tokenizer
 from gptj_ft.errors import RowSkipped
 
 UNKNOWN_IDS = "token ids that the model has and its tokenizer lacks, e.g. separators of other systems"
@@ -43,6 +63,86 @@ class PromptReader(TaskReader):
         recipe, values = self.setting.recipe, read.fields.values
         encoded = assemble(recipe, self.setting.tokenizer, self._eos, values, read.parts, tokens, read.fields.answer_at)
         return _row(encoded, document_hash(recipe, values), values.get(LABEL, ""), read.fields.references)
+
+
+class _Chat(NamedTuple):
+    fields: FieldTexts
+    rows: list[RenderedChat]
+
+
+class ChatReader(TaskReader):
+    """Read conversations, or prompts and completions as such, by a model's chat template."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self._fields = FieldReader(setting.columns, setting.recipe)
+        template = ChatTemplate.of(setting.recipe, setting.tokenizer)
+        if template is None:
+            raise no_tokenizer(Path(setting.tokenizer.name_or_path))
+        self._template = template
+
+    def tokenizer(self) -> Any:
+        return self._template.encode
+
+    def read(self, row: Row) -> tuple[list[str], _Chat]:
+        recipe = self.setting.recipe
+        fields = self._fields.read(row.values)
+        if is_chat(recipe):
+            conversation = fields.values[MESSAGES]
+        else:
+            (prompt, _), (completion, _) = parts(recipe, fields.values)
+            conversation = as_conversation(prompt, completion)
+        rows = self._template.rows_of(conversation, fields.values.get(TOOLS))
+        start = rows[-1].trained[-1][0]
+        self.setting.checks.check_row(row, fields, rows[-1].text[:start], rows[-1].answer)
+        if len(rows) > 1:
+            self.setting.checks.add(SPLIT, row.where)
+        return [each.text for each in rows], _Chat(fields, rows)
+
+    def row_of(self, row: Row, read: _Chat, tokens: list[EncodedText]) -> EncodedRow:
+        recipe, fields = self.setting.recipe, read.fields
+        num_cut, documents, references = 0, [], []
+        for chat, written in zip(read.rows, tokens, strict=True):
+            fitting = written
+            if len(written.ids) > recipe.max_length:
+                refuse_if_not_to_be_shortened(recipe, len(written.ids))
+                chat, fitting = self._fit(chat, fields)
+                num_cut += len(written.ids) - len(fitting.ids)
+            borders = trained_borders(fitting, chat.trained)
+            # Tokens after the last target have no effect.
+            documents.append(
+                EncodedDocument(
+                    fitting.ids[: borders[-1]], targets=(), prompt_length=borders[0], masked_spans=borders[1:-1]
+                )
+            )
+            references.append([chat.answer])
+        group = document_hash(recipe, fields.values)
+        if len(documents) > 1:
+            return EncodedRow(documents, group, tokens_cut=num_cut, references_of=references)
+        return EncodedRow(documents, group, fields.values.get(LABEL, ""), fields.references, num_cut)
+
+    def _fit(self, chat: RenderedChat, fields: FieldTexts) -> tuple[RenderedChat, EncodedText]:
+        """Drop the oldest messages, or shorten the prompt's field, until the row has at most ``max_length`` tokens."""
+        recipe, tools = self.setting.recipe, fields.values.get(TOOLS)
+
+        def write(conversation: Conversation) -> tuple[RenderedChat, EncodedText]:
+            rendered = self._template.rows_of(conversation, tools)[-1]
+            return rendered, self._template.encode([rendered.text])[0]
+
+        if is_chat(recipe):
+            for fewer in drop_oldest(chat.messages):
+                fitting = write(fewer)
+                if len(fitting[1].ids) <= recipe.max_length:
+                    return fitting
+            raise RowSkipped("too long: no room for the last question and its answer")
+
+        def with_prompt(text: str) -> tuple[RenderedChat, EncodedText]:
+            return write(as_conversation(text, chat.messages[-1]["content"]))
+
+        def excess(text: str) -> int:
+            return len(with_prompt(text)[1].ids) - recipe.max_length
+
+        return with_prompt(shorten_text(recipe, self.setting.tokenizer, fields.values, excess, fields.answer_at))
 
 
 class TokenReader(TaskReader):

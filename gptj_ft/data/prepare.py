@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gptj_ft.config.options import Recipe
+from gptj_ft.data.chat_template import has_template
 from gptj_ft.data.checks.texts import Checks
 from gptj_ft.data.columns import UnknownColumn, choose_columns, input_fields, recipe_fields
 from gptj_ft.data.dataset import Prepared, Report, settings_of
@@ -22,7 +23,7 @@ from gptj_ft.data.labelled.sentences import SentenceReader
 from gptj_ft.data.labelled.spans import SpanReader
 from gptj_ft.data.labelled.texts import NumberReader, SetReader, TextReader
 from gptj_ft.data.labelled.words import WordReader
-from gptj_ft.data.language_model import TOKENS, TRAINED, PromptReader, TokenReader
+from gptj_ft.data.language_model import TOKENS, TRAINED, ChatReader, PromptReader, TokenReader
 from gptj_ft.data.readers.records import read_rows
 from gptj_ft.data.readers.rows import Findings, Row
 from gptj_ft.data.readers.source import FileOptions, Source, identify
@@ -91,7 +92,9 @@ def tokenize_rows(
     checks = Checks(recipe)
     if recipe.task == "language-model":
         labels = LabelSet()
-        reader: type[TaskReader] = TokenReader if TOKENS in columns else PromptReader
+        reader: type[TaskReader] = (
+            TokenReader if TOKENS in columns else ChatReader if has_template(recipe) else PromptReader
+        )
     else:
         labels, reader = LabelSet(recipe.labels, job.labels, job.known_labels), READERS[recipe.task]
     setting = Setting(recipe, tokenizer, columns, labels, checks, job.needs_target)

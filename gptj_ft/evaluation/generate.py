@@ -16,7 +16,8 @@ from typing import Any
 from gptj_ft.checkpoints.metadata import template_of
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.chat import ASSISTANT, MESSAGES, Conversation, is_chat, read_conversation
-from gptj_ft.data.columns import FieldReader, cell_text, choose_columns
+from gptj_ft.data.chat_template import has_template
+from gptj_ft.data.columns import FieldReader, cell_text, choose_columns, tools_of
 from gptj_ft.data.readers.records import read_rows
 from gptj_ft.data.readers.rows import Findings
 from gptj_ft.data.readers.source import FileOptions, Source, identify
@@ -163,18 +164,19 @@ def _values(row: dict[str, Any], columns: dict[str, str], recipe: Recipe) -> dic
     """Return the values of the prompt's fields; a conversation ends before the answer to generate."""
     if not is_chat(recipe):
         return FieldReader(columns, recipe).read(row).values
+    for_template = has_template(recipe)
     if MESSAGES in columns:
-        messages = read_conversation(row.get(columns[MESSAGES]))
+        messages = read_conversation(row.get(columns[MESSAGES]), for_template)
     else:
         texts = {role: cell_text(row.get(column)) or "" for role, column in columns.items()}
         question = "\n\n".join(text for text in (texts["user"], texts.get("input", "")) if text.strip())
         system = [{"role": "system", "content": texts["system"]}] if texts.get("system", "").strip() else []
-        messages = read_conversation([*system, {"role": "user", "content": question}])
+        messages = read_conversation([*system, {"role": "user", "content": question}], for_template)
     while messages and messages[-1]["role"] == ASSISTANT:
         messages = Conversation(messages[:-1])
     if not messages:
         raise RowSkipped("no message to answer")
-    return {MESSAGES: messages}
+    return {MESSAGES: messages, **tools_of(row, for_template)}
 
 
 def _line(question: BatchPrompt, texts: Sequence[str]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from gptj_ft.config.options import Generation
+from gptj_ft.errors import UsageError
 from gptj_ft.generation.hf_model import RaggedCache, StreamedModel
 from gptj_ft.system.accelerator import fork_rng
 
@@ -85,7 +87,7 @@ def generate_tokens(
         read: cache of prompts that are prefilled already, see `hf_model.Prefill`; default: none.
 
     Returns:
-        New tokens of each row up to EOS, which is left out; the continuations of a prompt are adjacent.
+        New tokens of each row up to an end token, which is left out; the continuations of a prompt are adjacent.
     """
     width = max(len(prompt) for prompt in prompts)
     input_ids = torch.zeros(len(prompts), width, dtype=torch.int64)
@@ -94,23 +96,38 @@ def generate_tokens(
         # `transformers` wants padding on the left, so that all rows continue in the same column.
         input_ids[row, width - len(prompt) :] = torch.tensor(prompt)
         attention_mask[row, width - len(prompt) :] = 1
-    eos = int(tokenizer.eos_token_id)
+    ends = end_ids(tokenizer, settings)
     # With beams, the search itself drops finished ones, and it needs the logits of a row until all its beams are done.
-    ends = [eos] if settings.num_beams == 1 and not settings.prompt_lookup_num_tokens else []
+    stops_rows = settings.num_beams == 1 and not settings.prompt_lookup_num_tokens
     cache = RaggedCache() if read is None else read
-    cache.ends = torch.tensor(ends, dtype=torch.int64)
+    cache.ends = torch.tensor(ends if stops_rows else [], dtype=torch.int64)
     output = model.generate(
         input_ids.to(model.device),
         attention_mask=attention_mask.to(model.device),
         past_key_values=cache,
-        eos_token_id=eos,
-        pad_token_id=eos,  # fills finished rows; cut off below
+        eos_token_id=ends,
+        pad_token_id=ends[0],  # fills finished rows; cut off below
         num_return_sequences=num_return,
         streamer=streamer,
         **settings.search_options(),
         **({"tokenizer": tokenizer} if settings.stop else {}),
     )
-    return [row[: row.index(eos)] if eos in row else row for row in output[:, width:].tolist()]
+    return [list(takewhile(lambda token: token not in ends, row)) for row in output[:, width:].tolist()]
+
+
+def end_ids(tokenizer: PreTrainedTokenizerFast, settings: Generation) -> list[int]:
+    """Return the ids of the tokens that end an answer.
+
+    Raises:
+        UsageError: the tokenizer lacks one.
+    """
+    if not settings.end_tokens:
+        return [int(tokenizer.eos_token_id)]
+    known = tokenizer.get_vocab()
+    for name in settings.end_tokens:
+        if name not in known:
+            raise UsageError(f"generation.end_tokens: the tokenizer has no token '{name}'")
+    return [known[name] for name in settings.end_tokens]
 
 
 def text_of(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[int], settings: Generation) -> str:

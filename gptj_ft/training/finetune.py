@@ -51,6 +51,7 @@ from gptj_ft.training.trackers import check_tracker
 from gptj_ft.training.verify import Checker
 
 LONG_START_SECONDS = 5.0
+OF_THE_MODEL = ("chat_template", "template_date", "prompt", "completion", "generation")  # options that it may decide
 FIRST_ON_DEVICE = "first run on this device: `gptj-ft doctor` checks it in two minutes"
 
 
@@ -98,9 +99,12 @@ def prepare_new_run(
     inputs = gather(recipe)
     activity = "planning" if target else planning_activity(_choose_device(recipe, parallel, reporter), folder)
     reporter.on_activity(activity)
-    final = recipe.model_copy(update={"model": str(inputs.model.resolve()), "output": str(folder)})
+    final = inputs.recipe.model_copy(update={"model": str(inputs.model.resolve()), "output": str(folder)})
     setup = make_run_setup(final, inputs.model, (inputs.train, inputs.validation), folder, target, parallel)
     origins = dict(resolved.origins)
+    for key in OF_THE_MODEL:
+        if getattr(final, key) != getattr(recipe, key):
+            origins[key] = "the model"
     if final.precision == "auto":
         origins["precision"] = "chosen by measuring"
     _measure_network(setup.parallel, reporter)

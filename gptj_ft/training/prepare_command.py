@@ -9,6 +9,7 @@ from typing import Any
 
 from gptj_ft.checkpoints.architecture import vocab_size_of
 from gptj_ft.checkpoints.base_model import choose_model
+from gptj_ft.checkpoints.model_defaults import with_model_defaults
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.checks.repair import RepairReport, choose_target, fix_rows
 from gptj_ft.data.dataset import Prepared, save_dataset
@@ -104,6 +105,7 @@ def prepare_rows(recipe: Recipe, targets: Targets, reporter: Reporter) -> Prepar
         fixes = fix_rows(recipe, rows, targets.fixed, count)
         rows = identify(targets.fixed, FileOptions.of(recipe))
     model = choose_model(recipe, rows)
+    recipe = with_model_defaults(recipe, model)
     tokenizer = load_row_tokenizer(model)
     prepared = prepare_once(TokenizeJob(recipe, tokenizer, rows, vocab_size_of(model)), count)
     return Preparation(recipe, targets, model, tokenizer, prepared, fixes)

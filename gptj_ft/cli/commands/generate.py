@@ -84,7 +84,7 @@ def generate(
             from gptj_ft.generation.generator import GenerationSetup, check_num_return
 
         folder = api.named_model(model, "generate")
-        recipe = api.model_options(folder, {**options, "config": config}, raw, assignments).recipe
+        recipe = api.model_options(folder, {**options, "config": config}, raw, assignments, writes=True).recipe
         check_num_return(recipe, num_return)
         if rows and output:
             with out.activity("reading the rows"):
