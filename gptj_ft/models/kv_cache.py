@@ -111,8 +111,12 @@ class KVCache:
         kept = self._with_room(layer)
         for all_GKSH, new_GKLH in zip(kept, (k, v), strict=True):
             all_GKSH[:, :, self._begin : self.num_slots] = new_GKLH
-        k, v = (x[:, :, : self.num_slots] for x in kept)
-        # The query heads of a key head become further queries: keys are read once, and not copied per head.
+        # Without hidden slots, the last ones have a row's newest tokens.
+        first = 0 if self._seen_GLS is not None or rule.window is None else max(0, self.num_slots - rule.window)
+        k, v = (x[:, :, first : self.num_slots] for x in kept)
+        # The query heads of a key head become further queries: keys are read once, and not copied per head. Measured
+        # beside copied keys, 8 rows of 400 tokens, one thread of an AMD EPYC with AVX-512: 0.24 and 0.88 ms with 9/3
+        # heads of 64, 0.6 and 5.6 with 32/8 of 64, 2.1 and 6.3 with 16/8 of 128.
         q_GLKRH = q_TNH.view(groups, -1, heads, q_TNH.shape[1] // heads, width)
         q_GKRLH = q_GLKRH.permute(0, 2, 3, 1, 4)
         queries, mask = q_GKRLH.flatten(2, 3), self._mask_for(q_GLKRH.shape[3], rule.window)
@@ -124,7 +128,7 @@ class KVCache:
         return out.view(q_GKRLH.shape).permute(0, 3, 1, 2, 4).reshape(q_TNH.shape)
 
     def _mask_for(self, repeats: int, window: int | None) -> Tensor | None:
-        """Return the mask of this pass, added to the scores, [G, 1, R L, S]; ``None``: all slots are seen.
+        """Return the mask of this pass, added to the scores, [G, 1, R L, S]; ``None``: no slot is hidden.
 
         Args:
             repeats: query heads of a key head, R.
@@ -132,12 +136,10 @@ class KVCache:
         """
         if window is not None and window >= self.num_slots:
             window = None
-        if self._seen_GLS is None and window is None:
+        if self._seen_GLS is None:
             return None
         if (repeats, window) not in self._masks:
-            seen_GLS, size = self._seen_GLS, self.num_slots - self._begin
-            if seen_GLS is None:
-                seen_GLS = _all((1, size, self.num_slots), self.lengths.device)
+            seen_GLS = self._seen_GLS
             if window is not None:
                 # A row's slots are in the order of its tokens, so the newest tokens are the last slots that it sees.
                 counts_GLS = seen_GLS.cumsum(-1)
