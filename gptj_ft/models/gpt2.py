@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.attention import attend
-from gptj_ft.models.batch import HeadRows, PackedBatch, Poll
+from gptj_ft.models.batch import PackedBatch, Poll
 from gptj_ft.models.dropout import Dropout
 from gptj_ft.models.embedding import Embedding
 from gptj_ft.models.gguf_form import GgufForm
 from gptj_ft.models.heads import decoder_heads
-from gptj_ft.models.linear import Conv1D, Linear, TiedLinear
+from gptj_ft.models.linear import Conv1D, Linear, RowContext, TiedLinear, VocabularyHead
 from gptj_ft.models.registry import Family, Leaf, check_numbers
 
 # "gelu" is the exact form, by the error function; OpenAI's models use the approximation.
@@ -196,7 +196,7 @@ class Block(nn.Module):
         return out
 
 
-class Head(nn.Module):
+class Head(VocabularyHead):
     """Final layer norm and output projection without bias, usually tied to the token embedding; logits in fp32."""
 
     def __init__(self, config: GPT2Config) -> None:
@@ -209,8 +209,12 @@ class Head(nn.Module):
             else Linear(width, num_rows, bias=False)
         )
 
-    def forward(self, x_SD: Tensor, rows: HeadRows) -> Tensor:
-        logits_SV: Tensor = self.lm_head(self.ln_f(x_SD), rows).float()
+    def normed(self, x_SD: Tensor, rows: RowContext) -> Tensor:
+        h_SD: Tensor = self.ln_f(x_SD)
+        return h_SD
+
+    def logits(self, h_SD: Tensor, rows: RowContext) -> Tensor:
+        logits_SV: Tensor = self.lm_head(h_SD, rows).float()
         return logits_SV
 
 

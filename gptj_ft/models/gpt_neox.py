@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.attention import attend
-from gptj_ft.models.batch import HeadRows, PackedBatch, Poll
+from gptj_ft.models.batch import PackedBatch, Poll
 from gptj_ft.models.dropout import Dropout
 from gptj_ft.models.embedding import Embedding
 from gptj_ft.models.gguf_form import GgufForm, Metadata, rotary_config, rotary_metadata
 from gptj_ft.models.heads import decoder_heads
-from gptj_ft.models.linear import Linear, TiedLinear
+from gptj_ft.models.linear import Linear, RowContext, TiedLinear, VocabularyHead
 from gptj_ft.models.registry import Family, check_numbers
 from gptj_ft.models.rotary import RotarySpec, rotary_spec, rotate_halves
 
@@ -177,7 +177,7 @@ class Block(nn.Module):
         return out
 
 
-class Head(nn.Module):
+class Head(VocabularyHead):
     """Final layer norm and output projection without bias, usually untied; logits in fp32."""
 
     def __init__(self, config: GPTNeoXConfig) -> None:
@@ -190,8 +190,12 @@ class Head(nn.Module):
             else Linear(width, num_rows, bias=False)
         )
 
-    def forward(self, x_SD: Tensor, rows: HeadRows) -> Tensor:
-        logits_SV: Tensor = self.embed_out(self.ln_f(x_SD), rows).float()
+    def normed(self, x_SD: Tensor, rows: RowContext) -> Tensor:
+        h_SD: Tensor = self.ln_f(x_SD)
+        return h_SD
+
+    def logits(self, h_SD: Tensor, rows: RowContext) -> Tensor:
+        logits_SV: Tensor = self.embed_out(h_SD, rows).float()
         return logits_SV
 
 

@@ -16,6 +16,8 @@ from gptj_ft.models.linear import Linear
 from gptj_ft.models.norm import RMSNorm
 from gptj_ft.models.registry import Architecture, HeadForm
 
+TEXTS, SPANS, WORDS = "ForSequenceClassification", "ForQuestionAnswering", "ForTokenClassification"
+
 
 class FinalNorm(NamedTuple):
     """The norm behind a family's last block."""

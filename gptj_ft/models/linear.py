@@ -1,6 +1,6 @@
 """Linear layers. On a CPU, oneDNN computes their products and weight gradients are summed in fp32.
 
-Axis letters: T tokens, D their width.
+Axis letters: T tokens, S target rows, D width.
 """
 
 from __future__ import annotations
@@ -177,3 +177,18 @@ class TiedLinear(nn.Module):
 
     def forward(self, x: Tensor, rows: RowContext) -> Tensor:
         return project(x, self.weight, None, rows.kernel)
+
+
+class VocabularyHead(nn.Module):
+    """Final norm and projection to a vocabulary; the projection may run on some rows of its weight at a time."""
+
+    def forward(self, x_SD: Tensor, rows: RowContext) -> Tensor:
+        return self.logits(self.normed(x_SD, rows), rows)
+
+    def normed(self, x_SD: Tensor, rows: RowContext) -> Tensor:
+        """Run the norm."""
+        raise NotImplementedError
+
+    def logits(self, h_SD: Tensor, rows: RowContext) -> Tensor:
+        """Run the projection; logits are fp32."""
+        raise NotImplementedError

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.attention import attend
-from gptj_ft.models.batch import HeadRows, PackedBatch, Poll
+from gptj_ft.models.batch import PackedBatch, Poll
 from gptj_ft.models.dropout import Dropout
 from gptj_ft.models.embedding import Embedding
 from gptj_ft.models.gated import ACTIVATIONS, gated
@@ -33,8 +33,8 @@ from gptj_ft.models.gguf_form import (
     rotary_metadata,
     same_order,
 )
-from gptj_ft.models.heads import generic_heads, rms_norm
-from gptj_ft.models.linear import Linear, TiedLinear, project_by_all
+from gptj_ft.models.heads import SPANS, TEXTS, WORDS, generic_heads, rms_norm
+from gptj_ft.models.linear import Linear, RowContext, TiedLinear, VocabularyHead, project_by_all
 from gptj_ft.models.norm import RMSNorm
 from gptj_ft.models.registry import Family, Home, check_numbers
 from gptj_ft.models.rotary import RotarySpec, rotary_spec, rotate_halves
@@ -68,7 +68,6 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
 }
 FULL, SLIDING = "full_attention", "sliding_attention"
 # The head for spans is missing where `transformers` gives all tensors another prefix beside it.
-TEXTS, SPANS, WORDS = "ForSequenceClassification", "ForQuestionAnswering", "ForTokenClassification"
 
 
 @dataclass(frozen=True)
@@ -397,7 +396,7 @@ class Block(nn.Module):
         return x_TD + (branch_TD if self.multiplier == 1.0 else branch_TD * self.multiplier)
 
 
-class Head(nn.Module):
+class Head(VocabularyHead):
     """Final norm and output projection without bias, tied to the token embedding or not; logits in fp32."""
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -411,8 +410,12 @@ class Head(nn.Module):
             else Linear(width, num_rows, bias=False)
         )
 
-    def forward(self, x_SD: Tensor, rows: HeadRows) -> Tensor:
-        logits_SV: Tensor = self.lm_head(self.norm(x_SD), rows).float()
+    def normed(self, x_SD: Tensor, rows: RowContext) -> Tensor:
+        h_SD: Tensor = self.norm(x_SD)
+        return h_SD
+
+    def logits(self, h_SD: Tensor, rows: RowContext) -> Tensor:
+        logits_SV: Tensor = self.lm_head(h_SD, rows).float()
         return logits_SV if self.scaling == 1.0 else logits_SV / self.scaling
 
 
