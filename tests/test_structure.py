@@ -105,7 +105,7 @@ def test_help_and_completion_import_no_torch() -> None:
     assert done.returncode == 0, done.stderr
     assert "--recipe" in done.stdout
     assert done.stdout.endswith(
-        "tiny\ntiny-gpt2\ntiny-gpt-neox\ntiny-llama\ntiny-mistral\ntiny-qwen2\ntiny-qwen3\ntiny-smollm3\ntiny-granite\ntiny-phi3\ntiny-bert\ntiny-roberta\ntiny-xlm-roberta\n"
+        "tiny\ntiny-gpt2\ntiny-gpt-neox\ntiny-llama\ntiny-mistral\ntiny-qwen2\ntiny-qwen3\ntiny-smollm3\ntiny-granite\ntiny-phi3\ntiny-gemma\ntiny-gemma2\ntiny-gemma3\ntiny-bert\ntiny-roberta\ntiny-xlm-roberta\n"
     )
 
 

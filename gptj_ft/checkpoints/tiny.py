@@ -49,6 +49,14 @@ TINY_LLAMA: Mapping[str, Any] = {
     "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
     "pad_token_id": None,
 }  # fmt: skip
+TINY_GEMMA: Mapping[str, Any] = {
+    "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 2048, "initializer_range": 0.05,
+    "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "pad_token_id": None,
+}  # fmt: skip
+TINY_GEMMA2: Mapping[str, Any] = {
+    **TINY_GEMMA, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 24, "sliding_window": 32,
+}  # fmt: skip
 # Config fields of each family, without token ids and size of the vocabulary.
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "gptj": {**GPTJ_6B, "rotary_dim": 12, **TINY_SIZES},
@@ -67,6 +75,11 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         **TINY_LLAMA, "model_type": "phi3",
         "rope_parameters": {**TINY_LLAMA["rope_parameters"], "partial_rotary_factor": 0.5},
     },
+    "gemma": {**TINY_GEMMA, "model_type": "gemma", "hidden_act": "gelu_pytorch_tanh"},
+    "gemma2": {
+        **TINY_GEMMA2, "model_type": "gemma2", "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+    },
+    "gemma3_text": {**TINY_GEMMA2, "model_type": "gemma3_text", "layer_types": ["sliding_attention", "full_attention"]},
     "bert": TINY_BERT,
     "roberta": {**TINY_BERT, **TINY_ROBERTA, "model_type": "roberta"},
     "xlm-roberta": {**TINY_BERT, **TINY_ROBERTA, "model_type": "xlm-roberta"},
@@ -198,10 +211,12 @@ def _random_layers(architecture: Architecture, seed: int) -> Iterator[dict[str, 
     for layer in architecture.skeleton:
         tensors = {}
         for name, like in layer.state_dict().items():
+            path = name.rpartition(".")[0]
             if name.endswith("bias"):
                 tensors[name] = torch.zeros(like.shape)
             elif "ln_" in name or "norm" in name:
-                tensors[name] = torch.ones(like.shape)
+                # Norms that multiply by offset + weight are the identity at 1 - offset.
+                tensors[name] = torch.full(like.shape, 1.0 - getattr(layer.get_submodule(path), "offset", 0.0))
             else:
                 tensors[name] = torch.empty(like.shape).normal_(0.0, std, generator=generator)
         yield tensors

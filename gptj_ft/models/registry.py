@@ -316,13 +316,14 @@ def full_name(name: str, family: Family | None = None) -> str:
 
 def families() -> dict[str, Family]:
     """Return the supported families by ``model_type``."""
-    from gptj_ft.models import bert, gpt2, gpt_neox, gptj, llama, roberta
+    from gptj_ft.models import bert, gemma, gpt2, gpt_neox, gptj, llama, roberta
 
     known = (
         gptj.FAMILY,
         gpt2.FAMILY,
         gpt_neox.FAMILY,
         *llama.FAMILIES,
+        *gemma.FAMILIES,
         bert.FAMILY,
         roberta.ROBERTA,
         roberta.XLM_ROBERTA,

@@ -11,13 +11,14 @@ from gptj_ft.errors import UsageError
 from gptj_ft.system.plain_text import one_line
 
 MODEL_TYPES = (  # keys of `registry.families`
-    "gptj", "gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3", "smollm3", "granite", "phi3", "bert", "roberta",
-    "xlm-roberta",
+    "gptj", "gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3", "smollm3", "granite", "phi3", "gemma", "gemma2",
+    "gemma3_text", "bert", "roberta", "xlm-roberta",
 )  # fmt: skip
 TINY_MODELS = {  # random models made from the rows of a run: name -> ``model_type``
     "tiny": "gptj", "tiny-gpt2": "gpt2", "tiny-gpt-neox": "gpt_neox",
     "tiny-llama": "llama", "tiny-mistral": "mistral", "tiny-qwen2": "qwen2",
     "tiny-qwen3": "qwen3", "tiny-smollm3": "smollm3", "tiny-granite": "granite", "tiny-phi3": "phi3",
+    "tiny-gemma": "gemma", "tiny-gemma2": "gemma2", "tiny-gemma3": "gemma3_text",
     "tiny-bert": "bert", "tiny-roberta": "roberta",
     "tiny-xlm-roberta": "xlm-roberta",
 }  # fmt: skip

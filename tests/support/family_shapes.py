@@ -11,6 +11,14 @@ TINY: Mapping[str, Any] = {
 }  # fmt: skip
 LLAMA: Mapping[str, Any] = {**TINY, "num_attention_heads": 6, "num_key_value_heads": 2}
 ODD: Mapping[str, Any] = {"vocab_size": 33, "head_dim": 10, "num_hidden_layers": 3, "num_key_value_heads": 2}
+GEMMA: Mapping[str, Any] = {
+    **TINY,
+    "hidden_size": 48,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "pad_token_id": 0,
+}
 FAMILY_SHAPES: Mapping[str, Mapping[str, Any]] = {
     "gpt_neox": {**TINY, "model_type": "gpt_neox"},
     "gpt_neox, one after the other": {
@@ -89,6 +97,35 @@ FAMILY_SHAPES: Mapping[str, Mapping[str, Any]] = {
             "rope_type": "longrope", "rope_theta": 100.0, "partial_rotary_factor": 0.5,
             "short_factor": [1.0, 1.5], "long_factor": [2.0, 8.0],
         },
+    },
+    "gemma": {**GEMMA, "model_type": "gemma"},
+    "gemma, odd": {
+        **GEMMA, "model_type": "gemma", "head_dim": 20, "attention_bias": True, "hidden_act": "gelu",
+        "tie_word_embeddings": False, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    },
+    "gemma, one key head": {**GEMMA, "model_type": "gemma", "num_key_value_heads": 1, "pad_token_id": None},
+    "gemma2": {**GEMMA, "model_type": "gemma2", "sliding_window": 8, "query_pre_attn_scalar": 24},
+    "gemma2, low caps": {
+        **GEMMA, "model_type": "gemma2", "attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5,
+        "sliding_window": 8, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "attention_bias": True,
+    },
+    "gemma2, without caps": {
+        **GEMMA, "model_type": "gemma2", "attn_logit_softcapping": None, "final_logit_softcapping": None,
+        "tie_word_embeddings": False, "num_key_value_heads": 1, "hidden_activation": "silu",
+    },
+    "gemma3_text": {**GEMMA, "model_type": "gemma3_text", "sliding_window": 8, "sliding_window_pattern": 3},
+    "gemma3_text, scaled": {
+        **GEMMA, "model_type": "gemma3_text", "sliding_window": 8, "query_pre_attn_scalar": 24, "head_dim": 20,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"], "final_logit_softcapping": 3.0,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
+    "gemma3_text, untied": {
+        **GEMMA, "model_type": "gemma3_text", "tie_word_embeddings": False, "attention_bias": True,
+        "sliding_window_pattern": 2, "sliding_window": 100,
     },
 }  # fmt: skip
 FIRST_SHAPES = {str(shape["model_type"]): name for name, shape in reversed(FAMILY_SHAPES.items())}
