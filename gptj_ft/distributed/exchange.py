@@ -171,7 +171,8 @@ class ShardReducer(GradientReducer):
                 layer.gradient.begin()
                 self.begin(layer)
             # An update in backward needs the layer's weights now. A layer with tied parameters has two gradients.
-            can_overlap = layer.task.gradient == "write" and not layer.layout.tied and self._tied_part is None
+            is_whole = not layer.layout.tied and self._tied_part is None and not layer.tiles
+            can_overlap = layer.task.gradient == "write" and is_whole
             if can_overlap and self._sums.group.size > 1:
                 reducing = _ReducingLayer(layer, self._sums.start())
                 layer.gradient.release()  # the sums of the shards are copies: the next layer may take the buffer

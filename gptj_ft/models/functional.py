@@ -27,13 +27,14 @@ class FunctionalLayer:
             if tensor is not None
         }
 
-    def run(self, tensors: Mapping[str, Tensor | EmbeddingRows], *inputs: Any) -> Tensor:
-        """Call the layer; ``tensors`` replace its parameters by name."""
+    def run(self, tensors: Mapping[str, Tensor | EmbeddingRows], *inputs: Any, method: str = "forward") -> Tensor:
+        """Call the layer, or one of its methods; ``tensors`` replace its parameters by name."""
         slots = [self._slots[name] for name in tensors]
         try:
             for (own, name, _), tensor in zip(slots, tensors.values(), strict=True):
                 own[name] = tensor
-            output: Tensor = self._layer(*inputs)
+            call = self._layer if method == "forward" else getattr(self._layer, method)
+            output: Tensor = call(*inputs)
             return output
         finally:
             # Restore even after an error: the layer must not keep streamed weights in memory.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,6 +18,10 @@ FROZEN: Kind = "frozen"
 MOMENTS: tuple[Kind, Kind] = ("exp_avg", "exp_avg_sq")
 PARAMETER_ALIGNMENT = 32  # elements: 64 bytes in bf16, a cache line and the widest vector register
 FLAT_ALIGNMENT = 2048  # elements: a 4096-byte page in bf16, so that kinds in a file start on page boundaries
+# A matrix with more rows is a vocabulary: labels are fewer (`supported.MOST_LABELS`). Its gradient is summed in tiles
+# of rows, because its fp32 sum would be as large as several blocks.
+MOST_WHOLE_ROWS, TILE_ROWS = 100_000, 16_384
+TILE_ALIGNMENT = 1 << 22  # elements: stores write in chunks of this size
 TIED_SOURCE_LAYER = 0  # the embedding: other layers may be tied to its parameters
 
 
@@ -72,6 +77,37 @@ class Layout:
         return cls(shapes, offsets, num_decayed, numel, {} if copies else ties, frozenset(ties if copies else ()))
 
     @cached_property
+    def vocabulary(self) -> str | None:
+        """Name of the layer's only matrix, if it has more than `MOST_WHOLE_ROWS` rows."""
+        matrices = [name for name, shape in self.shapes.items() if len(shape) >= 2]
+        others = sum(shape.numel() for name, shape in self.shapes.items() if name not in matrices)
+        is_large = len(matrices) == 1 and MOST_WHOLE_ROWS < self.shapes[matrices[0]][0] > others
+        return matrices[0] if is_large and not self.copied else None
+
+    @cached_property
+    def has_vocabulary(self) -> bool:
+        """Whether a matrix has more than `MOST_WHOLE_ROWS` rows."""
+        return any(len(shape) == 2 and shape[0] > MOST_WHOLE_ROWS for shape in self.shapes.values())
+
+    @cached_property
+    def tiles(self) -> tuple[slice, ...]:
+        """Parts of the flat tensor whose gradients are summed one after another; the other parameters are in the last.
+
+        Empty for layers without a vocabulary.
+        """
+        if self.vocabulary is None:
+            return ()
+        width = self.shapes[self.vocabulary][1]
+        size = _round_up(TILE_ROWS, TILE_ALIGNMENT // math.gcd(TILE_ALIGNMENT, width)) * width
+        starts = range(0, self.shapes[self.vocabulary].numel(), size)
+        return tuple(slice(start, start + size if start != starts[-1] else self.numel) for start in starts)
+
+    @cached_property
+    def most_summed(self) -> int:
+        """Elements of the largest gradient sum."""
+        return max((tile.stop - tile.start for tile in self.tiles), default=self.numel)
+
+    @cached_property
     def num_parameters(self) -> int:
         return sum(shape.numel() for name, shape in self.shapes.items() if name not in self.copied)
 
@@ -90,6 +126,23 @@ class Layout:
             name: flat[self.offsets[name] : self.offsets[name] + shape.numel()].view(shape)
             for name, shape in self.shapes.items()
         }
+
+    def tile_rows(self, tile: slice) -> slice:
+        """Return the rows of the vocabulary in a tile."""
+        assert self.vocabulary is not None
+        num_rows, width = self.shapes[self.vocabulary]
+        return slice(tile.start // width, min(tile.stop // width, num_rows))
+
+    def tile_views(self, flat: Tensor, tile: slice) -> dict[str, Tensor]:
+        """Return the parameters in a tile as views of its flat tensor; of the vocabulary the tile's rows."""
+        assert self.vocabulary is not None
+        rows, width = self.tile_rows(tile), self.shapes[self.vocabulary][1]
+        views = {self.vocabulary: flat[: (rows.stop - rows.start) * width].view(-1, width)}
+        for name, offset in self.offsets.items():
+            if tile.start < offset < tile.stop:
+                start = offset - tile.start
+                views[name] = flat[start : start + self.shapes[name].numel()].view(self.shapes[name])
+        return views
 
 
 def tied_parameters(layer: nn.Module) -> dict[str, TiedParameter]:

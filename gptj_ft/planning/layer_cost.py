@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from gptj_ft.models.batch import HeadRows, PackedBatch
 from gptj_ft.models.functional import FunctionalLayer
 from gptj_ft.models.layout import Layout
-from gptj_ft.streaming.step import sum_into
+from gptj_ft.streaming.loaded_layer import sum_into
 from gptj_ft.system.accelerator import META
 
 ALLOCATION_BYTES = 512  # an accelerator's allocator rounds up to multiples of it

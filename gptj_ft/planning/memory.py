@@ -274,7 +274,7 @@ class _Demand:
     def _buffer_bytes(self, budget: BufferBudget) -> int:
         """Return the bytes of the pools that a run needs on the device, and of the scratch memory of updates."""
         fp32, placement, stored, workload = torch.float32, self.placement, self.stored, self.workload
-        shapes = pool_shapes(budget, workload.layouts, workload.frozen, stored)
+        shapes = pool_shapes(budget, workload.layouts, workload.frozen, stored, "grad" in stored)
         streamed = [kind for kind in stored if placement.of(kind) != "device"]
         chunked = [kind for kind in streamed if kind != "weight"]
         needed: list[str] = ["weights", *chunked] if "weight" in streamed else [*chunked]
@@ -360,7 +360,7 @@ def _on_cpu(demand: _Demand, by_place: Mapping[Place, int], have: Free) -> tuple
     # Hidden states in addition to the boundaries: the head's input, its gradient and a block's output.
     step = 3 * hidden * rows
     away = 0 if stays else NUM_BUFFERS * hidden * rows
-    head = LOGITS * torch.float32.itemsize * workload.vocabulary * workload.most_logits
+    head = LOGITS * workload.logits_bytes
     fixed = by_place["device"] + activations + step + away + head
     packed = PACKED_SHARE if have.is_shared and workload.dtype != torch.float32 else 0.0
     host = by_place["host"] + PROCESS_BYTES if have.is_shared else 0

@@ -212,11 +212,16 @@ class StepReplay:
         forward(layers, batches, up, kept, model.boundaries)
         head = next(layers)
         self.device.start_head(head)
-        if head.is_trained:
+        if head.is_trained and not head.tiles:
             attach_gradients(head, head.leaf_parameters())
             step.reducer.begin(head)
         self.device.run_head(head)
-        step.reducer.end(head)
+        for tile in head.tiles:
+            head.gradient.begin_tile(tile)
+            step.reducer.begin(head)
+            step.reducer.end(head)
+        if not head.tiles:
+            step.reducer.end(head)
         backward(step, layers, [torch.empty_like(self.hidden) for _ in batches], kept)
         self.device.end_step()
         self.optimizer.end_step()

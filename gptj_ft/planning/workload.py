@@ -28,6 +28,7 @@ from gptj_ft.planning.constants import (
 from gptj_ft.planning.flops import Flops, count_flops
 from gptj_ft.planning.probe import ComputeRates
 from gptj_ft.streaming.step import HEAD_CHUNK_BYTES
+from gptj_ft.streaming.vocabulary import TILE_BYTES
 
 FP32_BYTES = torch.float32.itemsize
 
@@ -219,6 +220,13 @@ class Workload:
     def head_chunk(self) -> int:
         """Targets whose logits the head computes at once."""
         return max(1, HEAD_CHUNK_BYTES // (FP32_BYTES * max(1, self.vocabulary)))
+
+    @property
+    def logits_bytes(self) -> int:
+        """Most fp32 logits that exist at once on a CPU, in training or a validation."""
+        whole = FP32_BYTES * self.vocabulary * self.most_logits
+        # A validation, without gradients, takes chunks of whole rows: a third of the tensors that training has.
+        return max(TILE_BYTES, whole // 2) if self.layouts[-1].tiles else whole
 
     @property
     def most_logits(self) -> int:

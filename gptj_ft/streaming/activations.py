@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gptj_ft.models.layout import FLAT_ALIGNMENT, PARAMETER_ALIGNMENT, Kind, Layout
-from gptj_ft.streaming.buffers import Buffer, BufferPool
+from gptj_ft.streaming.buffers import Buffer, BufferPool, PoolShape
 from gptj_ft.streaming.stores.base import LayerStore, Span
 from gptj_ft.streaming.transfers import TransferMeter
 from gptj_ft.system.accelerator import current_stream, record_event, wait_for
@@ -91,7 +91,7 @@ class OffloadedActivations:
     ) -> None:
         self._store, self._numel, self._chunk_numel, self._meter = store, numel, chunk_numel, meter
         self._device = device
-        self._buffers = BufferPool(NUM_BUFFERS, numel, dtype, device)
+        self._buffers = BufferPool(PoolShape(NUM_BUFFERS, numel, dtype), device)
         self._tokens: dict[int, list[Tensor]] = {}
         self._entries: dict[int, SavedInputs] = {}
         self._prefetched: dict[int, Buffer] = {}

@@ -248,7 +248,8 @@ class AdamW:
                 self._torn.discard(task.layer)
 
     def add_gradient(self, layer: LoadedLayer) -> None:
-        self._layer_norms[layer.index] = torch.linalg.vector_norm(layer.gradient.flat)
+        norm, earlier = torch.linalg.vector_norm(layer.gradient.flat), self._layer_norms.get(layer.index)
+        self._layer_norms[layer.index] = norm if earlier is None else torch.hypot(earlier, norm)  # tiles add up
         layer.use_gradient(self.step + 1)
 
     def _in_fp32(self, kind: Kind, values: Tensor) -> Tensor:

@@ -37,41 +37,64 @@ class PoolShape(NamedTuple):
     """Shape of a buffer pool."""
 
     num_buffers: int
-    numel: int  # of each buffer
+    numel: int  # of the first buffer
     dtype: torch.dtype
+    others: int | None = None  # elements of each other buffer; None: as many
+
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of each buffer."""
+        others = self.numel if self.others is None else self.others
+        return [others if number else self.numel for number in range(self.num_buffers)]
 
     @property
     def num_bytes(self) -> int:
-        return self.num_buffers * self.numel * self.dtype.itemsize
+        return sum(self.sizes) * self.dtype.itemsize
 
 
 def pool_shapes(
-    budget: BufferBudget, layouts: Sequence[Layout], frozen: Sequence[Layout], dtypes: Mapping[Kind, torch.dtype]
+    budget: BufferBudget,
+    layouts: Sequence[Layout],
+    frozen: Sequence[Layout],
+    dtypes: Mapping[Kind, torch.dtype],
+    stores_gradients: bool = True,
 ) -> dict[str, PoolShape]:
     """Return the shape of every pool that a model may need; a forecast selects those that a run will use.
 
     Args:
         layouts: layouts of the trained parameters of each layer.
         frozen: layouts of the frozen ones.
+        stores_gradients: whether gradients have a store, so that those of a vocabulary leave in tiles.
 
     Returns:
-        ``weights`` and ``frozen``: slots for whole layers, with room for the source of tied parameters.
+        ``weights`` and ``frozen``: slots for whole layers, with room for the source of tied parameters. Only one has
+        room for an untied vocabulary: embedding and head are never neighbours.
         ``gradients``: buffers for any layer except the tied source, which has ``tied gradient``.
         Each kind: its chunks, at most as many as all layers have.
     """
     source, has_ties = layouts[TIED_SOURCE_LAYER].numel, any(layout.tied for layout in layouts)
     whole = max(layout.numel + (source if layout.tied else 0) for layout in layouts)
-    summed = max(layout.numel for i, layout in enumerate(layouts) if not (has_ties and i == TIED_SOURCE_LAYER))
+    sizes = [layout.most_summed if stores_gradients else layout.numel for layout in layouts]
+    summed = max(size for i, size in enumerate(sizes) if not (has_ties and i == TIED_SOURCE_LAYER))
     chunk = min(budget.chunk_numel, max(layout.numel for layout in layouts))
     num_chunks = min(budget.num_chunks, sum(-(-layout.numel // max(1, chunk)) for layout in layouts))
     slots, fp32 = budget.read_ahead + 1, torch.float32
     return {
-        "weights": PoolShape(slots, whole, dtypes["weight"]),
-        "frozen": PoolShape(slots, max((layout.numel for layout in frozen), default=0), dtypes["weight"]),
+        "weights": PoolShape(slots, whole, dtypes["weight"], None if has_ties else _without_vocabularies(layouts)),
+        "frozen": PoolShape(
+            slots, max((layout.numel for layout in frozen), default=0), dtypes["weight"], _without_vocabularies(frozen)
+        ),
         "gradients": PoolShape(budget.num_gradients, summed, fp32),
         "tied gradient": PoolShape(int(has_ties), source, fp32),
         **{kind: PoolShape(num_chunks, chunk, dtype) for kind, dtype in dtypes.items()},
     }
+
+
+def _without_vocabularies(layouts: Sequence[Layout]) -> int | None:
+    """Return the elements of the largest layer without a vocabulary; ``None``: no layer has one."""
+    if not any(layout.has_vocabulary for layout in layouts):
+        return None
+    return max(layout.numel for layout in layouts if not layout.has_vocabulary)
 
 
 @dataclass(eq=False)
@@ -90,21 +113,22 @@ class Buffer:
 
 
 class BufferPool:
-    """Buffers of one size, least recently used first. A buffer's content is cached until the buffer is reused.
+    """Buffers, least recently used first. A buffer's content is cached until the buffer is reused.
 
     Passes alternate between up and down, so the most recently used content is needed first.
     """
 
-    def __init__(self, count: int, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._buffers = [
-            Buffer(tensor, None, [*zeroed]) for tensor, zeroed in (fresh(numel, dtype, device) for _ in range(count))
-        ]
+    def __init__(self, shape: PoolShape, device: torch.device) -> None:
+        made = (fresh(numel, shape.dtype, device) for numel in shape.sizes)
+        self._buffers = [Buffer(tensor, None, [*zeroed]) for tensor, zeroed in made]
 
-    def has_free(self, key: Hashable) -> bool:
+    def has_free(self, key: Hashable, numel: int = 0) -> bool:
         """Tell whether `acquire` would return a buffer."""
         # A loop: `any` of a generator takes twice as long, and a forecast asks millions of times.
-        for buffer in self._buffers:  # noqa: SIM110
-            if not buffer.refcount or (key is not None and buffer.key == key):
+        for buffer in self._buffers:
+            if key is not None and buffer.key == key:
+                return True
+            if not buffer.refcount and buffer.tensor.numel() >= numel:
                 return True
         return False
 
@@ -112,15 +136,19 @@ class BufferPool:
         """Tell whether a buffer has this content."""
         return any(buffer.key == key for buffer in self._buffers)
 
-    def acquire(self, key: Hashable) -> tuple[Buffer, bool]:
+    def acquire(self, key: Hashable, numel: int = 0) -> tuple[Buffer, bool]:
         """Return a buffer for a content, and whether the content is cached; adds a user until `Buffer.release`."""
-        # First choice: the content itself. Then a buffer without content, then the least recently used one.
+        # First choice: the content itself. Then the smallest buffers: one without content, or the least recently used.
         choice, is_cached = None, False
         for buffer in self._buffers:
             if key is not None and buffer.key == key:
                 choice, is_cached = buffer, True
                 break
-            if not buffer.refcount and (choice is None or (buffer.key is None and choice.key is not None)):
+            size = buffer.tensor.numel()
+            if buffer.refcount or size < numel:
+                continue
+            order = size, buffer.key is not None
+            if choice is None or order < (choice.tensor.numel(), choice.key is not None):
                 choice = buffer
         assert choice is not None, "internal error: every buffer is in use"
         buffer = choice
@@ -153,7 +181,7 @@ class Lease:
     @classmethod
     def of(cls, pool: BufferPool, key: Hashable, numel: int) -> Lease:
         """Acquire a buffer for a content."""
-        buffer, is_cached = pool.acquire(key)
+        buffer, is_cached = pool.acquire(key, numel)
         return cls(buffer.tensor[:numel], buffer, is_cached)
 
     @property
@@ -186,7 +214,7 @@ class BufferPools:
         stores: Mapping[Kind, LayerStore],
         device: torch.device,
     ) -> None:
-        self._shapes = pool_shapes(budget, layouts, frozen, dtypes)
+        self._shapes = pool_shapes(budget, layouts, frozen, dtypes, "grad" in stores)
         self._layouts, self._frozen, self._dtypes, self._stores = layouts, frozen, dtypes, stores
         self._device = device
         self._has_ties = any(layout.tied for layout in layouts)
@@ -195,7 +223,7 @@ class BufferPools:
     def __getitem__(self, name: str) -> BufferPool:
         """Return a pool, by its name in `pool_shapes`."""
         if name not in self.allocated:
-            self.allocated[name] = BufferPool(*self._shapes[name], self._device)
+            self.allocated[name] = BufferPool(self._shapes[name], self._device)
         return self.allocated[name]
 
     def gradients(self, layer: int) -> BufferPool:
@@ -204,12 +232,28 @@ class BufferPools:
         The source of tied parameters has its own pool. Its gradient starts with the tied layer, the first in backward,
         and stays until backward reaches the source, the last.
         """
-        return self["tied gradient" if self._has_ties and layer == TIED_SOURCE_LAYER else "gradients"]
+        return self["tied gradient" if self.is_tied_source(layer) else "gradients"]
+
+    def is_tied_source(self, layer: int) -> bool:
+        """Tell whether another layer computes with trained parameters of this one."""
+        return self._has_ties and layer == TIED_SOURCE_LAYER
 
     def lease_weights(self, layer: int, key: Hashable) -> Lease:
         """Lease memory for a layer's trained weights; a buffer has room for the tied source's weights behind them."""
         own = self._stores["weight"].own("weight", layer)
+        # Where layers are tied, all slots have room for the source.
         return Lease(own) if own is not None else Lease.of(self["weights"], key, self._layouts[layer].numel)
+
+    def has_free_slots(self, layer: int, key: Hashable) -> bool:
+        """Tell whether slots of a layer's trained and frozen weights are free."""
+        parts: tuple[tuple[Kind, str, Hashable, int], ...] = (
+            ("weight", "weights", key, self._layouts[layer].numel),
+            ("frozen", "frozen", layer, self._frozen[layer].numel),
+        )
+        return all(
+            not numel or self._stores[kind].own(kind, layer) is not None or self[pool].has_free(content, numel)
+            for kind, pool, content, numel in parts
+        )
 
     def lease_frozen(self, layer: int) -> Lease:
         """Lease memory for a layer's frozen weights."""
@@ -217,12 +261,21 @@ class BufferPools:
         return Lease(own) if own is not None else Lease.of(self["frozen"], layer, self._frozen[layer].numel)
 
     def lease_gradient(self, layer: int) -> Lease:
-        """Lease memory for a layer's fp32 gradient sum."""
+        """Lease memory for a layer's fp32 gradient sum; for that of a tile if the pool has no larger buffers."""
         if "grad" in self._stores and self._dtypes["grad"] == torch.float32:
             own = self._stores["grad"].own("grad", layer)
             if own is not None:
                 return Lease(own)
-        return Lease.of(self.gradients(layer), None, self._layouts[layer].numel)
+        pool = "tied gradient" if self.is_tied_source(layer) else "gradients"
+        return Lease.of(self.gradients(layer), None, min(self._layouts[layer].numel, self._shapes[pool].numel))
+
+    def lease_scratch(self, layer: int) -> Lease:
+        """Lease fp32 memory for a whole layer, outside a step."""
+        # New memory for a vocabulary, which is summed in tiles: it is free again when the caller drops it.
+        numel = self._layouts[layer].numel
+        if numel > self._shapes["tied gradient" if self.is_tied_source(layer) else "gradients"].numel:
+            return Lease(torch.empty(numel, dtype=torch.float32, device=self._device))
+        return Lease.of(self.gradients(layer), None, numel)
 
     def lease_stored_gradient(self, layer: int, key: Hashable) -> Lease | None:
         """Lease a layer's stored gradient if it is still in the buffer that it was summed in, in the store's type."""

@@ -111,6 +111,7 @@ class LayerGradient:
     def __init__(self, model: OffloadedModel, layer: int) -> None:
         self._model, self._layer, self._layout = model, layer, model.layouts[layer]
         self.flat = torch.empty(0)
+        self.tile: slice | None = None  # elements of the layer in ``flat``; None: all
         self.lease: Lease | None = None
         self._tied_lease: Lease | None = None  # gradient of the layer that owns this one's tied parameters
 
@@ -155,6 +156,23 @@ class LayerGradient:
         self.flat = self.lease.tensor
         return self.flat
 
+    def begin_tile(self, tile: slice) -> dict[str, Tensor]:
+        """Return views of the sums of a tile, by name, zeroed; see `Layout.tile_views`."""
+        layout = self._layout
+        if self.lease is not None and len(self.lease.tensor) < layout.numel:
+            self.release()  # the tile before is on its way to the store
+        if self.lease is None:
+            self.lease = self._cleared(self._model.pools.lease_gradient(self._layer))
+        memory = self.lease.tensor
+        self.flat = memory[tile] if len(memory) == layout.numel else memory[: tile.stop - tile.start]
+        self.tile = tile
+        return layout.tile_views(self.flat.zero_(), tile)
+
+    @property
+    def is_last_tile(self) -> bool:
+        """Whether the sum in ``flat`` ends the layer."""
+        return self.tile is None or self.tile.stop == self._layout.numel
+
     def _cleared(self, lease: Lease) -> Lease:
         """Wait until the buffer's previous gradient has been written; return the lease, without valid content."""
         self._model.meter.wait(lease.transfers, self._model.compute_stream)
@@ -174,12 +192,14 @@ class LayerGradient:
         if own is not None:
             # With equal types, the gradient was summed in the store's own memory.
             if own.dtype != self.flat.dtype:
-                own.copy_(self.flat)
+                (own if self.tile is None else own[self.tile]).copy_(self.flat)
             return
         values = round_in_place(self.flat, dtype, model.budget.chunk_numel)
-        lease.transfers.append(model.transfers.write("grad", self._layer, 0, values))
-        lease.label((self._layer, step))
-        model.transfers.commit(("grad",), self._layer, step)
+        start = 0 if self.tile is None else self.tile.start
+        lease.transfers.append(model.transfers.write("grad", self._layer, start, values))
+        lease.label((self._layer, step) if self.tile is None else None)
+        if self.is_last_tile:
+            model.transfers.commit(("grad",), self._layer, step)
 
     def release(self) -> None:
         """Give the layer's own sum back."""
@@ -215,6 +235,11 @@ class LoadedLayer:
     def is_trained(self) -> bool:
         """Whether the layer computes with trained parameters, its own or tied ones."""
         return bool(self.layout.shapes or self.layout.tied)
+
+    @property
+    def tiles(self) -> tuple[slice, ...]:
+        """Tiles in which the gradient is summed; empty: as a whole."""
+        return self._model.tiles(self.index)
 
     @property
     def takes_slot(self) -> bool:
@@ -276,9 +301,9 @@ class LoadedLayer:
                 for name, by in self._tables.items()
             }
 
-    def run(self, parameters: Mapping[str, Tensor | EmbeddingRows], *inputs: Any) -> Tensor:
-        """Run the layer with these parameters, by name."""
-        return self._model.functional_layers[self.index].run(parameters, *inputs)
+    def run(self, parameters: Mapping[str, Tensor | EmbeddingRows], *inputs: Any, method: str = "forward") -> Tensor:
+        """Run the layer, or one of its methods, with these parameters, by name."""
+        return self._model.functional_layers[self.index].run(parameters, *inputs, method=method)
 
     def saving_views(
         self, pack: Callable[[Tensor], object], unpack: Callable[[Any], Tensor]
@@ -289,11 +314,14 @@ class LoadedLayer:
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def use_gradient(self, step: int) -> None:
-        """Store the complete gradient, or start to update the layer with it, as the task says."""
+        """Store the complete gradient or tile, or start to update the layer with it, as the task says."""
         if self.task.gradient == "write":
             self.gradient.store(step)
-        else:
+        elif self.gradient.is_last_tile:
             assert self.update is not None
+            if self.gradient.tile is not None:  # all tiles are in the same memory
+                assert self.gradient.lease is not None
+                self.gradient.flat = self.gradient.lease.tensor
             # The update overwrites the slot. It starts after reads of the slot and after backward's last kernel.
             used = self.weights.lease.transfers if self.weights.lease else []
             self.weights.label(None)  # no valid content until the update ends
@@ -316,6 +344,26 @@ def tied_views(model: OffloadedModel, layout: Layout, source: Tensor) -> dict[st
         return {}
     views = model.layouts[TIED_SOURCE_LAYER].views(source)
     return {name: views[tied.source] for name, tied in layout.tied.items()}
+
+
+def sum_into(parameter: Tensor, total: Tensor) -> None:
+    """Have autograd add the gradient of a leaf to an fp32 tensor."""
+    if parameter.dtype == total.dtype:
+        parameter.grad = total  # autograd adds to an existing .grad in place
+    elif total.device.type == "cpu":  # `linear.project` adds to an fp32 .grad of a bf16 leaf itself
+        parameter.grad_dtype = total.dtype
+        parameter.grad = total
+    else:  # autograd would sum in the parameter's type: add each micro-batch's gradient to the fp32 sum instead
+        parameter.register_post_accumulate_grad_hook(_adder(total))  # type: ignore[no-untyped-call]
+
+
+def _adder(total: Tensor) -> Callable[[Tensor], None]:
+    def add_to_total(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        total.add_(parameter.grad)
+        parameter.grad = None
+
+    return add_to_total
 
 
 def round_in_place(gradient: Tensor, dtype: torch.dtype, chunk_numel: int) -> Tensor:

@@ -87,7 +87,12 @@ class OffloadedModel:
 
     def is_tied_source(self, layer: int) -> bool:
         """Tell whether another layer computes with trained parameters of this one."""
-        return layer == TIED_SOURCE_LAYER and any(layout.tied for layout in self.layouts)
+        return self.pools.is_tied_source(layer)
+
+    def tiles(self, layer: int) -> tuple[slice, ...]:
+        """Return the tiles in which a layer's gradient is summed; empty: as a whole."""
+        # The gradient of a tied source begins with the head and waits for the embedding.
+        return () if self.is_tied_source(layer) else self.layouts[layer].tiles
 
     def weight_sources(self, layer: int) -> set[int]:
         """Return the layers whose trained weights a layer computes with: itself and its tied source."""

@@ -95,7 +95,7 @@ def _copy_frozen(model: OffloadedModel, place: Place) -> None:
         if isinstance(store, DeviceStore) and own is not None:  # read straight into the store's memory
             source.read(Span(FROZEN, layer, 0, store.zeroed), own).result()
             continue
-        slot, _ = model.pools["frozen"].acquire(None)
+        slot, _ = model.pools["frozen"].acquire(None, layout.numel)
         values = slot.tensor[: layout.numel]
         slot.transfers.append(source.read(Span(FROZEN, layer, 0, tuple(slot.transfers)), values))
         slot.transfers.append(store.write(Span(FROZEN, layer, 0, tuple(slot.transfers)), values))
@@ -150,7 +150,7 @@ def fill_layer(
         fill_moment: the same for each moment; None: zeros.
     """
     layout, kinds = model.layouts[layer], tuple(kind for kind in model.dtypes if kind != "grad")
-    slot, _ = model.pools.gradients(layer).acquire(None)  # borrowed: fp32 and large enough for the layer
+    slot = model.pools.lease_scratch(layer)
     # Zeros for the padding between parameters, too, which goes to the stores along with them.
     flat = slot.tensor[: layout.numel].zero_()
     for name, view in layout.views(flat).items():
@@ -199,7 +199,7 @@ def flat_views(model: OffloadedModel, kind: Kind, layer: int) -> dict[str, Tenso
     in_host = model.stores[kind].in_host(kind, layer)
     if in_host is not None:
         return model.layouts[layer].views(in_host.float())
-    slot, _ = model.pools.gradients(layer).acquire(None)
+    slot = model.pools.lease_scratch(layer)
     flat = slot.tensor[: model.layouts[layer].numel]
     for start, part in model.read_chunks(kind, layer):
         flat[start : start + len(part)] = part

@@ -98,6 +98,11 @@ class Prefetcher:
             # requested before that visit ends.
             if self.model.weight_sources(self._next.layer) & {layer.index for layer in layers}:
                 return
+            key = None if self._next.version is None else (self._next.layer, self._next.version)
+            if not self.model.row_tables(self._next.layer) and not self.model.pools.has_free_slots(
+                self._next.layer, key
+            ):
+                return  # only one slot has room for a vocabulary
             if self._next.layer in self._reusable:
                 self._loading.append(self._reusable[self._next.layer])
             else:

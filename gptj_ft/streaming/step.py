@@ -16,7 +16,7 @@ keep their autograd graphs instead of recomputing them (`KeptActivations`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import islice
@@ -32,13 +32,21 @@ from gptj_ft.models.batch import HeadRows, PackedBatch, rounded_up
 from gptj_ft.streaming.activations import Activations
 from gptj_ft.streaming.exchange import Channel, GradientReducer
 from gptj_ft.streaming.kept_activations import KeptActivations
-from gptj_ft.streaming.loaded_layer import LoadedLayer
+from gptj_ft.streaming.loaded_layer import LoadedLayer, sum_into
 from gptj_ft.streaming.loss_scale import LossScale
 from gptj_ft.streaming.objective import CrossEntropy, Objective, StepLoss
 from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.prefetch import Prefetcher
 from gptj_ft.streaming.schedule import PendingUpdates, training_tasks
 from gptj_ft.streaming.update_pump import Updater
+from gptj_ft.streaming.vocabulary import (
+    RowGradients,
+    VocabularyRows,
+    add_rows,
+    row_gradients,
+    sum_losses,
+    vocabulary_gradients,
+)
 from gptj_ft.system.memory import return_free_heap
 
 HEAD_CHUNK_BYTES = 128 * 2**20  # of fp32 logits
@@ -95,7 +103,6 @@ def train_step(
     if model.exchange.has(top):  # always, unless layers are shared out: see `exchange`
         head = next(layers)
         loss, gradients = head_gradients(step, head, up.inputs(top, hidden))
-        reducer.end(head)
     up.close()
     backward(step, layers, gradients, kept)
     down.close()
@@ -179,7 +186,7 @@ def forward(
 
 
 def head_gradients(step: Step, head: LoadedLayer, hidden: Iterable[Tensor]) -> tuple[StepLoss, list[Tensor]]:
-    """Compute the loss, the head's gradient and the gradients of the head's inputs.
+    """Compute the loss and the gradients of the head's inputs; reduce the head's gradient.
 
     Args:
         hidden: input of the head for each micro-batch, [T, D].
@@ -194,6 +201,15 @@ def head_gradients(step: Step, head: LoadedLayer, hidden: Iterable[Tensor]) -> t
     scale = step.loss_scale.scale if step.loss_scale else 1.0
     divisor, num_targets = step.reducer.totals(step.batches, step.objective)
     parameters = head.leaf_parameters()
+    if head.tiles:
+        assert isinstance(step.objective, CrossEntropy), "internal error: labels in tiles"
+        padding = [num_padding_rows(head, batch.target_positions_T, step.objective) for batch in step.batches]
+        targets = [
+            VocabularyRows.of(head, parameters, *each) for each in zip(hidden, step.batches, padding, strict=True)
+        ]
+        series = sum_losses(head, parameters, targets, step.objective.z_loss)
+        result = total_loss(step, series, divisor, num_targets)
+        return result, vocabulary_gradients(step, head, parameters, targets, scale / divisor)
     if head.is_trained:
         attach_gradients(head, parameters)
         step.reducer.begin(head)
@@ -218,13 +234,27 @@ def head_gradients(step: Step, head: LoadedLayer, hidden: Iterable[Tensor]) -> t
             gradients.append(gradient_TD)
         if head.is_trained:
             step.reducer.end_micro_batch(head, b + 1)
+    result = total_loss(step, (losses, z_losses), divisor, num_targets)
+    step.reducer.end(head)
+    return result, gradients
+
+
+def total_loss(
+    step: Step, series: tuple[Sequence[Tensor], Sequence[Tensor]], divisor: float, num_targets: int
+) -> StepLoss:
+    """Add the losses and z-losses of a step.
+
+    Raises:
+        NotFinite: see `head_gradients`.
+    """
+    losses, z_losses = series
     # tolist() makes the program wait for the device: once for both series.
     values = torch.stack([*losses, *z_losses]).tolist()
-    series = step.reducer.gather_losses([values[: len(losses)], values[len(losses) :]])
-    total, z_total = (reduce(add, terms, 0.0) for terms in series)  # fp64, in this order
+    gathered = step.reducer.gather_losses([values[: len(losses)], values[len(losses) :]])
+    total, z_total = (reduce(add, terms, 0.0) for terms in gathered)  # fp64, in this order
     if step.loss_scale is None and not math.isfinite(total + z_total):
         raise NotFinite("the loss is not finite")
-    return StepLoss(total, divisor, z_total, num_targets), gradients
+    return StepLoss(total, divisor, z_total, num_targets)
 
 
 def backward(step: Step, layers: Prefetcher, gradients: list[Tensor], kept: dict[int, KeptActivations]) -> None:
@@ -244,6 +274,7 @@ def backward(step: Step, layers: Prefetcher, gradients: list[Tensor], kept: dict
         if graphs is not None:
             graphs.bind(layer)  # the weights may be in another buffer than in forward
         parameters = graphs.parameters if graphs is not None else layer.leaf_parameters()
+        looked_up: list[RowGradients] = []
         for b, batch in enumerate(step.batches):
             layers.poll()
             if graphs is not None:
@@ -251,17 +282,22 @@ def backward(step: Step, layers: Prefetcher, gradients: list[Tensor], kept: dict
             else:
                 x = inputs[b].detach().requires_grad_(layer.needs_input_gradient)
                 output = layer.run(parameters, x, batch, layers.poll)
-            if b == 0 and layer.is_trained:
+            if b == 0 and layer.is_trained and not layer.tiles:
                 # Not earlier: the previous layer's gradient was still leaving the buffer while this layer recomputed.
                 attach_gradients(layer, parameters)
                 step.reducer.begin(layer)
             torch.autograd.backward(output, next(output_gradients))
-            if layer.is_trained:
+            if layer.tiles:
+                looked_up.append(row_gradients(parameters, layer, batch))
+            elif layer.is_trained:
                 step.reducer.end_micro_batch(layer, b + 1)
             if x.grad is not None and not step.down.send(layer.index, x.grad):
                 input_gradients.append(x.grad)
         gradients = input_gradients
-        step.reducer.end(layer)
+        if layer.tiles:
+            add_rows(step.reducer, layer, looked_up)
+        else:
+            step.reducer.end(layer)
     step.reducer.close()
 
 
@@ -272,26 +308,6 @@ def attach_gradients(layer: LoadedLayer, parameters: Mapping[str, Tensor]) -> No
     """
     for name, total in layer.gradient.begin().items():
         sum_into(parameters[name], total)
-
-
-def sum_into(parameter: Tensor, total: Tensor) -> None:
-    """Have autograd add the gradient of a leaf to an fp32 tensor."""
-    if parameter.dtype == total.dtype:
-        parameter.grad = total  # autograd adds to an existing .grad in place
-    elif total.device.type == "cpu":  # `linear.project` adds to an fp32 .grad of a bf16 leaf itself
-        parameter.grad_dtype = total.dtype
-        parameter.grad = total
-    else:  # autograd would sum in the parameter's type: add each micro-batch's gradient to the fp32 sum instead
-        parameter.register_post_accumulate_grad_hook(_adder(total))  # type: ignore[no-untyped-call]
-
-
-def _adder(total: Tensor) -> Callable[[Tensor], None]:
-    def add_to_total(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        total.add_(parameter.grad)
-        parameter.grad = None
-
-    return add_to_total
 
 
 def head_chunks(head: LoadedLayer, batch: PackedBatch, objective: Objective) -> Iterator[tuple[Tensor, HeadRows]]:
