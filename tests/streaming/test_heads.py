@@ -155,8 +155,8 @@ def oracle_loss(oracle: Oracle, task: str, is_encoder: bool = True) -> Tensor:
     return oracle(**inputs, labels=labels).loss
 
 
-FORMS = [(family, task) for family in ("Bert", "GPT2", "Mistral", "Roberta", "XLMRoberta") for task in TASKS]
-FORMS.append(("Bert", "sentences"))
+FORMS = [(family, task) for family in ("Bert", "GPT2", "Roberta", "XLMRoberta") for task in TASKS]
+FORMS += [("Bert", "sentences"), *(("Mistral", task) for task in ("classification", "token-labels", "spans"))]
 FORMS += [pytest.param("GPTNeoX", task, marks=pytest.mark.slow) for task in TASKS]
 
 
