@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models, normalizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from gptj_ft.checkpoints.gguf.splitters import SPLITTERS, Splitter
@@ -24,6 +24,7 @@ TEMPLATE = (
 )
 OWN_SPLITTERS = {"llama": "llama-bpe", "mistral": "tekken", "qwen2": "qwen2", "qwen3": "qwen2", "smollm3": "dbrx"}
 OWN_SPLITTERS |= {"gpt_neox": "olmo", "granite": "refact"}
+PIECES = ("llama-linear",)  # with a SentencePiece-like tokenizer
 ROWS = 720  # of the embedding; more than the tokenizer has tokens
 COMMON = {
     "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -84,8 +85,39 @@ def make_model(folder: Path, name: str) -> Path:
             if parameter.ndim == 1:
                 parameter.normal_(0.5, 0.3)
     model.save_pretrained(folder)
-    write_tokenizer(folder, SPLITTERS[OWN_SPLITTERS.get(raw["model_type"], "gpt-2")])
+    if name in PIECES:
+        write_pieces(folder)
+    else:
+        write_tokenizer(folder, SPLITTERS[OWN_SPLITTERS.get(raw["model_type"], "gpt-2")])
     return folder
+
+
+def write_pieces(folder: Path) -> None:
+    """Write a SentencePiece-like tokenizer as Llama 2 has it: merges of pieces, bytes for other letters, a BOS."""
+    words = [text.replace(" ", "\u2581") for text in TEXTS + SYLLABLES]
+    trained = Tokenizer(models.BPE())
+    trainer = trainers.BpeTrainer(vocab_size=440, min_frequency=2, show_progress=False)
+    trained.train_from_iterator([word for text in words for word in text.split("\u2581")] + ["\u2581"], trainer)
+    content = json.loads(trained.to_str())
+    merges = [("\u2581", letter) for letter in "abcdfghjklmnpqrstvwz"] + [
+        tuple(each) for each in content["model"]["merges"]
+    ]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{number:02X}>" for number in range(256))]
+    letters = sorted({letter for text in words for letter in text})
+    tokens += list(dict.fromkeys([*letters, *("".join(pair) for pair in merges)]))
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    known = [pair for pair in merges if all(part in vocabulary for part in pair)]
+    backend = Tokenizer(models.BPE(vocabulary, known, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="<unk>"
+    )
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2}))
 
 
 def write_tokenizer(folder: Path, splitter: Splitter) -> None:

@@ -34,7 +34,7 @@ def run_conversion(source: Path, target: Path, conversion: Conversion, out: Outp
     rows = [
         ("from", whole(str(source))),
         ("to", f"{whole(str(target))} ({gigabytes(free_disk(target))} free)"),
-        ("to stop", "Ctrl-C; the same command resumes"),
+        ("to stop", f"Ctrl-C; the same command {'starts again' if conversion.to == 'gguf' else 'resumes'}"),
     ]
     panel(out.notes, "The conversion", rows)
     with (
