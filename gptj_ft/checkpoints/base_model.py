@@ -99,8 +99,17 @@ def _explain_missing(name: str, path: Path) -> str:
     owner, _, repository = name.partition("/")
     is_hub_name = all(re.fullmatch(r"\w[\w.-]*", part) for part in (owner, repository)) and not Path(owner).exists()
     is_hub_name = is_hub_name or re.fullmatch(WITHOUT_OWNER, name) is not None
-    download = f"; to fetch it from the Hub type `gptj-ft download {name}`" if is_hub_name else ""
+    repository = name if is_hub_name else _published_repository(name)
+    download = f"; to fetch it from the Hub type `gptj-ft download {repository}`" if repository else ""
     return f"no model '{name}': neither a folder nor a model in {models()}{hint}{download}"
+
+
+def _published_repository(name: str) -> str:
+    """Return the repository of a published model that is named without its owner, else an empty string."""
+    from gptj_ft.models.published import find_published  # imports torch
+
+    published = find_published(name)
+    return published.repository if published else ""
 
 
 def _check_family(folder: Path) -> None:

@@ -158,6 +158,22 @@ DECODERS: Sequence[tuple[Mapping[str, Any], Mapping[str, tuple[int, ...]]]] = (
       "logits_scaling": 16.0}, {
         "ibm-granite/granite-3.1-8b-{base,instruct}": (40, 4096, 32, 8, 12800, 49155, 131072),
     }),
+    ({"model_type": "gemma", "head_dim": 256}, {
+        "google/gemma{,-1.1}-2b{,-it}": (18, 2048, 8, 1, 16384, 256000, 8192),
+        "google/gemma{,-1.1}-7b{,-it}": (28, 3072, 16, 16, 24576, 256000, 8192),
+    }),
+    ({"model_type": "gemma2", "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096}, {
+        "google/gemma-2-2b{,-it}": (26, 2304, 8, 4, 9216, 256000, 8192),
+        "google/gemma-2-9b{,-it}": (42, 3584, 16, 8, 14336, 256000, 8192),
+    }),
+    ({"model_type": "gemma2", "head_dim": 128, "query_pre_attn_scalar": 144, "sliding_window": 4096}, {
+        "google/gemma-2-27b{,-it}": (46, 4608, 32, 16, 36864, 256000, 8192),
+    }),
+    ({"model_type": "gemma3_text", "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 512,
+      "rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0}, {
+        "google/gemma-3-270m{,-it}": (18, 640, 4, 1, 2048, 262144, 32768),
+        "google/gemma-3-1b-{pt,it}": (26, 1152, 4, 1, 6912, 262144, 32768),
+    }),
 )  # fmt: skip
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from gptj_ft.checkpoints.base_model import find_model
+from gptj_ft.errors import UsageError
 from gptj_ft.models.layout import Layout
 from gptj_ft.models.published import DECODERS, PYTHIA_SIZES, find_published, names_of
 from gptj_ft.models.registry import families
@@ -26,6 +30,9 @@ PARAMETERS = {
     "Qwen3-0.6B": 596_049_920, "Qwen3-1.7B": 1_720_574_976, "Qwen3-4B": 4_022_468_096, "Qwen3-8B": 8_190_735_360,
     "Qwen3-14B": 14_768_307_200,
     "granite-3.1-2b-base": 2_533_531_648, "granite-3.1-8b-instruct": 8_170_848_256,
+    "gemma-2b": 2_506_172_416, "gemma-7b-it": 8_537_680_896, "gemma-2-2b-it": 2_614_341_888,
+    "gemma-2-9b": 9_241_705_984, "gemma-2-27b": 27_227_128_320, "gemma-3-270m": 268_098_176,
+    "gemma-3-1b-it": 999_885_952,
 }  # fmt: skip
 
 
@@ -45,3 +52,8 @@ def test_published_names_are_unique_and_of_known_families() -> None:
     assert len(set(names)) == len(names)
     assert {shared["model_type"] for shared, _ in DECODERS} <= families().keys()
     assert len(PYTHIA_SIZES) == 10
+
+
+def test_missing_model_is_named_with_its_owner(own_home: Path) -> None:
+    with pytest.raises(UsageError, match=r"no model 'qwen3-0\.6b'.* type `gptj-ft download Qwen/Qwen3-0\.6B`"):
+        find_model("qwen3-0.6b")
