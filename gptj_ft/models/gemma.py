@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gptj_ft.errors import DataError
+from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.attention import attend
 from gptj_ft.models.batch import PackedBatch, Poll
 from gptj_ft.models.dropout import Dropout
 from gptj_ft.models.embedding import Embedding
 from gptj_ft.models.gated import ACTIVATIONS, gated
+from gptj_ft.models.gguf_form import GgufForm, Metadata, rotary_config, rotary_metadata
 from gptj_ft.models.heads import TEXTS, WORDS, generic_heads, rms_norm
 from gptj_ft.models.linear import Linear, RowContext, TiedLinear, VocabularyHead, project_by_all
 from gptj_ft.models.norm import RMSNorm
@@ -401,6 +402,93 @@ def _keys(form: Form) -> dict[str, Home | None]:
     }
 
 
+# llama.cpp's name of a family; every this-many-th block has full attention there.
+GGUF: Mapping[str, tuple[str, int]] = {"gemma": ("gemma", 1), "gemma2": ("gemma2", 2), "gemma3_text": ("gemma3", 6)}
+CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+LARGEST = {"gemma2": 46, "gemma3": 62}  # blocks of the 27B models, which scale scores by the width of a usual head
+
+
+def _to_gguf(config: GemmaConfig, model_type: str) -> dict[str, Any]:
+    """Return the metadata beyond `GgufForm.fields`."""
+    architecture, every = GGUF[model_type]
+    window = next((window for window in config.windows if window is not None), None)
+    pattern = tuple(window if (index + 1) % every else None for index in range(config.num_hidden_layers))
+    if config.windows != pattern:
+        raise UsageError(f"layer_types: llama.cpp knows only full attention in every block number {every} here")
+    is_largest = LARGEST.get(architecture) == config.num_hidden_layers
+    usual = config.hidden_size // config.num_attention_heads if is_largest else config.head_dim
+    if abs(config.attention_scale - usual**-0.5) > 1e-9:
+        raise UsageError(f"query_pre_attn_scalar: llama.cpp has {usual} here")
+    if config.attention_bias or not config.tie_word_embeddings or config.activation != GELU_TANH:
+        raise UsageError(
+            f"attention_bias, untied embeddings or an activation other than {GELU_TANH}: llama.cpp has none"
+        )
+    if architecture == "gemma2" and config.attn_logit_softcapping is None:
+        raise UsageError("attn_logit_softcapping null: llama.cpp always caps scores of Gemma 2")
+    full = config.rotaries[every - 1 if config.num_hidden_layers >= every else -1]
+    own = {
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        **rotary_metadata(full, ("default", "linear") if architecture == "gemma3" else ("default",)),
+        **{name: getattr(config, name) for name in CAPS if getattr(config, name) is not None},
+    }
+    if window is not None:
+        own["attention.sliding_window"] = window
+        windowed = config.rotaries[0]
+        if windowed.kind != "default":
+            raise UsageError("rope_parameters of sliding_attention are scaled: llama.cpp has no such scaling")
+        if windowed.theta != full.theta:
+            own["rope.freq_base_swa"] = windowed.theta
+    return own
+
+
+def _from_gguf(metadata: Metadata, model_type: str) -> dict[str, Any]:
+    """Return the fields of ``config.json`` beyond `GgufForm.fields`."""
+    architecture, every = GGUF[model_type]
+    num_heads, width = metadata["attention.head_count"], metadata["embedding_length"]
+    head_dim = metadata.get("attention.key_length") or width // num_heads
+    rotary = rotary_config(metadata)
+    raw: dict[str, Any] = {
+        "num_key_value_heads": metadata.get("attention.head_count_kv", num_heads),
+        "head_dim": head_dim,
+    }
+    if architecture == "gemma":
+        return {**raw, **rotary, "hidden_act": GELU_TANH}
+    is_largest = LARGEST[architecture] == metadata["block_count"]
+    raw |= {
+        "hidden_activation": GELU_TANH,
+        "query_pre_attn_scalar": width // num_heads if is_largest else head_dim,
+        "layer_types": [SLIDING if (index + 1) % every else FULL for index in range(metadata["block_count"])],
+        **{name: metadata.get(name, FORMS[model_type].defaults.get(name)) for name in CAPS},
+    }
+    if "attention.sliding_window" in metadata:
+        raw["sliding_window"] = metadata["attention.sliding_window"]
+    if architecture == "gemma2":
+        return raw | rotary
+    theta = metadata.get("rope.freq_base_swa", FORMS[model_type].defaults["rope_local_base_freq"])
+    return raw | {"rope_parameters": {
+        FULL: rotary["rope_parameters"], SLIDING: {"rope_type": "default", "rope_theta": theta},
+    }}  # fmt: skip
+
+
+def _gguf_form(model_type: str) -> GgufForm:
+    return GgufForm(
+        architecture=GGUF[model_type][0],
+        fields={
+            "context_length": "max_position_embeddings",
+            "embedding_length": "hidden_size",
+            "block_count": "num_hidden_layers",
+            "feed_forward_length": "intermediate_size",
+            "attention.head_count": "num_attention_heads",
+            "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+        },
+        to_metadata=partial(_to_gguf, model_type=model_type),
+        to_config=partial(_from_gguf, model_type=model_type),
+        norm_offset=1.0,
+    )
+
+
 def _family(model_type: str, form: Form) -> Family:
     return Family(
         model_type=model_type,
@@ -413,6 +501,7 @@ def _family(model_type: str, form: Form) -> Family:
         prefix="model.",
         trunk=frozenset({"embed_tokens", "layers", "norm"}),
         dropouts=((), ("attention_dropout",)),
+        gguf=_gguf_form(model_type),
         heads=generic_heads(form.head_prefix or form.class_prefix, rms_norm(1.0), form.heads),
     )
 

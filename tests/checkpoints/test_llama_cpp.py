@@ -115,7 +115,7 @@ def test_log_probabilities_match_llama_cpp(tmp_path: Path, name: str) -> None:
             # The median: an input at the border of two fp16 numbers may round to the other one.
             assert median(exact) < 1e-5
             reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-        assert same >= PROMPTS - (1 if uses_table else 0)
+        assert same >= PROMPTS - (3 if uses_table else 0)
     print(name, {dtype: f"{value:.2g}" for dtype, value in found.items()})
     assert found["fp32"] < (2e-3 if uses_table else 1e-5)
     assert found["fp16"] < 2e-2

@@ -67,6 +67,19 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "gpt_neox-serial": {
         "model_type": "gpt_neox", **COMMON, "hidden_act": "gelu", "rotary_pct": 0.5, "use_parallel_residual": False,
     },
+    "gemma": {"model_type": "gemma", **COMMON, "head_dim": 16, "initializer_range": 0.1},
+    "gemma2": {
+        "model_type": "gemma2", **COMMON, "initializer_range": 0.1, "head_dim": 16, "query_pre_attn_scalar": 16,
+        "sliding_window": 8, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text", **COMMON, "initializer_range": 0.1, "num_hidden_layers": 7, "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 8, "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 50000.0, "factor": 2.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+        },
+    },
     "phi3": {"model_type": "phi3", **COMMON, "pad_token_id": 0},
     "phi3-longrope": {
         "model_type": "phi3", **COMMON, "pad_token_id": 0, "rope_parameters": LONGROPE, "max_position_embeddings": 1024,
