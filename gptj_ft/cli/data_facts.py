@@ -93,7 +93,9 @@ def data_rows(report: Mapping[str, Any]) -> Pairs:
         part = f" of '{field}'" if field else ""
         rows.append(("shortened", f"{report['rows_cut']:,} rows by {report['tokens_cut']:,} tokens{part} to fit"))
     if report["windows"] > report["rows_kept"]:
-        rows.append(("split", f"into {report['windows']:,} windows of at most {settings['max_length']:,} tokens"))
+        has_template = "chat_template" in settings
+        unit = "rows, one per answer" if has_template else f"windows of at most {settings['max_length']:,} tokens"
+        rows.append(("split", f"into {report['windows']:,} {unit}"))
     rows += _occurrences("skipped", report["rows_skipped"])
     rows += _occurrences("warning", report["warnings"])
     return [*rows, *(("note", note) for note in report["notes"])]
