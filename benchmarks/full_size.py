@@ -7,6 +7,7 @@ the rest, applies the last update to every layer; then every file is read and co
 
     python benchmarks/full_size.py --work /tmp/full --memory 6
     python benchmarks/full_size.py --work /tmp/full --memory 6 --precision bf16 --steps 5
+    python benchmarks/full_size.py --work /tmp/full --shape 8b --layers 4 --memory 4 --precision bf16 --steps 4
 
 Each step is held against the longer of two bounds: its FLOP by the best of twenty products, recomputation counted, and
 its bytes by the rates of the disk; both are measured before and after, in the same run, and the better counts. Steps
@@ -58,8 +59,18 @@ from gptj_ft.training.run_state import RunState
 from gptj_ft.training.throughput import Stopwatch, Throughput
 from gptj_ft.training.verify import Checker
 
-# EleutherAI/gpt-j-6b's config.json.
-SHAPE = {"vocab_size": 50400, "n_positions": 2048, "n_embd": 4096, "n_head": 16, "n_layer": 28, "rotary_dim": 64}
+# The config.json of EleutherAI/gpt-j-6b and of Llama 3.1 8B; its fields for width and blocks first.
+SHAPES: dict[str, dict[str, Any]] = {
+    "gptj": {
+        "n_embd": 4096, "n_layer": 28, "model_type": "gptj", "vocab_size": 50400, "n_positions": 2048, "n_head": 16,
+        "rotary_dim": 64,
+    },
+    "8b": {
+        "hidden_size": 4096, "num_hidden_layers": 32, "model_type": "llama", "vocab_size": 128_256,
+        "max_position_embeddings": 8192, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "intermediate_size": 14336, "rope_theta": 500_000.0,
+    },
+}  # fmt: skip
 ROW = 256  # tokens a document, all of them but the first trained on
 ON_DISK = Placement("disk", "disk")
 POLL_SECONDS = 0.2
@@ -69,8 +80,10 @@ class Work:
     """Inputs of both processes: model, recipe, plan, documents."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        shape = {**SHAPE, "n_layer": arguments.layers, "n_embd": arguments.width}
-        family = families()["gptj"]
+        shape = dict(SHAPES[arguments.shape])
+        width, depth, *_ = shape
+        shape |= {width: arguments.width, depth: arguments.layers or shape[depth]}
+        family = families()[shape["model_type"]]
         self.architecture = Architecture(family, family.read_config(shape), shape)
         self.dtype, self.steps = PRECISIONS[arguments.precision], arguments.steps
         self.layers = self.architecture.layers()
@@ -193,8 +206,9 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=1024)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--layers", type=int, default=SHAPE["n_layer"], help="smaller only to try the script")
-    parser.add_argument("--width", type=int, default=SHAPE["n_embd"], help="smaller only to try the script")
+    parser.add_argument("--shape", choices=SHAPES, default="gptj")
+    parser.add_argument("--layers", type=int, help="fewer blocks than the model has")
+    parser.add_argument("--width", type=int, default=4096, help="smaller only to try the script")
     parser.add_argument("--kill-at", type=float, default=0.6, help="share of the second step after which it is killed")
     parser.add_argument("--rate", type=float, help="internal")
     arguments = parser.parse_args()
