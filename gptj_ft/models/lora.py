@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptj_ft.models.dropout import Dropout, seed_of
-from gptj_ft.models.linear import Conv1D, RowContext, project
+from gptj_ft.models.linear import Conv1D, Kernel, RowContext, project
 from gptj_ft.models.registry import Architecture, Family
 
 A, B = "lora_A", "lora_B"
@@ -54,10 +55,50 @@ class LoRALinear(nn.Module):
         self.lora_B = nn.Parameter(torch.empty(height, rank.rank, device="meta"))
 
     def forward(self, x: Tensor, rows: RowContext) -> Tensor:
-        # Keep this order: autograd sums the gradients of x in reverse, and another order rounds differently.
-        output = project(x, self.weight, self.bias, rows.kernel, self.is_transposed)
-        narrow = F.linear(self.dropout(x, rows.noise), self.lora_A)
-        return output + F.linear(narrow, self.lora_B) * self.scaling
+        settings = _Settings(self.scaling, rows.kernel, self.is_transposed)
+        # A view made before the dropout: autograd then sums the adapter's gradient of x first, and the layer's second.
+        # Another order rounds differently.
+        inputs = (x.view_as(x), self.dropout(x, rows.noise))[::-1]
+        out: Tensor = _Adapted.apply(*inputs, self.lora_A, self.lora_B, (self.weight, self.bias), settings)  # type: ignore[no-untyped-call]
+        return out
+
+
+class _Settings(NamedTuple):
+    scaling: float
+    kernel: Kernel
+    is_transposed: bool
+
+
+class _Adapted(torch.autograd.Function):
+    """Frozen linear layer plus adapter: ``x W + dropped A B``, scaled.
+
+    The adapter's product is added in place, and the narrow matrix is scaled instead of the wide one: with a rank of
+    16, passes over the output take longer than the products.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, dropped: Tensor, x: Tensor, a: Tensor, b: Tensor, frozen: tuple[Tensor, Tensor | None],
+        settings: _Settings,
+    ) -> Tensor:  # fmt: skip
+        narrow = F.linear(dropped, a) * settings.scaling
+        ctx.settings = settings
+        ctx.save_for_backward(dropped, a, b, narrow, frozen[0])
+        return project(x, *frozen, settings.kernel, settings.is_transposed).addmm_(narrow, b.t())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (dropped, a, b, narrow, weight), (gradient,), settings = ctx.saved_tensors, gradients, ctx.settings
+        for_dropped, for_x, *_ = ctx.needs_input_grad
+        of_narrow = (gradient @ b) * settings.scaling
+        return (
+            of_narrow @ a if for_dropped else None,
+            project(gradient, weight, None, "training", not settings.is_transposed) if for_x else None,
+            of_narrow.t() @ dropped,
+            gradient.t() @ narrow,
+            None,
+            None,
+        )
 
 
 def widths(linear: nn.Module) -> tuple[int, int]:

@@ -27,7 +27,7 @@ from gptj_ft.system.accelerator import META
 
 ALLOCATION_BYTES = 512  # an accelerator's allocator rounds up to multiples of it
 ATTENTION = "_varlen_attn"
-PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
+PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm"}
 
 
 @dataclass(frozen=True)

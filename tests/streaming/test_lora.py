@@ -15,6 +15,7 @@ import torch
 from conftest import random_gptj, random_model
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
+from support.family_models import random_of_family
 from support.small_run import Power, assert_same_weights, cut_and_resume, new_run, small_session, weights_of
 from support.small_run import train as train_run
 from support.small_stack import (
@@ -64,14 +65,19 @@ TARGETS = {"narrow": ("q_proj", "v_proj", "mlp.fc_out"), "gpt2": ("c_attn", "mlp
 
 
 def lora(shape: str = "narrow", **options: object) -> Recipe:
-    return Recipe(method="lora", lora={"rank": 4, "alpha": 6, "targets": TARGETS[shape], **options})
+    own = {"rank": 4, "alpha": 6, "targets": TARGETS[shape]} if shape in TARGETS else {}
+    return Recipe(method="lora", lora={**own, **options})
+
+
+def model_of(shape: str):
+    return random_model(shape) if shape in TARGETS else random_of_family(shape)
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    made = {shape: tmp_path_factory.mktemp(shape) for shape in TARGETS}
+    made = {shape: tmp_path_factory.mktemp(shape) for shape in (*TARGETS, "llama")}
     for shape, folder in made.items():
-        random_model(shape).save_pretrained(folder)
+        model_of(shape).save_pretrained(folder)
     return made
 
 
@@ -90,7 +96,8 @@ def open_training(folder: Path, tmp: Path, recipe: Recipe, placement=("device", 
 
 def adapters_of(stack, kind: str = "weight") -> dict[str, torch.Tensor]:
     """Return the matrices, or their gradients, by PEFT's names."""
-    family = "gptj" if hasattr(stack.layers[1], "ln_1") and not hasattr(stack.layers[1], "ln_2") else "gpt2"
+    block = stack.layers[1]
+    family = "llama" if not hasattr(block, "ln_1") else "gpt2" if hasattr(block, "ln_2") else "gptj"
     from gptj_ft.models.registry import families
 
     found = {}
@@ -103,8 +110,12 @@ def adapters_of(stack, kind: str = "weight") -> dict[str, torch.Tensor]:
 
 def as_peft(shape: str, matrices: dict[str, torch.Tensor]):
     """Return the same model with the same adapters in PEFT."""
-    config = LoraConfig(r=4, lora_alpha=6, target_modules=list(TARGETS[shape]), fan_in_fan_out=shape == "gpt2")
-    model = get_peft_model(random_model(shape), config)
+    config = (
+        LoraConfig(r=4, lora_alpha=6, target_modules=list(TARGETS[shape]), fan_in_fan_out=shape == "gpt2")
+        if shape in TARGETS
+        else LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
+    )
+    model = get_peft_model(model_of(shape), config)
     named = {name.removeprefix("base_model.model.").replace(".default", ""): p for name, p in model.named_parameters()}
     trained = {name: p for name, p in named.items() if p.requires_grad}
     assert trained.keys() == matrices.keys()
@@ -113,15 +124,15 @@ def as_peft(shape: str, matrices: dict[str, torch.Tensor]):
     return model, trained
 
 
-@pytest.mark.parametrize("shape", TARGETS)
-def test_losses_gradients_and_five_steps_match_peft(shape: str, folders, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shape", [*TARGETS, "llama"])
+def test_losses_gradients_and_ten_steps_match_peft(shape: str, folders, tmp_path: Path) -> None:
     recipe = lora(shape).model_copy(update={"clip_norm": 0.05})
     docs = documents(101)
     stack = open_training(folders[shape], tmp_path, recipe)
     model, trained = as_peft(shape, adapters_of(stack))
     theirs = torch.optim.AdamW(trained.values(), eps=recipe.eps, betas=recipe.betas, weight_decay=recipe.weight_decay)
     ours, norms = AdamW(stack, optimizer_config(recipe)), []
-    for step in range(5):
+    for step in range(10):
         theirs.param_groups[0]["lr"] = lr_of(step)
         theirs.zero_grad()
         loss = oracle_loss(model, docs)
@@ -132,7 +143,8 @@ def test_losses_gradients_and_five_steps_match_peft(shape: str, folders, tmp_pat
         ours.begin_step(lr_of(step))
         assert train_step(stack, ours, micro_batches(docs, PROMPTS, 40)).mean == pytest.approx(loss.item(), rel=1e-5)
         for name, gradient in adapters_of(stack, "grad").items():
-            assert relative(gradient, gradients[name]) < 1e-5, (step, name)
+            # Adam turns differences of rounding into different weights, and these into different gradients.
+            assert relative(gradient, gradients[name]) < (1e-5 if step < 5 else 3e-5), (step, name)
         assert ours.finish_step() == pytest.approx(norms[-1], rel=1e-5)
     ours.flush()
     assert max(norms) > 0.05, "clipping was never needed, so this test would not see it"
