@@ -60,7 +60,6 @@ def main() -> None:
     held = arguments.work / "held.jsonl"
     with (arguments.data / "val.jsonl").open(encoding="utf-8") as lines:
         held.write_text("".join(islice(lines, arguments.rows)), encoding="utf-8")
-    print(json.dumps(compare_losses(arguments)), flush=True)
     reports = dict[tuple[str, str, str], dict[str, Any]]()
     for seed, method in product(arguments.seeds.split(","), arguments.methods.split(",")):
         finetune(arguments, method, seed)
@@ -70,6 +69,7 @@ def main() -> None:
             reports[method, seed, trainer] = evaluate(arguments, trainer, method, seed)
             facts = facts_of(reports, method, seed, trainer)
             print(json.dumps({"method": method, "seed": seed, "trainer": trainer, **facts}), flush=True)
+    print(json.dumps(compare_losses(arguments)))
     print("\n".join(table_of(reports)))
 
 
