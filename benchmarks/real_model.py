@@ -112,10 +112,10 @@ def finetune(arguments: argparse.Namespace, method: str, seed: str) -> None:
         return
     options = {
         "batch_size": arguments.batch_size, "max_length": arguments.max_length, "max_steps": arguments.steps,
-        "lr": RATES[method], "precision": "fp32", "device": "cpu", "holdout": 0, "seed": seed,
+        "lr": RATES[method], "precision": "fp32", "device": "cpu", "holdout": 0,
     }  # fmt: skip
     sets = [f"{key}={value}" for key, value in options.items()]
-    sets += adapter_options(LINEAR, int(seed)) if method == "lora" else []
+    sets += adapter_options(LINEAR, int(seed)) if method == "lora" else [f"seed={seed}"]
     gptj_ft(
         "finetune", "--recipe", "summarization", "--data", arguments.data / "train.jsonl", "--model", arguments.model,
         "--output", folder, *(word for each in sets for word in ("--set", each)),

@@ -129,7 +129,7 @@ def test_prepare_data_imports_no_torch(tmp_path: Path) -> None:
 
 
 # Distributions whose import name differs.
-MODULES = {"protobuf": "google", "pyyaml": "yaml"}
+MODULES = {"protobuf": "google", "python_docx": "docx", "pyyaml": "yaml"}
 # Declared for another package that imports it if installed.
 INDIRECT = {"defusedxml": "openpyxl"}
 

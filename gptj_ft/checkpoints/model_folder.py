@@ -183,9 +183,10 @@ def check_tensors(architecture: Architecture, checkpoint: Checkpoint) -> list[st
         DataError: the tensors do not fit; names the first problems and counts the rest.
     """
     if (num_layers := architecture.config.n_layer) > len(checkpoint.names):  # before building so many layers
+        name = next((name for name in ("num_hidden_layers", "n_layer") if name in architecture.raw), "n_layer")
         raise DataError(
-            f"{checkpoint.folder}: the weights do not fit config.json: it has {num_layers} blocks, but there are "
-            f"only {len(checkpoint.names)} tensors"
+            f"{checkpoint.folder}: the weights do not fit config.json: its {name} is {num_layers}, but there are only "
+            f"{len(checkpoint.names)} tensors"
         )
     family, layers = architecture.family, architecture.skeleton
     expected = {

@@ -98,14 +98,13 @@ class Prefetcher:
             # requested before that visit ends.
             if self.model.weight_sources(self._next.layer) & {layer.index for layer in layers}:
                 return
-            key = None if self._next.version is None else (self._next.layer, self._next.version)
-            if not self.model.row_tables(self._next.layer) and not self.model.pools.has_free_slots(
-                self._next.layer, key
-            ):
-                return  # only one slot has room for a vocabulary
-            if self._next.layer in self._reusable:
-                self._loading.append(self._reusable[self._next.layer])
+            layer, version = self._next.layer, self._next.version
+            if layer in self._reusable:
+                self._loading.append(self._reusable[layer])
             else:
+                key = None if version is None else (layer, version)
+                if not self.model.row_tables(layer) and not self.model.pools.has_free_slots(layer, key):
+                    return  # only one slot has room for a vocabulary
                 self._loading.append(LoadedLayer(self.model, self._next, self._updater))
                 self._loading[-1].request()
             self._next = next(self._tasks, None)

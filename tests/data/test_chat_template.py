@@ -26,6 +26,7 @@ from gptj_ft.data.chat import Conversation, read_conversation
 from gptj_ft.data.chat_template import ChatTemplate, trained_borders
 from gptj_ft.data.encode import encode_prompt
 from gptj_ft.data.prepare import TokenizeJob, tokenize_rows
+from gptj_ft.data.tokenization import load_tokenizer
 from gptj_ft.errors import DataError, RowSkipped, UsageError
 from gptj_ft.generation.chat import check_is_chat
 from gptj_ft.generation.decoding import end_ids
@@ -231,6 +232,11 @@ def test_chat_recipe_takes_the_models_template(tmp_path) -> None:
     frozen = completed.model_copy(update={"template_date": "2024-02-29"})
     template = ChatTemplate.of(frozen, tokenizer)
     assert template
+    # The program's own tokenizer splits special tokens in texts of users, but not those of the template.
+    (row,) = template.rows_of(Conversation(HELLO))
+    own = ChatTemplate.of(frozen, load_tokenizer(folder))
+    assert own
+    assert own.encode([row.text])[0].ids == template.encode([row.text])[0].ids
     assert "Today Date: 29 Feb 2024" in template.prompt(Conversation(HELLO[:1]))
     for options in ({"prompt": "{{ messages }}:"}, {"chat_template": "none"}, {"recipe": "summarization"}):
         assert with_model_defaults(recipe(**options), folder).chat_template == "none"
