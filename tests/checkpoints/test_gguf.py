@@ -17,7 +17,9 @@ from gptj_ft.checkpoints.base_model import find_model
 from gptj_ft.checkpoints.convert import Conversion, convert
 from gptj_ft.checkpoints.gguf.header import read_header
 from gptj_ft.checkpoints.gguf.layout import READ_TYPES, TensorForm
+from gptj_ft.checkpoints.gguf.modelfile import modelfile
 from gptj_ft.checkpoints.gguf.source import GgufShard
+from gptj_ft.checkpoints.gguf.tokenizer import Vocabulary
 from gptj_ft.checkpoints.model_folder import open_checkpoint
 from gptj_ft.checkpoints.tiny import make_tiny
 from gptj_ft.errors import DataError, UsageError
@@ -120,6 +122,11 @@ def test_modelfile_has_template_and_stops(exported) -> None:
         '{{- end }}{{- end }}{{ "<|im_start|>assistant\\n" }}"""\n'
         'PARAMETER stop "<|im_end|>"\nPARAMETER stop "<|endoftext|>"\n'
     )
+
+
+def test_modelfile_leaves_prompt_templates_to_gguf(tmp_path: Path) -> None:
+    vocabulary = Vocabulary({}, ["<end>"], (0,), "Summarize:\n{{ messages[-1].content }}\nSummary:", False, None)
+    assert modelfile(tmp_path / "x.gguf", vocabulary).splitlines()[1].startswith("# the chat template is in the GGUF")
 
 
 def test_gguf_is_converted_once(exported, own_home: Path) -> None:

@@ -61,6 +61,8 @@ def _turns(vocabulary: Vocabulary) -> Turns | None:
     opening = render("user", opens=True).removeprefix(first + MARK + after_user)
     *_, after_answer = render("user", "assistant").split(MARK)
     between = render("user", "assistant", "user").split(MARK)
+    if len(between) != 4:  # a template of prompts, for example, leaves out messages
+        return None
     # A user's turn after an answer has no default system message before it: what remains is the role's own text.
     before_user = between[2].removeprefix(after_answer)
     before_answer = between[1].removeprefix(after_user)
