@@ -3,9 +3,10 @@
 The command line calls the same functions: `prepare`, `prepare_run`, `plan_evaluation`, `plan_file` and `run_file`,
 `plan_predictions` and `run_predictions`, `label`.
 
-Options are keywords named as the fields of `Recipe`; ``recipe`` names a preset. Nothing is printed: a `Reporter`
-receives progress and messages, errors are `GptjFtError`, and results are frozen dataclasses. `predict` returns a
-dictionary per text, see ``docs/encoders.md``.
+Options are keywords named as the fields of `Recipe`; ``recipe`` names a preset. ``None`` is the value null, not an
+option left out: ``clip_norm=None`` does not clip. Nothing is printed: a `Reporter` receives progress and messages,
+errors are `GptjFtError`, and results are frozen dataclasses. `predict` returns a dictionary per text, see
+``docs/encoders.md``.
 
     >>> import gptj_ft
     >>> result = gptj_ft.finetune("summarization", data="my.jsonl", model="tiny", max_steps=20)
@@ -615,7 +616,7 @@ def model_options(
     base: tuple[str, Mapping[str, Any]] | None = (f"model {folder}", metadata.template) if metadata else None
     if writes and not plain and metadata is None and chat_template_of(folder):
         base = (f"recipe {CHAT}", {**load_preset(CHAT), "recipe": CHAT})
-    if metadata is None and "recipe" not in options and (preset := _preset_of(folder)):
+    if metadata is None and not options.get("recipe") and (preset := _preset_of(folder)):
         options = {**options, "recipe": preset}
     resolved = resolve(*_split(options), assignments, base=base)
     return replace(resolved, recipe=with_model_defaults(resolved.recipe, folder))
@@ -666,8 +667,8 @@ def fixed_seed(seed: int, device: torch.device) -> Iterator[None]:
 def _split(options: Mapping[str, Any], recipe: str | None = None) -> tuple[dict[str, Any], Path | None]:
     """Split options into the arguments of `resolve`: flags and the ``config`` file."""
     flags = {key: str(value) if isinstance(value, os.PathLike) else value for key, value in options.items()}
-    config = flags.pop("config", None)
-    return {**flags, **({"recipe": recipe} if recipe else {})}, Path(config) if config else None
+    config, preset = flags.pop("config", None), recipe or flags.pop("recipe", None)
+    return {**flags, **({"recipe": preset} if preset else {})}, Path(config) if config else None
 
 
 def _path(name: str | os.PathLike[str] | None) -> Path | None:

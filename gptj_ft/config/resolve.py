@@ -111,7 +111,7 @@ def resolve(
     """Combine all sources into one recipe.
 
     Args:
-        flags: options of the command line; ``None`` means not set.
+        flags: options of the command line or of Python; ``None`` is a value, YAML's null.
         config: YAML file of options (``--config``).
         assignments: ``key=value`` or ``group.key=value`` (``--set``), with the precedence of flags.
         environment: environment variables; default ``os.environ``.
@@ -121,7 +121,7 @@ def resolve(
         UsageError: an unknown key, an invalid value, a key set twice on the command line, or an ineffective key.
     """
     environ = os.environ if environment is None else environment
-    flagged = {key: value for key, value in flags.items() if value is not None}
+    flagged = dict(flags)
     for assignment in assignments or ():
         key, separator, text = assignment.partition("=")
         if not separator:

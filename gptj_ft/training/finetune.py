@@ -168,8 +168,8 @@ def resume_run(
                 f"{key} is {'not set' if was is None else repr(was)} in this run; {value!r} would change its result: "
                 "leave it out, or start a new run"
             )
-    if changes.get("model") is not None:
-        changes["model"] = str(find_model(changes["model"]).resolve())
+    if (named := changes.pop("model", None)) is not None:
+        changes["model"] = str(find_model(named).resolve())
     recipe = build({**saved.model_dump(), **changes, "output": str(run.folder)})
     run.check_recipe(recipe)
     if start is None:

@@ -4,22 +4,36 @@ from __future__ import annotations
 
 import re
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
+from types import NoneType
+from typing import get_args
 
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from gptj_ft.config.options import GROUPS, Recipe, meaning_of
+from gptj_ft.api import resolved_options
+from gptj_ft.config.options import GROUPS, Options, Recipe, meaning_of
 from gptj_ft.config.presets import load_preset, preset_names
 from gptj_ft.config.resolve import build, dump_recipe, resolve
+from gptj_ft.config.run_folder import recipe_digest
 from gptj_ft.config.yaml import parse
 from gptj_ft.data.columns import recipe_fields
 from gptj_ft.data.template import fields_of
 from gptj_ft.errors import UsageError
 
 NOWHERE: dict[str, str] = {}
+
+
+def accepts(options: type[Options], name: str, value: object) -> bool:
+    try:
+        options.model_validate({name: value})
+    except ValidationError:
+        return False
+    return True
 
 
 def test_the_three_presets_exist() -> None:
@@ -69,8 +83,38 @@ def test_typed_template_needs_no_yaml_quotes(typed: str, read: str) -> None:
     assert resolve({}, None, (), {"GPTJ_FT_PROMPT": typed}).recipe.prompt == read
 
 
-def test_null_unsets_an_optional_option() -> None:
-    assert resolve({"model": "x"}, None, ("val_data=null", "clip_norm=null"), NOWHERE).recipe.val_data is None
+NULLABLE = {
+    f"{group}.{name}".removeprefix("."): next(value for value in (1, 0.5) if accepts(options, name, value))
+    for group, options in [("", Recipe), *GROUPS.items()]
+    for name, field in options.model_fields.items()
+    if group != "schedule" and NoneType in get_args(field.annotation)
+}
+
+
+NULL_WAYS = {
+    (way, option)
+    for option in NULLABLE
+    for way in ("api", "--set", "--config", "group of api" if "." in option else "environment")
+}
+
+
+@pytest.mark.parametrize(("way", "option"), sorted(NULL_WAYS))
+def test_null_differs_from_an_absent_option(way: str, option: str, tmp_path: Path, monkeypatch) -> None:
+    group, _, name = option.rpartition(".")
+    null: dict[str, object] = {group: {name: None}} if group else {name: None}
+    lower, config = ("model", {option: NULLABLE[option]}), tmp_path / "c.yaml"
+    config.write_text(yaml.safe_dump(null if way == "--config" else lower[1]), encoding="utf-8")
+    if way in ("--set", "--config"):
+        assignments = [f"{option}=null"] if way == "--set" else []
+        recipe = resolve({}, config, assignments, NOWHERE, lower).recipe
+    else:
+        if way == "environment":
+            monkeypatch.setenv(f"GPTJ_FT_{name.upper()}", "null")
+        keywords = {"api": {option: None}, "group of api": null, "environment": {}}[way]
+        recipe = resolved_options(None, {**keywords, "config": config}).recipe
+    assert attrgetter(option)(recipe) is None
+    assert recipe_digest(recipe) == recipe_digest(build(null))
+    assert attrgetter(option)(resolve({}, None, (), NOWHERE, lower).recipe) is not None
 
 
 def test_epoch_fractions_round_up_like_transformers() -> None:
@@ -95,7 +139,7 @@ def test_option_sources_have_fixed_precedence(tmp_path: Path) -> None:
     config = tmp_path / "my.yaml"
     config.write_text("lr: 1e-3\nbatch_size: 3\nseed: 5\nrecipe: qa\n", encoding="utf-8")
     environment = {"GPTJ_FT_BATCH_SIZE": "4", "GPTJ_FT_SEED": "6", "GPTJ_FT_HOME": "/x", "HOME": "/y"}
-    resolved = resolve({"seed": 7, "epochs": None}, config, (), environment)
+    resolved = resolve({"seed": 7}, config, (), environment)
     recipe = resolved.recipe
     assert (recipe.seed, recipe.batch_size, recipe.lr) == (7, 4, 1e-3)
     assert recipe.epochs == load_preset("qa")["epochs"]
