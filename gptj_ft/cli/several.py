@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from gptj_ft.cli.terminal.output import print_note
 from gptj_ft.distributed.control import PeerFailed
-from gptj_ft.distributed.launch import joined
+from gptj_ft.distributed.launch import TOKEN, joined
 from gptj_ft.errors import GptjFtError, UsageError
 from gptj_ft.system.signals import StopRequest, stop_message
 
@@ -24,6 +26,8 @@ def sharing(num_processes: int | None) -> Iterator[Group]:
     try:
         with joined(num_processes, sys.argv[1:]) as group:
             rank = group.rank
+            if rank == 0 and group.local_size < group.size and not os.environ.get(TOKEN):
+                print_note(f"{TOKEN} is not set: anybody who reaches the port of this run can join and end it")
             yield group
     except GptjFtError as error:
         # Rank 0 has died without a message: rank 1 prints instead.

@@ -26,20 +26,110 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from gptj_ft.errors import GptjFtError, Interrupted
-from gptj_ft.system.plain_text import escape_controls, one_line
+from gptj_ft.system.plain_text import escape_controls, shortened
 
 BEAT_SECONDS, SILENT_SECONDS = 2.0, 20.0
 # Time for the main thread to notice a failure before its process is ended: while processes connect; in training, where
 # it may compute a layer; in a transfer, which fails at once, or never if its connection was not made yet.
 STARTING_SECONDS, ENDING_SECONDS, TRANSFER_SECONDS = 2.0, 15.0, 2.0
-LINE_BYTES = 64 * 2**20  # longest message
+LINE_BYTES, LINE_SECONDS = 64 * 2**20, 60.0  # longest message, and time for it to arrive
 HELLO_BYTES, HELLO_SECONDS = 4096, 10.0  # for a stranger to introduce itself
+MOST_STRANGERS = 64  # the oldest is dropped: file descriptors are few
+MOST_PENDING = 1000  # topics that wait for facts; a run has a handful
+NAME_SHOWN, TEXT_SHOWN = 64, 10_000  # characters of a machine's name and of an error
 _STDERR = 2
 _MALFORMED = "sent a malformed message: is it another version?"
+_EARLY = "left before the others"
+
+
+class _Message(BaseModel):
+    """A message between ranks, one JSON line; values of other types and unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    def to_line(self) -> bytes:
+        return json.dumps(self.model_dump()).encode() + b"\n"
+
+
+Rank = Annotated[int, Field(ge=0, lt=2**20)]
+Topic = Annotated[str, Field(max_length=1000)]
+Turn = Annotated[int, Field(ge=0, lt=2**53)]
+
+
+class _Facts(_Message):
+    """Facts of the sender, for rank 0."""
+
+    kind: Literal["facts"] = "facts"
+    topic: Topic
+    turn: Turn  # number of earlier calls with this topic
+    facts: dict[str, Any]
+    among: list[Rank]  # ranks that gather
+
+
+class _Answer(_Message):
+    """Facts of all that gather, from rank 0."""
+
+    kind: Literal["answer"] = "answer"
+    topic: Topic
+    turn: Turn
+    every: list[dict[str, Any]]
+
+
+class _Failed(_Message):
+    """Failure of a rank; rank 0 passes it on."""
+
+    kind: Literal["failed"] = "failed"
+    rank: Rank
+    text: Annotated[str, Field(max_length=TEXT_SHOWN)]
+    code: Annotated[int, Field(gt=0, lt=256)]
+    gone: bool = False
+
+
+class _Left(_Message):
+    """Orderly end of the sender."""
+
+    kind: Literal["left"] = "left"
+
+
+class _Beat(_Message):
+    """Heartbeat."""
+
+    kind: Literal["beat"] = "beat"
+
+
+_AnyMessage = Annotated[_Facts | _Answer | _Failed | _Left | _Beat, Field(discriminator="kind")]
+_MESSAGES: TypeAdapter[_Facts | _Answer | _Failed | _Left | _Beat] = TypeAdapter(_AnyMessage)
+
+
+class _Hello(_Message):
+    """Introduction of a rank to rank 0; the proof answers rank 0's nonce."""
+
+    rank: Annotated[int, Field(ge=1)]
+    name: str
+    nonce: Annotated[str, Field(min_length=32, max_length=32)]
+    proof: str
+
+
+class Welcome(_Message):
+    """Names of all ranks, when the last one has joined."""
+
+    names: list[Annotated[str, Field(max_length=2 * NAME_SHOWN + 100)]]
+    store_port: Annotated[int, Field(ge=0, lt=65536)]  # rendezvous of tensors; 0: none
+
+
+@dataclass
+class _Gathering:
+    """Facts that rank 0 has for a topic."""
+
+    among: Sequence[int]
+    messages: dict[int, dict[str, Any]] = field(default_factory=dict)
 
 
 class PeerFailed(GptjFtError):
@@ -54,22 +144,24 @@ class Control:
     """The connection of one rank to the others.
 
     Args:
-        names: name of each rank, for messages.
+        welcome: names of the ranks.
         sockets: connections, by rank: rank 0 has one to each other rank, the others have one to rank 0.
         ends_process: whether to end the process if its main thread does not notice a failure. False in tests, whose
             ranks are threads.
     """
 
     def __init__(
-        self, rank: int, names: list[str], sockets: Mapping[int, socket.socket], ends_process: bool = True
+        self, rank: int, welcome: Welcome, sockets: Mapping[int, socket.socket], ends_process: bool = True
     ) -> None:
-        self.rank, self.size, self.names = rank, len(names), names
+        self.rank, self.size, self.names = rank, len(welcome.names), welcome.names
+        self.store_port = welcome.store_port
         self._sockets, self._ends_process = dict(sockets), ends_process
         self._changed = threading.Condition()
         self._send_locks = {peer: threading.Lock() for peer in sockets}
-        self._facts: dict[tuple[str, int], dict[int, dict[str, Any]]] = defaultdict(dict)  # on rank 0, incomplete
+        self._facts: dict[tuple[str, int], _Gathering] = {}  # on rank 0, incomplete
+        self._awaited: dict[tuple[str, int], Sequence[int]] = {}  # ranks in the answers to come
         self._answers: dict[tuple[str, int], list[dict[str, Any]]] = {}
-        self._turns: dict[str, int] = defaultdict(int)  # calls of `gather` by topic
+        self._turns: dict[tuple[int, str], int] = defaultdict(int)  # calls of `gather` by rank and topic
         self._last_heard = dict.fromkeys(sockets, time.monotonic())
         self._left, self._dead = set[int](), set[int]()
         self._failure: PeerFailed | None = None
@@ -97,19 +189,27 @@ class Control:
         if len(ranks) < self.size:
             topic = f"{topic} of {ranks}"
         with self._changed:
-            key = topic, self._turns[topic]
-            self._turns[topic] += 1
+            key = topic, self._turns[self.rank, topic]
+            self._turns[self.rank, topic] += 1
+            self._awaited[key] = ranks
         if self.rank == 0:
             self._add_facts(0, key, dict(facts), ranks)
         else:
-            self._send(0, {"topic": key, "facts": facts, "among": ranks})
+            self._send(0, _Facts(topic=topic, turn=key[1], facts=dict(facts), among=ranks))
+            self._require_rank_zero()
         with self._changed:
             while key not in self._answers:
                 if self._failure:
                     self._noticed = True
                     raise self._failure
                 self._changed.wait()
-            return self._answers.pop(key)
+            every = self._answers.pop(key)
+        for rank, theirs in zip(ranks, every, strict=True):
+            if not is_alike(theirs, facts):
+                self._lose(rank, f"{_MALFORMED} (topic {topic!r})")
+                self._noticed = True
+                raise self._failure or PeerFailed(f"{self.names[rank]} {_MALFORMED}", 1, rank)
+        return every
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -137,9 +237,10 @@ class Control:
             code = int(getattr(error, "exit_code", 1))
             if isinstance(error, KeyboardInterrupt):
                 text, code = "stopped", Interrupted.exit_code
-            self._tell({"failed": {"rank": self.rank, "text": text, "code": code}})
+            text = text[:TEXT_SHOWN].encode(errors="replace").decode()  # names of files may have lone surrogates
+            self._tell(_Failed(rank=self.rank, text=text, code=code))
         elif error is None:
-            self._tell({"left": self.rank})
+            self._tell(_Left())
             if self.rank == 0:
                 with self._changed:
                     self._changed.wait_for(lambda: self._failure or self._left >= set(self._sockets), SILENT_SECONDS)
@@ -148,16 +249,16 @@ class Control:
             with suppress(OSError):
                 each.shutdown(socket.SHUT_WR)
 
-    def _tell(self, line: Mapping[str, Any], but: int = -1, among: Sequence[int] = ()) -> None:
+    def _tell(self, message: _Message, but: int = -1, among: Sequence[int] = ()) -> None:
         for peer in among or self._sockets:
             if peer != but and peer in self._sockets and peer not in self._dead:
                 with suppress(PeerFailed):
-                    self._send(peer, line)
+                    self._send(peer, message)
 
-    def _send(self, peer: int, line: Mapping[str, Any]) -> None:
+    def _send(self, peer: int, message: _Message) -> None:
         try:
             with self._send_locks[peer]:
-                self._sockets[peer].sendall(json.dumps(line).encode() + b"\n")
+                self._sockets[peer].sendall(message.to_line())
         except OSError:
             self._lose(peer)
             raise self._failure or PeerFailed(f"{self.names[peer]} is gone", 1, peer) from None
@@ -165,6 +266,7 @@ class Control:
     def _listen(self) -> None:
         """Receive messages until every connection has ended."""
         buffers = dict.fromkeys(self._sockets, b"")
+        begun = dict[int, float]()  # start of the unfinished message in each buffer
         with selectors.DefaultSelector() as selector:
             for peer, each in self._sockets.items():
                 selector.register(each, selectors.EVENT_READ, peer)
@@ -175,65 +277,101 @@ class Control:
                         read = self._sockets[peer].recv(1 << 20)
                     except OSError:
                         read = b""
-                    if not read or len(buffers[peer]) > LINE_BYTES:
+                    if not read:
                         selector.unregister(self._sockets[peer])
                         self._lose(peer)
                         continue
-                    self._last_heard[peer] = time.monotonic()
+                    now = self._last_heard[peer] = time.monotonic()
                     *lines, buffers[peer] = (buffers[peer] + read).split(b"\n")
+                    if lines:
+                        begun.pop(peer, None)
+                    is_late = bool(buffers[peer]) and now - begun.setdefault(peer, now) > LINE_SECONDS
                     try:
                         for line in lines:
-                            self._receive(peer, json.loads(line))
-                    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+                            self._receive(peer, _MESSAGES.validate_python(json.loads(line)))
+                        if is_late or len(buffers[peer]) > LINE_BYTES:
+                            raise ValueError("a message without an end")
+                    except (ValueError, RecursionError):
+                        selector.unregister(self._sockets[peer])
                         self._lose(peer, _MALFORMED)
                 for peer, heard in self._last_heard.items():
                     if time.monotonic() - heard > self.silent_seconds and peer not in self._left:
                         self._lose(peer, "does not answer any more")
 
-    def _receive(self, peer: int, line: dict[str, Any]) -> None:
-        if not isinstance(line, dict):
-            raise TypeError(line)
-        if "facts" in line:
-            topic, turn = line["topic"]
-            among = [int(rank) for rank in line["among"]]
-            if peer not in among or not set(among) <= set(range(self.size)):
+    def _receive(self, peer: int, message: _Facts | _Answer | _Failed | _Left | _Beat) -> None:
+        """Take in a message from a peer.
+
+        Raises:
+            ValueError: this peer may not send it.
+        """
+        if isinstance(message, _Facts):
+            among, key = message.among, (message.topic, message.turn)
+            turn = self._turns[peer, message.topic]
+            is_subset = len(set(among)) == len(among) and set(among) <= set(range(self.size))
+            if self.rank != 0 or peer not in among or not is_subset or message.turn != turn:
                 raise ValueError(among)
-            self._add_facts(peer, (str(topic), int(turn)), dict(line["facts"]), among)
-        elif "all" in line:
-            topic, turn = line["topic"]
-            self._set_answer((topic, turn), line["all"])
-        elif "left" in line:
+            if len(self._facts) > MOST_PENDING:
+                raise ValueError("too many topics")
+            self._turns[peer, message.topic] += 1
+            self._add_facts(peer, key, message.facts, among)
+        elif isinstance(message, _Answer):
+            key = message.topic, message.turn
+            if self.rank == 0 or len(self._awaited.get(key, ())) != len(message.every):
+                raise ValueError(key)
+            self._set_answer(key, message.every)
+        elif isinstance(message, _Left):
             with self._changed:
                 self._left.add(peer)
                 self._changed.notify_all()
-        elif "failed" in line:
-            failed = line["failed"]
-            rank, code, is_gone = int(failed["rank"]), int(failed["code"]), bool(failed.get("gone"))
+            for gathering in list(self._facts.values()):
+                self._require_members(gathering)
+            self._require_rank_zero()
+        elif isinstance(message, _Failed):
             # A rank may report only its own failure; rank 0 passes on those of others.
-            if not 0 < code < 256 or rank not in range(self.size) or (self.rank == 0 and rank != peer):
-                raise ValueError(failed)
+            if message.rank >= self.size or (self.rank == 0 and message.rank != peer):
+                raise ValueError(message.rank)
             if self.rank == 0:
-                self._tell(line, but=peer)
-            reason = escape_controls(str(failed["text"]))  # it goes to the terminal
-            self._fail(PeerFailed(f"{self.names[rank]}{'' if is_gone else ':'} {reason}", code, rank, is_gone))
-        elif "beat" not in line:
-            raise ValueError(line)
+                self._tell(message, but=peer)
+            text = escape_controls(message.text)  # it goes to the terminal
+            name = f"{self.names[message.rank]}{'' if message.gone else ':'}"
+            self._fail(PeerFailed(f"{name} {text}", message.code, message.rank, message.gone))
 
     def _add_facts(self, peer: int, key: tuple[str, int], facts: dict[str, Any], among: Sequence[int]) -> None:
         """Add the facts of a rank, on rank 0; when they are complete, answer all ranks that gather them."""
         with self._changed:
-            messages = self._facts[key]
-            messages[peer] = facts
-            if len(messages) < len(among):
-                return
-            del self._facts[key]
-        every = [messages[rank] for rank in among]
-        self._tell({"topic": key, "all": every}, among=among)
+            gathering = self._facts.setdefault(key, _Gathering(among))
+            if list(gathering.among) != list(among):
+                if peer:
+                    raise ValueError(among)
+                for other in gathering.messages:  # rank 0 itself knows who gathers
+                    self._lose(other, _MALFORMED)
+            gathering.messages[peer] = facts
+            is_complete = len(gathering.messages) == len(among)
+            if is_complete:
+                del self._facts[key]
+        if not is_complete:
+            self._require_members(gathering)
+            return
+        every = [gathering.messages[rank] for rank in among]
+        self._tell(_Answer(topic=key[0], turn=key[1], every=every), among=among)
         if self.rank in among:
             self._set_answer(key, every)
 
+    def _require_members(self, gathering: _Gathering) -> None:
+        """Fail if a rank has left, and others wait for its facts."""
+        for rank in {*gathering.among} & self._left - gathering.messages.keys():
+            self._left.discard(rank)
+            self._lose(rank, _EARLY)
+
+    def _require_rank_zero(self) -> None:
+        """Fail if rank 0 has left, and this rank waits for its facts."""
+        if self.rank and 0 in self._left and any(0 in ranks for ranks in list(self._awaited.values())):
+            self._left.discard(0)
+            self._lose(0, _EARLY)
+
     def _set_answer(self, key: tuple[str, int], every: list[dict[str, Any]]) -> None:
         with self._changed:
+            del self._awaited[key]
             self._answers[key] = every
             self._changed.notify_all()
 
@@ -242,7 +380,7 @@ class Control:
             return
         self._dead.add(peer)
         if self.rank == 0:
-            self._tell({"failed": {"rank": peer, "text": how, "code": 1, "gone": True}}, but=peer)
+            self._tell(_Failed(rank=peer, text=how, code=1, gone=True), but=peer)
         self._fail(PeerFailed(f"{self.names[peer]} {how}", 1, peer))
 
     def _fail(self, failure: PeerFailed) -> None:
@@ -273,8 +411,21 @@ class Control:
 
     def _beat(self) -> None:
         while not self._closed:
-            self._tell({"beat": self.rank})
+            self._tell(_Beat())
             time.sleep(BEAT_SECONDS)
+
+
+def is_alike(theirs: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
+    """Tell whether facts of another rank have the names and JSON types of own facts; null equals any type."""
+    if theirs.keys() != own.keys():
+        return False
+    kinds = ({type(None), _kind_of(theirs[name]), _kind_of(own[name])} for name in own)
+    return all(len(each) <= 2 for each in kinds)
+
+
+def _kind_of(value: Any) -> type:
+    kinds: tuple[tuple[type, Any], ...] = ((bool, bool), (float, int | float), (list, list | tuple), (dict, Mapping))
+    return next((kind for kind, forms in kinds if isinstance(value, forms)), type(value))
 
 
 # ------------------------------------------------------------------ connecting
@@ -287,10 +438,14 @@ class _Stranger:
         connection.setblocking(False)
         self.connection, self.deadline = connection, time.monotonic() + HELLO_SECONDS
         self.nonce, self._read = secrets.token_hex(16), b""
-        with suppress(OSError):
-            connection.send(json.dumps({"nonce": self.nonce}).encode() + b"\n")
+        self.send({"nonce": self.nonce})
 
-    def read(self) -> dict[str, Any] | None:
+    def send(self, line: Mapping[str, Any]) -> None:
+        """Send a short line; an empty buffer takes it at once."""
+        with suppress(OSError):
+            self.connection.send(json.dumps(line).encode() + b"\n")
+
+    def read(self) -> _Hello | None:
         """Read; return the hello if it is complete.
 
         Raises:
@@ -303,15 +458,11 @@ class _Stranger:
         self._read += read
         if not read or len(self._read) > HELLO_BYTES:
             raise ValueError("ended")
-        if not self._read.endswith(b"\n"):
-            return None
-        hello = json.loads(self._read)
-        if not isinstance(hello, dict):
-            raise ValueError("malformed")
-        return hello
+        return _Hello.model_validate(json.loads(self._read)) if self._read.endswith(b"\n") else None
 
 
 def _proof(token: str, nonce: str, rank: int) -> str:
+    """Return the answer of a rank to the other's nonce; the rank in it keeps it from being sent back as one's own."""
     return hmac.new(token.encode(), f"{nonce} {rank}".encode(), "sha256").hexdigest()
 
 
@@ -323,25 +474,27 @@ def host_control(
     seconds: float,
     check_children: Callable[[], None] = lambda: None,
     ends_process: bool = True,
+    store_port: int = 0,
 ) -> Control:
     """Accept the connections of all other ranks, on rank 0. Other clients are dropped and delay nothing.
 
     Args:
         listener: listening socket.
-        token: secret of the run. Ranks prove that they know it by the answer to a challenge.
+        token: secret of the run. Rank 0 and each other rank prove to each other that they know it, and never send it.
         name: name of this machine for messages.
         seconds: time for all to connect.
         check_children: called twice a second; may raise if a rank has died.
         ends_process: see `Control`.
+        store_port: port of the rendezvous for tensors, which only ranks of the run learn.
 
     Raises:
         PeerFailed: a rank has not connected.
     """
     sockets: dict[int, socket.socket] = {}
-    names = [f"process 1 ({name})"] + [f"process {rank + 1}" for rank in range(1, size)]
+    names = [f"process 1 ({shortened(name, NAME_SHOWN)})"] + [f"process {rank + 1}" for rank in range(1, size)]
     deadline, strangers = time.monotonic() + seconds, dict[socket.socket, _Stranger]()
     listener.setblocking(False)
-    with selectors.DefaultSelector() as selector:
+    with selectors.DefaultSelector() as selector, ExitStack() as opened:
         selector.register(listener, selectors.EVENT_READ)
 
         def drop(stranger: _Stranger) -> None:
@@ -349,18 +502,22 @@ def host_control(
             del strangers[stranger.connection]
             stranger.connection.close()
 
+        next_check = time.monotonic()
         while len(sockets) < size - 1:
             ready = [key.fileobj for key, _ in selector.select(0.5)]
-            if not ready:
+            if time.monotonic() >= next_check:
                 check_children()
+                next_check = time.monotonic() + 0.5
             if time.monotonic() > deadline:
                 missing = [str(rank + 1) for rank in range(1, size) if rank not in sockets]
                 number = ", ".join(missing)
                 text = f"{len(missing)} of {size} processes have not come within {seconds:g} s: number {number}"
                 raise PeerFailed(f"{text}; look at what they say, and whether the ports are open", 1, -1)
             if listener in ready:
+                if len(strangers) >= MOST_STRANGERS:
+                    drop(next(iter(strangers.values())))
                 with suppress(OSError):
-                    connection, _ = listener.accept()
+                    connection = opened.enter_context(listener.accept()[0])
                     strangers[connection] = _Stranger(connection)
                     selector.register(connection, selectors.EVENT_READ)
             for stranger in list(strangers.values()):
@@ -370,55 +527,91 @@ def host_control(
                         if time.monotonic() > stranger.deadline:
                             drop(stranger)
                         continue
-                    rank, proof, host = hello["rank"], str(hello["proof"]).encode(), one_line(str(hello["name"]))
-                    is_known = hmac.compare_digest(proof, _proof(token, stranger.nonce, rank).encode())
-                    # The exact type: `True` is an int and equals 1.
-                    if not is_known or type(rank) is not int or rank not in range(1, size) or rank in sockets:
+                    rank, proof = hello.rank, _proof(token, stranger.nonce, hello.rank)
+                    is_known = hmac.compare_digest(hello.proof.encode(), proof.encode())
+                    if not is_known or rank >= size or rank in sockets:
+                        stranger.send({"refused": True})
                         raise ValueError("not a rank of this run")
-                except (OSError, ValueError, LookupError, RecursionError):
+                except (OSError, ValueError, RecursionError):
                     drop(stranger)
                     continue
+                stranger.send({"proof": _proof(token, hello.nonce, 0)})
                 selector.unregister(stranger.connection)
-                sockets[rank], names[rank] = stranger.connection, f"process {rank + 1} ({host})"
+                sockets[rank] = stranger.connection
+                names[rank] = f"process {rank + 1} ({shortened(hello.name, NAME_SHOWN)})"
                 del strangers[stranger.connection]
+        welcome = Welcome(names=names, store_port=store_port)
+        for rank, connection in sockets.items():
+            connection.settimeout(SILENT_SECONDS)
+            try:
+                connection.sendall(welcome.to_line())
+            except OSError as error:
+                raise PeerFailed(f"{names[rank]} is gone", 1, rank) from error
         for stranger in list(strangers.values()):
             drop(stranger)
-    for connection in sockets.values():
-        connection.settimeout(SILENT_SECONDS)
-        connection.sendall(json.dumps({"names": names}).encode() + b"\n")
-    return Control(0, names, sockets, ends_process)
+        opened.pop_all()
+    return Control(0, welcome, sockets, ends_process)
 
 
 def join_control(
     address: tuple[str, int], rank: int, token: str, name: str, seconds: float, ends_process: bool = True
 ) -> Control:
-    """Connect to rank 0 at an address, from another rank. Other arguments and errors: as `host_control`."""
+    """Connect to rank 0 at an address, from another rank. Other arguments: as `host_control`.
+
+    Raises:
+        PeerFailed: nobody answers there, the one who answers does not know the token, or refuses this rank's.
+    """
     deadline = time.monotonic() + seconds
+    where = f"process 1 at {address[0]}:{address[1]}"
     while True:
         try:
             connection = socket.create_connection(address, timeout=5.0)
-            break
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise PeerFailed(f"process 1 at {address[0]}:{address[1]} cannot be reached: {error}", 1, 0) from None
-            time.sleep(0.1)
-    connection.settimeout(seconds)
+            if _is_accepted(connection, rank, token, name, where):
+                break
+            reason = "the connection ended"  # strangers crowd it, or rank 0 has not started listening yet
+        except (OSError, ValueError, RecursionError) as error:
+            reason = str(error)
+        if time.monotonic() > deadline:
+            raise PeerFailed(f"{where} cannot be reached: {shortened(reason, 200)}", 1, 0)
+        time.sleep(0.1)
     try:
-        nonce = str(json.loads(_read_line(connection))["nonce"])
-        hello = {"rank": rank, "proof": _proof(token, nonce, rank), "name": name}
-        connection.sendall(json.dumps(hello).encode() + b"\n")
-        names = json.loads(_read_line(connection))["names"]
-    except (OSError, ValueError, LookupError, TypeError) as error:
+        welcome = Welcome.model_validate(json.loads(_read_line(connection, LINE_BYTES, deadline)))
+    except (OSError, ValueError, RecursionError) as error:
         raise PeerFailed("process 1 is gone, before all had come", 1, 0) from error
-    return Control(rank, names, {0: connection}, ends_process)
+    names = [escape_controls(each) for each in welcome.names]
+    return Control(rank, welcome.model_copy(update={"names": names}), {0: connection}, ends_process)
 
 
-def _read_line(connection: socket.socket) -> bytes:
+def _is_accepted(connection: socket.socket, rank: int, token: str, name: str, where: str) -> bool:
+    """Exchange proofs with rank 0; false if the connection ends before.
+
+    Raises:
+        PeerFailed: a proof is wrong.
+    """
+    end, nonce = time.monotonic() + HELLO_SECONDS, secrets.token_hex(16)
+    try:
+        theirs = str(json.loads(_read_line(connection, HELLO_BYTES, end))["nonce"])
+        hello = _Hello(rank=rank, name=name[:NAME_SHOWN], nonce=nonce, proof=_proof(token, theirs, rank))
+        connection.sendall(hello.to_line())
+        answer = json.loads(_read_line(connection, HELLO_BYTES, end))
+        proof = answer.get("proof", "")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        connection.close()
+        return False
+    if not hmac.compare_digest(str(proof).encode(errors="replace"), _proof(token, nonce, 0).encode()):
+        connection.close()
+        text = "is GPTJ_FT_TOKEN the same everywhere, and each rank started once?"
+        raise PeerFailed(f"{where} does not accept process {rank + 1}: {text}", 1, 0)
+    return True
+
+
+def _read_line(connection: socket.socket, most: int, deadline: float) -> bytes:
     """Read one line, byte by byte: bytes behind it are for `Control`."""
-    line = b""
+    line = bytearray()
     while not line.endswith(b"\n"):
+        connection.settimeout(max(0.01, deadline - time.monotonic()))
         read = connection.recv(1)
-        if not read or len(line) > LINE_BYTES:
+        if not read or len(line) > most or time.monotonic() > deadline:
             raise ValueError("the connection ended")
         line += read
-    return line
+    return bytes(line)

@@ -92,8 +92,8 @@ class DistributedExchange(Exchange):
         return [StepLoss(**each) for each in result]
 
     def merge_norms(self, norms: dict[int, float]) -> dict[int, float]:
-        every = self._group.gather("norms", {str(layer): value for layer, value in norms.items()})
-        return {int(layer): value for each in every for layer, value in each.items()}
+        every = self._group.gather("norms", {"of": {str(layer): value for layer, value in norms.items()}})
+        return {int(layer): value for each in every for layer, value in each["of"].items()}
 
     def map_batches(
         self, kind: str, batches: Sequence[PackedBatch], queries: Sequence[Query], compute: ComputeBatches

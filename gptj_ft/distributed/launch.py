@@ -31,6 +31,7 @@ from gptj_ft.distributed.control import ENDING_SECONDS, PeerFailed, host_control
 from gptj_ft.distributed.process_group import NCCL, NO_TIMEOUT, ProcessGroup
 from gptj_ft.errors import UsageError
 from gptj_ft.system.group import ALONE, Group
+from gptj_ft.system.paths import make_home
 
 START_SECONDS = float(os.environ.get("GPTJ_FT_START_SECONDS", "300"))  # until every rank has connected
 STORE = "GPTJ_FT_STORE"  # rendezvous file of --nproc
@@ -164,7 +165,7 @@ def joined(num_processes: int | None = None, arguments: Sequence[str] = ()) -> I
         yield ALONE
         return
     if member is not None:
-        with connected(member, os.environ.get(TOKEN, "")) as group:
+        with connected(member, token_of(member, os.environ)) as group:
             yield group
         return
     assert num_processes is not None
@@ -183,6 +184,32 @@ def joined(num_processes: int | None = None, arguments: Sequence[str] = ()) -> I
                 yield group
         finally:
             end_others(children)
+
+
+def token_of(member: Membership, environment: Mapping[str, str]) -> str:
+    """Return the secret that the ranks share.
+
+    Without ``GPTJ_FT_TOKEN``, ranks of one machine share a private file in the home folder, and ranks of several
+    machines have no secret.
+    """
+    if given := environment.get(TOKEN):
+        return given
+    if member.store is not None or member.local_size < member.size:
+        return ""
+    path = make_home() / "token"
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        if not path.exists():
+            with open(draft, "x", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+                file.write(secrets.token_hex(16))
+            with suppress(FileExistsError):  # another rank was first
+                os.link(draft, path)
+            draft.unlink()
+        if path.stat().st_mode & 0o077 or path.is_symlink():
+            raise UsageError(f"{path} is the secret of this machine's runs, and others may read it: remove it")
+        return path.read_text(encoding="ascii")
+    except OSError as error:
+        raise UsageError(f"cannot keep {path}, the secret of this machine's runs: {error}; set {TOKEN}") from error
 
 
 def start_others(member: Membership, token: str, arguments: Sequence[str]) -> list[subprocess.Popen[bytes]]:
@@ -252,25 +279,22 @@ def connected(member: Membership, token: str, check_children: Callable[[], None]
         # Streams in one of the driver's queues (8 by default) wait for each other. Receives are posted early, and
         # everything behind them in a queue would wait.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    store: Any
-    if member.store is not None:
-        store = dist.FileStore(str(member.store), -1)  # type: ignore[attr-defined]
-    else:
-        store = _tcp_store(member, host)
+    file = None if member.store is None else dist.FileStore(str(member.store), -1)  # type: ignore[attr-defined]
     name = platform.node()
     if member.rank == 0:
-        with socket.create_server((host, 0)) as listener:
-            # Only the address: whoever reaches the store can read it, so that the token must not be in it.
-            store.set("control", json.dumps([host, listener.getsockname()[1]]))
-            control = host_control(listener, member.size, token, name, START_SECONDS, check_children)
+        # Only ranks that have proved the token learn the store's port.
+        with _listening(host, member) as listener, socket.create_server((host, 0)) as for_store:
+            if file is not None:
+                file.set("control", json.dumps(listener.getsockname()[:2]))
+            store_port = for_store.getsockname()[1]
+            control = host_control(
+                listener, member.size, token, name, START_SECONDS, check_children, store_port=store_port
+            )
+            store = file or _tcp_store(host, store_port, member, for_store.detach())
     else:
-        try:
-            if not wait_until(lambda: store.check(["control"])):
-                raise PeerFailed(f"process 1 has not come within {START_SECONDS:g} s", 1, 0)
-            address, port = json.loads(store.get("control"))
-        except RuntimeError as error:
-            raise PeerFailed("process 1 is gone, before all had come", 1, 0) from error
-        control = join_control((address, port), member.rank, token, name, START_SECONDS)
+        control = join_control(_control_address(file, member), member.rank, token, name, START_SECONDS)
+        target = member.address[0] if member.address else host
+        store = file or _tcp_store(target, control.store_port, member)
     group = ProcessGroup(control, member.local_size, member.local_rank, threads_alone if member.store else None)
     try:
         dist.init_process_group("gloo", store=store, rank=member.rank, world_size=member.size, timeout=NO_TIMEOUT)
@@ -292,25 +316,44 @@ def wait_until(condition: Callable[[], bool]) -> bool:
     return True
 
 
-def _tcp_store(member: Membership, host: str) -> Any:
-    """Open the rendezvous of a launcher; rank 0 listens on the given host address alone."""
+def _listening(host: str, member: Membership) -> socket.socket:
+    """Listen for the other ranks, on the given host address alone."""
+    port = member.address[1] if member.address else 0
+    try:
+        return socket.create_server((host, port))
+    except OSError as error:
+        text = f"process 1 cannot meet the others at {host}:{port}: {error.strerror}"
+        raise UsageError(f"{text}; GPTJ_FT_PORT names a port") from error
+
+
+def _control_address(file: Any, member: Membership) -> tuple[str, int]:
+    """Return the address of rank 0, which the launcher or rank 0's rendezvous file names."""
+    if member.address is not None:
+        host, port = member.address
+        if not wait_until(lambda: _answers(host, port)):
+            text = f"process {member.rank + 1} cannot meet the others at {host}:{port}"
+            raise UsageError(f"{text}: nobody answers there; GPTJ_FT_PORT names a port")
+        return host, port
+    if not wait_until(lambda: file.check(["control"])):
+        raise PeerFailed(f"process 1 has not come within {START_SECONDS:g} s", 1, 0)
+    address, port = json.loads(file.get("control"))
+    return address, port
+
+
+def _tcp_store(host: str, port: int, member: Membership, listener: int | None = None) -> Any:
+    """Open the rendezvous for tensors; by itself, rank 0 would listen on every interface."""
     import torch.distributed as dist
 
-    assert member.address is not None
-    target, port = member.address
-    where = f"process {member.rank + 1} cannot meet the others at {target}:{port}"
-    if member.rank and not wait_until(lambda: _answers(target, port)):
-        raise UsageError(f"{where}: nobody answers there; GPTJ_FT_PORT names a port")
     try:
-        # By itself, torch would listen on every interface.
-        listener = socket.create_server((host, port)).detach() if member.rank == 0 else None
         return dist.TCPStore(  # type: ignore[attr-defined]
-            host if member.rank == 0 else target, port, member.size, member.rank == 0,
-            timedelta(seconds=START_SECONDS), wait_for_workers=False, master_listen_fd=listener,
+            host, port, member.size, member.rank == 0, timedelta(seconds=START_SECONDS), wait_for_workers=False,
+            master_listen_fd=listener,
         )  # fmt: skip
     except (OSError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
-        raise UsageError(f"{where}: {reason}; GPTJ_FT_PORT names a port") from error
+        raise PeerFailed(
+            f"process {member.rank + 1} cannot connect to {host}:{port}: {reason}", 1, member.rank
+        ) from error
 
 
 def _answers(host: str, port: int) -> bool:

@@ -74,7 +74,8 @@ class Group:
 
     def broadcast(self, topic: str, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values of rank 0; those of other ranks are ignored."""
-        return self.gather(topic, values if self.rank == 0 else {})[0]
+        sent = dict(values) if self.rank == 0 else None
+        return dict(self.gather(topic, {"values": sent})[0]["values"])
 
     def connect(self, device: torch.device, links: Sequence[Link]) -> str:
         """Choose the transport of activations, on all ranks at once; return its name for the log.

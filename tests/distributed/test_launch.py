@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
@@ -11,14 +12,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from support.thread_group import Hub, Member
@@ -26,15 +29,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gptj_ft.config.resolve import build
 from gptj_ft.distributed import launch
-from gptj_ft.distributed.control import Control, PeerFailed, host_control, join_control
+from gptj_ft.distributed.control import MOST_STRANGERS, Control, PeerFailed, Welcome, host_control, join_control
 from gptj_ft.distributed.environment import check_same_environment
-from gptj_ft.distributed.launch import Membership, interface_to, joined
+from gptj_ft.distributed.launch import Membership, interface_to, joined, token_of
 from gptj_ft.distributed.pipeline import Partition
 from gptj_ft.distributed.process_group import ProcessGroup
 from gptj_ft.distributed.training import DistributedTraining
 from gptj_ft.errors import DataError, Interrupted, UsageError
 from gptj_ft.system import accelerator
 from gptj_ft.system.group import ALONE
+from gptj_ft.system.plain_text import escape_controls
 from gptj_ft.training.finetune import use_threads
 from gptj_ft.training.reporter import Reporter
 
@@ -310,7 +314,7 @@ def test_strangers_neither_end_nor_delay_start(line: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "message", [b"[1]\n", b'{"failed": {"rank": 1, "text": "", "code": 0}}\n', b"[" * 100_000 + b"\n"]
+    "message", [b"[1]\n", b'{"kind": "failed", "rank": 1, "text": "", "code": 0}\n', b"[" * 100_000 + b"\n"]
 )
 def test_malformed_message_ends_run_with_error(controls: list[Control], message: bytes) -> None:
     controls[1]._sockets[0].sendall(message)
@@ -319,12 +323,180 @@ def test_malformed_message_ends_run_with_error(controls: list[Control], message:
     assert caught.value.exit_code == 1
 
 
+def test_idle_strangers_are_dropped_for_ranks() -> None:
+    with contextlib.ExitStack() as opened, ThreadPoolExecutor(2) as pool:
+        listener = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
+        address = listener.getsockname()
+        first = pool.submit(host_control, listener, 2, "token", "a", 10.0, ends_process=False)
+        for _ in range(2 * MOST_STRANGERS):
+            opened.enter_context(socket.create_connection(address))
+        join_control(address, 1, "token", "b", 5.0, ends_process=False).close(KeyboardInterrupt())
+        first.result().close(KeyboardInterrupt())
+
+
+@pytest.mark.parametrize(
+    "line", [b"", b'{"nonce": "x"}\n', b'{"nonce": "x"}\n{"proof": "\xff"}\n', b"[1]\n", b"[" * 9000]
+)
+def test_rank_accepts_no_stranger_as_first(line: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gptj_ft.distributed.control.HELLO_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+
+        def pretend() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    listener.accept()[0].sendall(line)
+
+        threading.Thread(target=pretend, daemon=True).start()
+        with pytest.raises(PeerFailed, match="cannot be reached"):
+            join_control(address, 1, "token", "b", 0.3, ends_process=False)
+
+
+@pytest.mark.usefixtures("_same_threads")
+def test_launched_run_listens_locally_without_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "START_SECONDS", 1.0)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    before = listening()
+
+    def wait() -> None:
+        with launch.connected(Membership(0, 2, 2, ("127.0.0.1", port)), "the token"):
+            raise AssertionError
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(wait)
+        while ("127.0.0.1", port) not in (opened := listening() - before):
+            time.sleep(0.01)
+        assert {host for host, _ in opened} == {"127.0.0.1"}
+        told = b""
+        for address in opened:
+            with socket.create_connection(address, 0.2) as stranger, contextlib.suppress(TimeoutError):
+                stranger.sendall(b'{"rank": 1}\n')
+                told += stranger.recv(1000)
+        assert set(json.loads(told)) == {"nonce"}  # no store answers before all have come
+        with pytest.raises(PeerFailed, match="1 of 2 processes have not come"):
+            first.result()
+
+
+def listening() -> set[tuple[str, int]]:
+    return {tuple(each.laddr) for each in psutil.Process().net_connections("tcp") if each.status == psutil.CONN_LISTEN}
+
+
+def test_secret_of_a_machine_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPTJ_FT_HOME", str(tmp_path))
+    one, several = Membership(0, 2, 2, ("127.0.0.1", 1)), Membership(0, 2, 1, ("10.0.0.1", 1))
+    token = token_of(one, {})
+    assert len(token) == 32
+    assert token_of(one, {}) == token
+    assert token_of(one, {"GPTJ_FT_TOKEN": "mine"}) == "mine"
+    assert token_of(several, {}) == ""
+    (file,) = tmp_path.iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600
+    file.chmod(0o644)
+    with pytest.raises(UsageError, match="others may read it"):
+        token_of(one, {})
+
+
+HOSTILE_VALUES = (
+    None, True, -1, 0, 1, 2, 2**63, 10**4000, 1e308, math.inf, math.nan, "", "loss", "\xe9", "\x1b[2J\x07", "\ud800",
+    "x" * 100_000, [], [0, 1], [1, 1], [[0]], {}, {"x": 1.0}, {"x": "\x1b[2J"}, {"y": []},
+)  # fmt: skip
+VALID_MESSAGES: tuple[dict[str, Any], ...] = (
+    {"kind": "facts", "topic": "loss", "turn": 0, "facts": {"x": 1.0}, "among": [0, 1]},
+    {"kind": "answer", "topic": "loss", "turn": 0, "every": [{"x": 1.0}, {"x": 1.0}]},
+    {"kind": "failed", "rank": 1, "text": "no", "code": 3, "gone": False},
+    {"kind": "left"},
+    {"kind": "beat"},
+    {"rank": 1, "name": "b", "nonce": "0" * 32, "proof": ""},
+)
+
+
+def hostile_message(random: Random) -> bytes:
+    """Return a line of random bytes, a wrong value, or a message with wrong fields."""
+    form = random.random()
+    if form < 0.1:
+        return random.randbytes(random.randrange(300)) + b"\n"
+    message: Any = random.choice(HOSTILE_VALUES)
+    if form > 0.2:
+        message = dict(random.choice(VALID_MESSAGES))
+        for _ in range(random.randrange(3)):
+            message[random.choice([*message, "surplus"])] = random.choice(HOSTILE_VALUES)
+        if random.random() < 0.2:
+            del message[random.choice([*message])]
+    line = json.dumps(message).encode()
+    return (line[: random.randrange(len(line))] if random.random() < 0.1 else line) + b"\n"
+
+
+MANY = [200, pytest.param(10_000, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("num_messages", MANY)
+def test_hostile_strangers_cost_a_start_nothing(num_messages: int) -> None:
+    random = Random(num_messages)
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        address = listener.getsockname()
+        first = pool.submit(host_control, listener, 2, "token", "a", 1000.0, ends_process=False)
+        for _ in range(num_messages):
+            with socket.create_connection(address) as stranger, contextlib.suppress(OSError):
+                stranger.sendall(hostile_message(random))
+        second = join_control(address, 1, "token", "b", 10.0, ends_process=False)
+        assert at_once([first.result(), second], lambda each: each.gather("x", {})) == [[{}, {}]] * 2
+        at_once([first.result(), second], lambda each: each.close())
+
+
+@pytest.mark.parametrize("num_messages", MANY)
+def test_hostile_peer_is_named_or_harmless(num_messages: int) -> None:
+    random, outcomes, opened = Random(num_messages), defaultdict[str, int](int), deque[socket.socket]()
+    welcome = Welcome(names=["process 1 (a)", "process 2 (b)"], store_port=0)
+    with ThreadPoolExecutor(1) as pool:
+        for number in range(num_messages):
+            rank, (own, peers) = number % 2, socket.socketpair()
+            control = Control(rank, welcome, {1 - rank: own}, ends_process=False)
+            found = pool.submit(control.gather, "loss", {"x": 1.0})
+            with peers, contextlib.suppress(OSError):
+                peers.sendall(message := hostile_message(random))
+                peers.sendall(json.dumps(VALID_MESSAGES[rank]).encode() + b"\n")
+            try:
+                outcome = "answered" if found.result(10) == [{"x": 1.0}] * 2 else "changed"
+            except PeerFailed as error:
+                text, peer = str(error), f"process {2 - rank} ({'ba'[rank]})"
+                is_clean = escape_controls(text) == text and error.exit_code in range(1, 256)
+                outcome = "named" if text.startswith((peer, "process 2 (b)")) and is_clean else text
+            assert outcome in ("named", "answered"), message
+            outcomes[outcome] += 1
+            control.close(KeyboardInterrupt())
+            opened.append(own)
+            if len(opened) > 50:  # its thread has ended
+                opened.popleft().close()
+    for own in opened:
+        own.close()
+    assert min(outcomes["named"], outcomes["answered"]) > num_messages // 20
+
+
+@pytest.mark.parametrize("facts", [{}, {"x": "text"}, {"x": [1.0]}, {"x": 1.0, "y": 1}])
+def test_facts_of_another_shape_name_the_peer(facts: dict[str, Any], controls: list[Control]) -> None:
+    def work(each: Control) -> None:
+        with pytest.raises(PeerFailed, match=r"process 3 \(c\) sent a malformed message"):
+            each.gather("loss", {"x": 1.0})
+
+    line = {**VALID_MESSAGES[0], "facts": facts, "among": [0, 1, 2]}
+    controls[2]._sockets[0].sendall(json.dumps(line).encode() + b"\n")
+    at_once(controls[:2], work)
+
+
+def test_rank_that_left_ends_the_others_wait(controls: list[Control]) -> None:
+    controls[2].close()
+    with pytest.raises(PeerFailed, match=r"process 3 \(c\) left before the others"):
+        controls[0].gather("loss", {"x": 1.0})
+
+
 def test_wrong_token_cannot_join() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(3) as pool:
         address = listener.getsockname()
         first = pool.submit(host_control, listener, 2, "token", "a", 10.0, ends_process=False)
         stranger = pool.submit(join_control, address, 1, "guess", "x", 3.0, ends_process=False)
-        with pytest.raises(PeerFailed, match="process 1 is gone, before all had come"):
+        with pytest.raises(PeerFailed, match=r"process 1 at .* does not accept process 2: is GPTJ_FT_TOKEN the same"):
             stranger.result()
         second = pool.submit(join_control, address, 1, "token", "b", 10.0, ends_process=False)
         assert at_once([first.result(), second.result()], lambda each: each.gather("x", {})[1]) == [{}, {}]
@@ -423,14 +595,12 @@ def test_waiting_rank_heeds_signal(meets_in: str, tmp_path: Path, monkeypatch: p
     assert time.monotonic() - began < 10
 
 
-@pytest.mark.usefixtures("_same_threads")
-def test_rank_zero_death_at_start_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Closed:
-        def check(self, keys: list[str]) -> bool:
-            raise torch.distributed.DistNetworkError("Failed to recv, got 0 bytes")
-
-    monkeypatch.setattr(launch, "_tcp_store", lambda *_: Closed())
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    member = Membership(1, 2, 2, ("127.0.0.1", 1))
-    with pytest.raises(PeerFailed, match="process 1 is gone"), launch.connected(member, "token"):
-        pass
+def test_rank_zero_death_at_start_is_reported() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(2) as pool:
+        address = listener.getsockname()
+        dying = pool.submit(host_control, listener, 3, "token", "a", 1.0)
+        second = pool.submit(join_control, address, 1, "token", "b", 10.0, ends_process=False)
+        with pytest.raises(PeerFailed, match="1 of 3 processes have not come"):
+            dying.result()
+        with pytest.raises(PeerFailed, match="process 1 is gone, before all had come"):
+            second.result()

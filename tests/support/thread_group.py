@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from gptj_ft.distributed.control import PeerFailed
+from gptj_ft.distributed.control import PeerFailed, is_alike
 from gptj_ft.system.group import Group, Link, WaitTimer
 
 T = TypeVar("T")
@@ -75,6 +76,7 @@ class Member(Group):
             self.hub.changed.wait_for(lambda: len(found) == len(ranks) or self.hub.failed, 60)
             if len(found) < len(ranks):
                 raise PeerFailed(f"{topic}: {self.hub.failed or 'not all have come'}", 1, -1)
+            assert all(is_alike(json.loads(json.dumps(found[rank])), facts) for rank in ranks), topic
             return [found[rank] for rank in ranks]
 
     def close(self, error: BaseException | None = None) -> None:
