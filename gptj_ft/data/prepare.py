@@ -28,7 +28,7 @@ from gptj_ft.data.readers.records import read_rows
 from gptj_ft.data.readers.rows import Findings, Row
 from gptj_ft.data.readers.source import FileOptions, Source, identify
 from gptj_ft.data.readers.tables import check_headers
-from gptj_ft.data.table import TableWriter
+from gptj_ft.data.table import TableWriter, TokenTable
 from gptj_ft.data.tokenization import RowTokenizer, tokenizer_digest
 from gptj_ft.errors import DataError
 from gptj_ft.system.plain_text import shortened
@@ -131,7 +131,16 @@ def tokenize_rows(
             label_counts=labels.counts(),
             **counts.numbers,
         )
+        _check_complete(table, report, recipe.task != "language-model")
         return Prepared(table, report)
+
+
+def _check_complete(table: TokenTable, report: Report, has_labels: bool) -> None:
+    """Check that the table has every document, and with labels every row, that the report counts."""
+    num_rows = len(table) - sum(table["continues"]) if has_labels else report.rows_kept
+    if (len(table), num_rows) != (report.windows, report.rows_kept):
+        counts = f"{num_rows:,} of {report.rows_kept:,} rows and {len(table):,} of {report.windows:,} documents"
+        raise DataError(f"{report.files[0]}: only {counts} were written: this is a bug of gptj-ft, please report it")
 
 
 @contextmanager

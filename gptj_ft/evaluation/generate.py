@@ -114,9 +114,13 @@ def run_batch(generator: Generator, job: BatchJob, progress: Progress | None = N
             for number in numbers
         ]
         outputs = generate_batches(generator.model, generator.setup.tokenizer, prompts)
-        for number, continuations in zip(numbers, outputs, strict=True):
-            texts = iter([text_of(generator.setup.tokenizer, tokens, recipe.generation) for tokens in continuations])
-            yield [_line(questions[row], [next(texts) for _ in range(job.num_return)]) for row in batches[number]]
+        for number, continuations in zip(numbers, outputs, strict=False):
+            rows = batches[number]
+            texts = [text_of(generator.setup.tokenizer, tokens, recipe.generation) for tokens in continuations]
+            answers = [texts[at : at + job.num_return] for at in range(0, len(texts), job.num_return)]
+            # With an answer too few, no answer has a certain row; `check_complete` reports rows without one.
+            complete = len(texts) == len(rows) * job.num_return
+            yield [_line(questions[row], each) for row, each in zip(rows, answers, strict=True)] if complete else []
 
     with OutputFile(job.output, job.settings) as file:
         resumed = len(file.done)

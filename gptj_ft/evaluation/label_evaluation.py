@@ -67,7 +67,8 @@ def outputs_of(
         numbers = [[span.start + place for place in group] for group in groups]
         batches = [batch.to(offloaded.device) for group in numbers for batch in rows.batches(group, NO_TOKEN_LIMIT)]
         of_document: dict[int, Outputs] = {}
-        for group, batch, output_SC in zip(numbers, batches, head_outputs(offloaded, batches, objective), strict=True):
+        # Not strict: missing outputs are reported below.
+        for group, batch, output_SC in zip(numbers, batches, head_outputs(offloaded, batches, objective), strict=False):
             if loss is not None:
                 total, _ = objective.loss(output_SC, batch, batch.target_positions_T)
                 loss(StepLoss(float(total), objective.weight(batch), num_targets=batch.num_targets))
@@ -75,11 +76,14 @@ def outputs_of(
             # The head reads only marked positions: documents end at other rows in its outputs than in the batch.
             ends = pairwise((0, *batch.row_ends))
             of_document |= {row: whole[start:end] for row, (start, end) in zip(group, ends, strict=True)}
-        yield from (of_document[row] for row in span)
+        for row in span:
+            if row not in of_document:
+                return  # `check_complete` reports the rows without outputs
+            yield of_document[row]
 
 
 def row_outputs(table: TokenTable, rows: Rows, outputs: Iterator[Outputs]) -> Iterator[RowOutput]:
-    """Join the outputs of each row's windows.
+    """Join the outputs of each row's windows; end before a row without outputs.
 
     Args:
         table: the documents as prepared; ``continues`` marks all windows of a row but the first.
@@ -95,9 +99,11 @@ def row_outputs(table: TokenTable, rows: Rows, outputs: Iterator[Outputs]) -> It
         own_outputs, marks, offsets = zip(*windows, strict=True)
         return RowOutput(own_outputs, marks, offsets, *about)
 
+    num_read = 0
     for output_SC, marks, (continues, texts, references, source, line, offsets) in zip(
-        outputs, rows.marks, zip(*(table[name] for name in columns), strict=True), strict=True
+        outputs, rows.marks, zip(*(table[name] for name in columns), strict=True), strict=False
     ):
+        num_read += 1
         # A new row begins: the windows collected so far are all of the previous one.
         if windows and not continues:
             yield joined()
@@ -105,7 +111,7 @@ def row_outputs(table: TokenTable, rows: Rows, outputs: Iterator[Outputs]) -> It
         if not windows:
             about = texts, references, f"{source}:{line}"
         windows.append((output_SC, marks, np.asarray(offsets, np.int64).reshape(-1, 2)))
-    if windows:
+    if windows and num_read == len(table):
         yield joined()
 
 

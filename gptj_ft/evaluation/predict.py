@@ -145,16 +145,22 @@ def _label_rows(job: LabelJob, file: OutputFile, starts: Sequence[int], progress
     row_of = {start: row for row, start in enumerate(starts)}
     parts = list(split_rows(job.prepared.rows, job.plan.together.read))
     rows_of_part = [[row_of[document] for document in part if document in row_of] for part in parts]
-    several_files = len(job.prepared.report.files) > 1
+    several_files, sources = len(job.prepared.report.files) > 1, job.prepared.rows["source"]
+    lines = job.prepared.rows["line"]
     objective = objective_of(job.setup.recipe)
     with job.setup.open(job.plan.weights) as (architecture, offloaded):
         readout = readout_of(job.setup.recipe, architecture.labels)
+
+        def place_of(row: int) -> str:
+            return f"{sources[starts[row]]}:{lines[starts[row]]}"
 
         def lines_of(number: int) -> Iterator[dict[str, Any]]:
             table = job.prepared.rows.select(parts[number])
             rows = Rows.of(table)
             outputs = outputs_of(offloaded, rows, objective, job.plan.together)
             for row, output in zip(rows_of_part[number], row_outputs(table, rows, outputs), strict=False):
+                if output.place != place_of(row):
+                    return  # a row before it is lost, and `check_complete` reports it
                 yield _line(output.place, readout.read(output), job.kept[row] if job.kept else {}, several_files)
 
         file.write_batches(rows_of_part, len(starts), lambda numbers: map(lines_of, numbers), progress=progress)

@@ -197,10 +197,12 @@ class EvaluationPlan:
         for numbers in pending_rounds(groups, answer_of.keys(), answerer.round_size):
             some = [groups[number] for number in numbers]
             prompt_groups = [self._prompt_group(rows, answerer.writes) for rows in some]
-            for rows, (texts, row_losses) in zip(some, answerer.answer(prompt_groups), strict=True):
+            # Not strict: `check_complete` reports rows without an answer.
+            for rows, (texts, row_losses) in zip(some, answerer.answer(prompt_groups), strict=False):
                 if row_losses:
                     self._note_losses(rows, row_losses)
-                self.cache.add("answer", dict(zip(rows, texts, strict=True)))
+                if len(texts) == len(rows):
+                    self.cache.add("answer", dict(zip(rows, texts, strict=True)))
             self._show(progress, len(answer_of))
 
     def _compute_losses(self, offloaded: OffloadedModel, progress: Progress | None) -> None:
@@ -225,6 +227,8 @@ class EvaluationPlan:
         return PromptGroup(prompts, rows[0], documents if with_losses else ())
 
     def _note_losses(self, rows: Sequence[int], row_losses: Sequence[RowLoss]) -> None:
+        if len(row_losses) != len(rows):
+            return  # `check_complete` reports rows without a loss
         for row, loss in zip(rows, row_losses, strict=True):
             if not math.isfinite(loss.total):
                 raise NotFinite(f"the loss of {self.rows.places[row]} is not a finite number: {DAMAGED}")

@@ -13,6 +13,7 @@ from support.tiny_tokenizer import make_tokenizer
 
 from gptj_ft.config.resolve import resolve
 from gptj_ft.data.dataset import Prepared, Report, check_compatible, load_dataset, save_dataset
+from gptj_ft.data.encoder import RowEncoder
 from gptj_ft.data.prepare import TokenizeJob, tokenize_rows
 from gptj_ft.data.readers.source import is_prepared
 from gptj_ft.data.split import select_rows, split
@@ -63,6 +64,13 @@ def test_every_row_ends_with_eos(tokenizer, prepared):
     for ids in prepared.rows["input_ids"]:
         assert ids[-1] == tokenizer.eos_token_id
         assert Counter(ids)[tokenizer.eos_token_id] == 1
+
+
+def test_lost_rows_of_a_table_are_an_error(tokenizer, notes, monkeypatch):
+    finish = RowEncoder.finish
+    monkeypatch.setattr(RowEncoder, "finish", lambda *args: finish(*args).select(range(19)))
+    with pytest.raises(DataError, match=r"notes\.jsonl: only 20 of 20 rows and 19 of 20 documents were written"):
+        tokenize_rows(TokenizeJob.of(recipe(), tokenizer, notes, VOCAB))
 
 
 def test_report_counts_add_up(tokenizer, tmp_path):

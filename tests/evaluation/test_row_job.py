@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -10,12 +11,16 @@ from typing import Any
 
 import pytest
 
+from gptj_ft import api
+from gptj_ft.checkpoints.metadata import ModelMetadata, template_of
+from gptj_ft.checkpoints.model_folder import METADATA_FILE
 from gptj_ft.checkpoints.tiny import make_tiny
 from gptj_ft.config.presets import load_preset
 from gptj_ft.config.resolve import build
 from gptj_ft.errors import DataError
 from gptj_ft.evaluation.row_job import OutputFile, ResultCache, pending_rounds
 from gptj_ft.evaluation.text_evaluation import plan_on_rows
+from gptj_ft.planning import inference_plan
 
 BATCHES = [[0, 2], [1, 3], [4]]
 
@@ -81,3 +86,103 @@ def test_lost_results_of_evaluation_are_an_error(tmp_path: Path, kind: str) -> N
     planned = replace(plan_on_rows(folder, recipe, rows, None), cache=LossyCache(kind, 3))
     with pytest.raises(DataError, match=r"rows\.jsonl:4 has no result, 1 of 5 rows are lost"):
         planned.run()
+
+
+NUM_ROWS = 9
+COMMANDS = {
+    "predict": "predict --model head --input rows.jsonl --output out",
+    "evaluate head": "evaluate head --data rows.jsonl --baseline none --output out.jsonl",
+    "evaluate": "evaluate writer --data rows.jsonl --baseline none --output out.jsonl",
+    "evaluate losses": "evaluate writer --data rows.jsonl --baseline none --output out.jsonl --set metrics=[]",
+    "generate": "generate --model writer --input rows.jsonl --output out.jsonl --num-return 2 --temperature 1",
+}
+# Functions whose last result a bug may lose: parts of the rows, batches of a part, and rows of a batch.
+LOSSES = [
+    ("predict", "evaluation.predict.split_rows"),
+    ("predict", "evaluation.predict.row_outputs"),
+    ("predict", "evaluation.label_evaluation.passes"),
+    ("predict", "evaluation.label_evaluation.first_fit"),
+    ("predict", "evaluation.label_evaluation.head_outputs"),
+    ("predict", "evaluation.row_job.pending_rounds"),
+    ("evaluate head", "evaluation.label_evaluation.row_outputs"),
+    ("evaluate head", "evaluation.label_evaluation.passes"),
+    ("evaluate head", "evaluation.label_evaluation.first_fit"),
+    ("evaluate head", "evaluation.label_evaluation.head_outputs"),
+    ("evaluate losses", "evaluation.text_evaluation.passes"),
+    ("evaluate losses", "evaluation.text_evaluation.losses"),
+    ("evaluate", "evaluation.text_evaluation.pending_rounds"),
+    ("evaluate", "evaluation.answerer.batches_by_length"),
+    ("evaluate", "evaluation.answerer.generate_tokens"),
+    ("generate", "evaluation.generate.batches_by_length"),
+    ("generate", "evaluation.generate.generate_batches"),
+    ("generate", "evaluation.row_job.pending_rounds"),
+]
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a writer, a classifier and rows."""
+    folder = tmp_path_factory.mktemp("rows")
+    texts = [f"The lift of floor {n} stops{' again' * (n % 3)}." for n in range(NUM_ROWS)]
+    lines = [{"document": text, "summary": "Lift.", "label": "ab"[n % 2]} for n, text in enumerate(texts)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    options = {"recipe": "summarization", "generation": {"max_new_tokens": 2}, "max_length": 64}
+    make_tiny(folder / "writer", texts * 20, seed=0, n_positions=128)
+    tuning = ModelMetadata("base", template_of(build({**load_preset("summarization"), **options})), {}, {})
+    (folder / "writer" / METADATA_FILE).write_text(json.dumps(tuning.to_dict()), encoding="utf-8")
+    task = {"task": "classification", "prompt": "{{ text }}", "completion": "{{ label }}", "on_long": "shorten"}
+    fields = {"fields": {"text": ("document",), "label": ("label",)}, "micro_batch_tokens": 32, "max_length": 32}
+    trained = {"data": folder / "rows.jsonl", "model": "tiny-bert", "max_steps": 1, "output": folder / "run"}
+    Path(api.finetune(**task, **fields, **trained, precision="fp32").model).rename(folder / "head")
+    return folder
+
+
+@pytest.fixture
+def several_parts(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Divide the few rows into several passes and batches."""
+    monkeypatch.chdir(work)
+    for name in ("BATCH_TOKENS", "PASS_TOKENS"):
+        monkeypatch.setattr(inference_plan, name, 40)
+    for path in work.glob("out*"):
+        path.unlink()
+
+
+@pytest.mark.usefixtures("several_parts")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_row_of_several_parts_is_written(command: str, shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+    for name in ("label_evaluation.passes", "text_evaluation.passes", "generate.batches_by_length"):
+        count_results(f"evaluation.{name}", counts, monkeypatch)
+    suffix = ".jsonl" if command == "predict" else ""
+    outcome = shell(f"{COMMANDS[command]}{suffix} --precision fp32 --set micro_batch_tokens=32")
+    assert outcome.code == 0, outcome.said
+    lines = [json.loads(line) for line in Path("out.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert len(lines) == NUM_ROWS
+    assert sum(counts) > 2
+
+
+@pytest.mark.usefixtures("several_parts")
+@pytest.mark.parametrize(("command", "function"), LOSSES)
+def test_lost_rows_end_commands_with_3(
+    command: str, function: str, shell: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, _, name = function.rpartition(".")
+    original = getattr(importlib.import_module(f"gptj_ft.{module}"), name)
+    monkeypatch.setattr(f"gptj_ft.{function}", lambda *args, **more: [*original(*args, **more)][:-1])
+    suffix = ".csv" if command == "predict" else ""
+    outcome = shell(f"{COMMANDS[command]}{suffix} --precision fp32 --set micro_batch_tokens=32")
+    assert outcome.code == 3, outcome.said
+    assert f" of {NUM_ROWS} rows are lost: this is a bug of gptj-ft, please report it" in outcome.said
+    assert not Path("out.csv").exists()
+
+
+def count_results(function: str, counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    module, _, name = function.rpartition(".")
+    original = getattr(importlib.import_module(f"gptj_ft.{module}"), name)
+
+    def counted(*args: Any, **more: Any) -> list[Any]:
+        found = [*original(*args, **more)]
+        counts.append(len(found))
+        return found
+
+    monkeypatch.setattr(f"gptj_ft.{function}", counted)
