@@ -8,8 +8,8 @@ DialogSum's train.jsonl and val.jsonl. Three parts:
 1. The loss of 200 validation rows, one by one, by `gptj-ft` and by `transformers` in fp32.
 2. For each seed and each of full training and LoRA (all linear layers): `gptj-ft finetune` and a loop of `transformers`
    with `torch.optim.AdamW`, from the same weights, with the same rows in the same order, learning rates and clipping.
-3. `gptj-ft evaluate` of both and of the untuned model on the same validation rows: loss and ROUGE with paired
-   intervals.
+3. `gptj-ft evaluate` of both and of the untuned model on the same validation rows: means over rows of loss and ROUGE,
+   and paired differences with intervals, also between the two trainers.
 
 Finished parts in WORK are kept: after a kill the same command goes on. Prints Markdown.
 """
@@ -23,6 +23,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import asdict
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from typing import Any
 from same_work import Step, Work, adapter_options, loss_of_targets, open_model, take_steps, with_adapters
 
 from gptj_ft.config.run_folder import Run
+from gptj_ft.evaluation.metrics.statistic import Estimate, estimate_scores, mean
 
 LOSS_ROWS = 200
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -60,17 +62,19 @@ def main() -> None:
     held = arguments.work / "held.jsonl"
     with (arguments.data / "val.jsonl").open(encoding="utf-8") as lines:
         held.write_text("".join(islice(lines, arguments.rows)), encoding="utf-8")
-    reports = dict[tuple[str, str, str], dict[str, Any]]()
+    untuned = rows_of(arguments, arguments.model, "untuned")
+    tuned_rows = dict[tuple[str, str, str], list[dict[str, float]]]()
     for seed, method in product(arguments.seeds.split(","), arguments.methods.split(",")):
         finetune(arguments, method, seed)
         for trainer in arguments.trainers.split(","):
             if trainer == "transformers" and not tuned(arguments, trainer, method, seed).exists():
                 run(sys.executable, __file__, *words_of(arguments), "--loop", f"{method},{seed}")
-            reports[method, seed, trainer] = evaluate(arguments, trainer, method, seed)
-            facts = facts_of(reports, method, seed, trainer)
+            folder = tuned(arguments, trainer, method, seed)
+            tuned_rows[method, seed, trainer] = rows = rows_of(arguments, folder, f"{trainer}-{method}-{seed}")
+            facts = {name: list(map(asdict, found)) for name, found in compare(rows, untuned).items()}
             print(json.dumps({"method": method, "seed": seed, "trainer": trainer, **facts}), flush=True)
     print(json.dumps(compare_losses(arguments)))
-    print("\n".join(table_of(reports)))
+    print("\n".join(table_of(tuned_rows, untuned)))
 
 
 def words_of(arguments: argparse.Namespace) -> Iterator[str]:
@@ -145,17 +149,16 @@ def train_with_transformers(arguments: argparse.Namespace, method: str, seed: st
     draft.rename(folder)
 
 
-def evaluate(arguments: argparse.Namespace, trainer: str, method: str, seed: str) -> dict[str, Any]:
-    """Evaluate a tuned model beside the untuned one; return the report."""
-    report = arguments.work / f"report-{trainer}-{method}-{seed}.json"
-    if not report.exists():
+def rows_of(arguments: argparse.Namespace, model: Path, name: str) -> list[dict[str, float]]:
+    """Evaluate a model; return the scores of each row."""
+    file = arguments.work / f"rows-{name}.jsonl"
+    if not file.exists():
         gptj_ft(
-            "evaluate", tuned(arguments, trainer, method, seed), "--recipe", "summarization", "--data",
-            arguments.work / "held.jsonl", "--baseline", arguments.model, "--precision", "fp32", "--device", "cpu",
-            "--set", f"max_length={arguments.max_length}", "--set", f"generation.max_new_tokens={MOST_TOKENS}",
-            "--report", report,
+            "evaluate", model, "--recipe", "summarization", "--data", arguments.work / "held.jsonl", "--baseline",
+            "none", "--precision", "fp32", "--device", "cpu", "--set", f"max_length={arguments.max_length}", "--set",
+            f"generation.max_new_tokens={MOST_TOKENS}", "--output", file,
         )  # fmt: skip
-    return dict(json.loads(report.read_text(encoding="utf-8")))
+    return [json.loads(line)["scores"] for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def compare_losses(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -189,30 +192,30 @@ def compare_losses(arguments: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def facts_of(reports: Any, method: str, seed: str, trainer: str) -> dict[str, Any]:
-    """Return the scores of an evaluation: before, after, and the paired difference, each with its interval."""
-    report = reports[method, seed, trainer]
-    facts = {}
-    for score in SCORES:
-        change = report["differences"][score]
-        facts[score] = {
-            "before": (report["baseline"]["scores"][score], *report["baseline"]["intervals"][score]),
-            "after": (report["model"]["scores"][score], *report["model"]["intervals"][score]),
-            "change": (change["value"], change["low"], change["high"]),
-        }
-    return facts
+def compare(rows: list[dict[str, float]], others: list[dict[str, float]]) -> dict[str, tuple[Estimate, ...]]:
+    """Return for each score: the mean over the other model's rows, over these, and the paired difference."""
+    sides = ({name: mean([row[name] for row in side]) for name in SCORES} for side in (rows, others))
+    found = estimate_scores(*sides, num_rows=len(rows), seed=0)
+    return {name: (found.baseline[name], found.scores[name], found.differences[name]) for name in SCORES}
 
 
-def table_of(reports: Any) -> Iterator[str]:
-    """Yield the scores as Markdown."""
+def table_of(tuned_rows: Any, untuned: list[dict[str, float]]) -> Iterator[str]:
+    """Yield the scores as Markdown: each model beside the untuned one, and the two trainers' models side by side."""
     yield "| training | seed | trainer | " + " | ".join(f"{score}: before, after, change" for score in SCORES) + " |"
     yield "|---" * (3 + len(SCORES)) + "|"
-    for method, seed, trainer in reports:
-        cells = []
-        for values in facts_of(reports, method, seed, trainer).values():
-            (before, *_), (after, *_), (value, low, high) = values.values()
-            cells.append(f"{before:.3f}, {after:.3f}, {value:+.3f} ({low:+.3f} to {high:+.3f})")
-        yield f"| {method} | {seed} | {trainer} | {' | '.join(cells)} |"
+    for (method, seed, trainer), rows in tuned_rows.items():
+        yield f"| {method} | {seed} | {trainer} | {cells_of(compare(rows, untuned))} |"
+        if trainer == "transformers" and (method, seed, "gptj-ft") in tuned_rows:
+            pair = cells_of(compare(tuned_rows[method, seed, "gptj-ft"], rows))
+            yield f"| {method} | {seed} | transformers, gptj-ft | {pair} |"
+
+
+def cells_of(found: dict[str, tuple[Estimate, ...]]) -> str:
+    """Format comparisons as cells of a table."""
+    return " | ".join(
+        f"{before.value:.3f}, {after.value:.3f}, {change.value:+.3f} ({change.low:+.3f} to {change.high:+.3f})"
+        for before, after, change in found.values()
+    )
 
 
 if __name__ == "__main__":
