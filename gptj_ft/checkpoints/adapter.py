@@ -18,7 +18,18 @@ from gptj_ft.checkpoints.model_folder import METADATA_FILE, Checkpoint, copy_fil
 from gptj_ft.checkpoints.weight_file import Shard, TensorInfo, open_shard, write_safetensors
 from gptj_ft.config.options import Task
 from gptj_ft.errors import DataError, UsageError
-from gptj_ft.models.lora import A, B, Rank, is_transposed, linear_layers, widths
+from gptj_ft.models.lora import (
+    MAGNITUDE,
+    SMALLEST,
+    A,
+    B,
+    Rank,
+    file_name,
+    is_transposed,
+    linear_layers,
+    row_norms,
+    widths,
+)
 from gptj_ft.models.registry import Architecture
 from gptj_ft.models.trainable import locate_parameters
 from gptj_ft.system.atomic import atomic_folder
@@ -29,7 +40,7 @@ from gptj_ft.system.paths import ADAPTER_CONFIG, TOKENIZER_FILES, is_adapter, is
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _PREFIX = "base_model.model."
 # Settings that change the computation, with the only supported value.
-UNSUPPORTED = {"use_dora": False, "bias": "none", "lora_bias": False, "layer_replication": None}
+UNSUPPORTED = {"bias": "none", "lora_bias": False, "layer_replication": None}
 TASK_TYPES: Mapping[Task, str] = {  # PEFT's
     "language-model": "CAUSAL_LM",
     "classification": "SEQ_CLS",
@@ -46,7 +57,7 @@ class Adapter:
 
     folder: Path
     ranks: Mapping[str, Rank]  # rank and scaling of each adapted linear layer
-    shard: Shard  # file of the matrices, under PEFT's names
+    shard: Shard  # file of the parameters, under PEFT's names
     transposed: frozenset[str] = frozenset()  # linear layers whose weight is stored (in, out)
     whole: frozenset[str] = frozenset()  # parameters of the head that replace the model's
 
@@ -55,13 +66,36 @@ class Adapter:
         return self.shard.read(f"{_PREFIX}{name}", start, stop)
 
     def read(self, module: str, matrix: str) -> Tensor:
-        """Return matrix `A` or `B` of a linear layer."""
+        """Return `A`, `B` or `MAGNITUDE` of a linear layer."""
         return self.shard.read(_key(module, matrix))
 
     def change(self, module: str) -> Tensor:
         """Compute the adapter's fp32 change of a linear layer's weight: B A times the scaling."""
         product = self.read(module, B).float() @ self.read(module, A).float()
         return (product.T if module in self.transposed else product) * self.ranks[module].scaling
+
+    def scale(self, module: str, base: Checkpoint, change: Tensor) -> Tensor:
+        """Compute DoRA's fp32 scale of a linear layer's outputs: the magnitude divided by the norms of the new weight.
+
+        Args:
+            change: the weight's change, see `change`.
+        """
+        norms = weight_norms(base, module, module in self.transposed, change)
+        return self.read(module, MAGNITUDE).float() / norms.clamp_min_(SMALLEST)
+
+
+def weight_norms(base: Checkpoint, module: str, is_transposed: bool, change: Tensor | None = None) -> Tensor:
+    """Compute the fp32 norms of a linear layer's weight, one for each output; reads a few rows at a time.
+
+    Args:
+        is_transposed: whether the weight is stored (in, out).
+        change: fp32 tensor added to the weight.
+    """
+    name, norms = f"{module}.weight", list[Tensor]()
+    for start, stop in base.row_ranges(name):
+        rows = base.read(name, start, stop)
+        norms.append(row_norms(rows if change is None else rows.float() + change[start:stop], is_transposed))
+    return torch.linalg.vector_norm(torch.stack(norms), dim=0) if is_transposed else torch.cat(norms)
 
 
 class MergedCheckpoint(Checkpoint):
@@ -71,7 +105,8 @@ class MergedCheckpoint(Checkpoint):
         super().__init__(base.folder, {})
         self._base, self._adapter = base, adapter
         self.names = (*base.names, *sorted(adapter.whole - set(base.names)))
-        self._change: tuple[str, Tensor] = "", torch.empty(0)  # cached: a tensor may be read in pieces
+        # Of the last tensor, which may be read in pieces: its module, its change, and DoRA's scale.
+        self._change: tuple[str, Tensor, Tensor | None] = "", torch.empty(0), None
 
     def entry(self, name: str) -> TensorInfo:
         whole, entries = self._adapter.whole, self._adapter.shard.entries
@@ -91,8 +126,14 @@ class MergedCheckpoint(Checkpoint):
             return tensor
         last = self._change  # a local reference: another thread may replace the cache
         if last[0] != module:  # the whole product, because a product of fewer rows may round differently
-            self._change = last = module, self._adapter.change(module)
-        return (tensor.float() + last[1][start:stop]).to(tensor.dtype)
+            change, is_dora = self._adapter.change(module), self._adapter.ranks[module].magnitude is not None
+            scale = self._adapter.scale(module, self._base, change) if is_dora else None
+            self._change = last = module, change, scale
+        _, change, scale = last
+        merged = tensor.float() + change[start:stop]
+        if scale is not None:
+            merged *= scale if module in self._adapter.transposed else scale[start:stop, None]
+        return merged.to(tensor.dtype)
 
 
 def open_adapter(folder: Path, architecture: Architecture) -> Adapter:
@@ -112,6 +153,7 @@ def open_adapter(folder: Path, architecture: Architecture) -> Adapter:
     path = shard.path
     layers, ranks = architecture.skeleton, {}
     transposed = frozenset(module for module, place in places.items() if is_transposed(architecture, *place))
+    is_dora = bool(config.get("use_dora"))
     keys = set(shard.entries)  # every key must belong to a layer or the head; the rest is an error
     for module, (index, local) in places.items():
         pair = _key(module, A), _key(module, B)
@@ -124,7 +166,12 @@ def open_adapter(folder: Path, architecture: Architecture) -> Adapter:
             raise DataError(
                 f"{path}: the matrices for {module} do not fit: it has {expected[0]} inputs and {expected[1]} outputs"
             )
-        ranks[module] = Rank(rank, _scaling(config, module, rank))
+        if is_dora:
+            magnitude = _key(module, MAGNITUDE)
+            if magnitude not in keys or shard.entries[magnitude].shape != (height,):
+                raise DataError(f"{path}: use_dora is true, but {magnitude} is missing or not of size {height}")
+            keys.remove(magnitude)
+        ranks[module] = Rank(rank, _scaling(config, module, rank), "fixed" if is_dora else None)
     whole = {
         name: tuple(like.shape)
         for local, like in layers[-1].state_dict().items()
@@ -287,5 +334,5 @@ def _scaling(config: Mapping[str, Any], module: str, rank: int) -> float:
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def _key(module: str, matrix: str) -> str:
-    return f"{_PREFIX}{module}.{matrix}.weight"
+def _key(module: str, part: str) -> str:
+    return f"{_PREFIX}{file_name(module, part)}"

@@ -175,6 +175,8 @@ class LoRA(Options):
     """scale: an adapter's output is multiplied by alpha / rank"""
     rslora: bool = False
     """multiply by alpha / sqrt(rank) instead, for high ranks"""
+    dora: bool = False
+    """DoRA (https://arxiv.org/abs/2402.09353): also train the norm of each row of an adapted weight"""
     dropout: Decay = 0.0
     """fraction of an adapter's inputs dropped in training"""
     targets: Names = ("all-linear",)
@@ -548,6 +550,7 @@ YOUNGER = frozenset((
     "task", "pair", "stride", "class_weights", "label_threshold", "max_answer_tokens", "num_best", "null_threshold",
     "num_sentences", "block_trigrams", "dropout", "attention_dropout", "layer_decay", "bias_correction",
     "header", "lanes", "lora.rslora", "chat_template", "template_options", "template_date", "generation.end_tokens",
+    "lora.dora",
 ))  # fmt: skip
 GROUPS: Mapping[str, type[Options]] = {"generation": Generation, "lora": LoRA, "schedule": SchedulePiece}
 STRETCHING = ("warmup", "final_lr")  # unused by a schedule of pieces

@@ -44,6 +44,7 @@ PEERS_NAMES: Mapping[str, str] = {
         "lora.rank": "lora_r lora_rank",
         "lora.alpha": "lora_alpha",
         "lora.rslora": "use_rslora",
+        "lora.dora": "use_dora",
         "lora.dropout": "lora_dropout",
         "lora.targets": "lora_target lora_targets lora_target_modules target_modules",
         "train": "freeze unfrozen_parameters trainable_layers num_layers freeze_trainable_layers",

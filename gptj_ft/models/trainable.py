@@ -47,7 +47,8 @@ def select(architecture: Architecture, recipe: Recipe) -> Selection:
             raise UsageError("train selects parameters for --method full; with --method lora use lora.targets")
         options = recipe.lora
         scaling = options.alpha / (math.sqrt(options.rank) if options.rslora else options.rank)
-        adapters = dict.fromkeys(_targets(architecture, options.targets), lora.Rank(options.rank, scaling))
+        rank = lora.Rank(options.rank, scaling, "trained" if options.dora else None)
+        adapters = dict.fromkeys(_targets(architecture, options.targets), rank)
         return adapted(architecture, adapters, architecture.trained_whole, options.dropout)
     names = locate_parameters(architecture)
     patterns = recipe.train or ("*",)

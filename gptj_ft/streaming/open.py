@@ -16,7 +16,7 @@ from gptj_ft.checkpoints.metadata import check_base
 from gptj_ft.checkpoints.model_folder import Checkpoint, check_tensors, layer_tensor, open_checkpoint, tensor_source
 from gptj_ft.models.heads import initialise_head
 from gptj_ft.models.layout import FROZEN, MOMENTS, NO_PARAMETERS, Kind, Layout
-from gptj_ft.models.lora import A, B, initialise, is_adapter_parameter, linear_layers
+from gptj_ft.models.lora import GAIN, A, B, initialise, is_adapter_parameter, linear_layers
 from gptj_ft.models.registry import Architecture
 from gptj_ft.models.trainable import Selection, adapted, locate_parameters
 from gptj_ft.streaming.activations import OffloadedActivations
@@ -207,8 +207,12 @@ def flat_views(model: OffloadedModel, kind: Kind, layer: int) -> dict[str, Tenso
     return model.layouts[layer].views(flat)
 
 
-def load_adapter(model: OffloadedModel, architecture: Architecture, adapter: Adapter) -> None:
-    """Load adapters, and the head saved with them, onto the device; for inference."""
+def load_adapter(model: OffloadedModel, architecture: Architecture, adapter: Adapter, base: Checkpoint) -> None:
+    """Load adapters, and the head saved with them, onto the device; for inference.
+
+    Args:
+        base: weights of the base model; read for DoRA only.
+    """
     store = DeviceStore(model.layouts, {"weight": model.compute_dtype}, model.device)
 
     def views_of(layer: int) -> dict[str, Tensor]:
@@ -217,9 +221,13 @@ def load_adapter(model: OffloadedModel, architecture: Architecture, adapter: Ada
         return model.layouts[layer].views(own)
 
     for module, (layer, local) in linear_layers(architecture).items():
-        if module in adapter.ranks:
-            for matrix in (A, B):
-                views_of(layer)[f"{local}.{matrix}"].copy_(adapter.read(module, matrix))
+        if module not in adapter.ranks:
+            continue
+        views = views_of(layer)
+        for matrix in (A, B):
+            views[f"{local}.{matrix}"].copy_(adapter.read(module, matrix))
+        if adapter.ranks[module].magnitude:
+            views[f"{local}.{GAIN}"].copy_(adapter.scale(module, base, adapter.change(module)) - 1)
     places = locate_parameters(architecture)
     for name in adapter.whole:
         layer, local = places[name]
@@ -269,7 +277,7 @@ def open_for_inference(
         try:
             open_frozen(model, architecture, checkpoint, cast("Place", weights))
             if adapter:
-                load_adapter(model, architecture, adapter)
+                load_adapter(model, architecture, adapter, checkpoint)
             yield architecture, model
         finally:
             model.close()

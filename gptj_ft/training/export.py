@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-from gptj_ft.checkpoints.adapter import TASK_TYPES, MergedCheckpoint, open_adapter, write_adapter
+from gptj_ft.checkpoints.adapter import TASK_TYPES, MergedCheckpoint, open_adapter, weight_norms, write_adapter
 from gptj_ft.checkpoints.metadata import TunedModel, metadata_files
 from gptj_ft.checkpoints.model_folder import layer_tensors, open_checkpoint, write_model
 from gptj_ft.config.run_folder import MERGED, Run
 from gptj_ft.data.dataset import load_dataset
 from gptj_ft.errors import DataError, UsageError
-from gptj_ft.models.lora import is_transposed, name_of, targets_in
+from gptj_ft.models.lora import MAGNITUDE, is_transposed, name_of, targets_in
 from gptj_ft.models.trainable import Selection, select
 from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.open import trained_parameters, whole_layers
@@ -75,7 +75,7 @@ def write_outcome(target: Path, trained: TunedModel, selection: Selection, layer
         selection: trained parameters.
         layers: trained parameters by layer, fp32.
     """
-    files, family, base = metadata_files(trained), trained.architecture.family, trained.base
+    files, base = metadata_files(trained), trained.base
     if not selection.adapters:
         whole = whole_layers(trained.architecture, base, selection, layers)
         write_model(target, trained.architecture, whole, dtype=None, source=base, files=files)
@@ -84,16 +84,29 @@ def write_outcome(target: Path, trained: TunedModel, selection: Selection, layer
     draft = hidden_name(target, "unmerged") if merges else target
     if merges:
         discard(draft)
-    named = (
-        {name_of(family, index, local, len(selection.trained)): view for local, view in layer.items()}
-        for index, layer in enumerate(layers)
-    )
-    write_adapter(draft, base, peft_settings(trained, selection), named, metadata_files(trained, is_adapter=True))
+    files_of_adapter = metadata_files(trained, is_adapter=True)
+    write_adapter(draft, base, peft_settings(trained, selection), peft_layers(trained, layers), files_of_adapter)
     if merges:
         # Rename the adapter last: its folder marks the run as finished.
         discard(target.with_name(MERGED))
         write_merged(target.with_name(MERGED), trained, draft, files)
         draft.rename(target)
+
+
+def peft_layers(trained: TunedModel, layers: Iterable[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Yield each layer's adapters by PEFT's names; a magnitude is the trained difference plus the frozen norms."""
+    architecture = trained.architecture
+    with open_checkpoint(trained.base) as base:
+        for index, layer in enumerate(layers):
+            named = {}
+            for local, view in layer.items():
+                name = name_of(architecture.family, index, local, len(architecture.skeleton))
+                module, _, part = name.rpartition(".")
+                if part == MAGNITUDE:
+                    turned = is_transposed(architecture, index, local.removesuffix(f".{MAGNITUDE}"))
+                    view = view + weight_norms(base, module, turned)
+                named[name] = view
+            yield named
 
 
 def write_merged(target: Path, trained: TunedModel, adapter: Path, files: Mapping[str, str]) -> None:
@@ -118,6 +131,7 @@ def peft_settings(trained: TunedModel, selection: Selection) -> dict[str, Any]:
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
         "use_rslora": lora.rslora,
+        "use_dora": lora.dora,
         "target_modules": shortest_endings(selection.adapters, places),
         "fan_in_fan_out": any(is_transposed(architecture, *places[name]) for name in selection.adapters),
     }

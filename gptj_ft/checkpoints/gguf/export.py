@@ -166,11 +166,16 @@ def export_adapter(
         architecture: the base model's.
 
     Raises:
-        UsageError: llama.cpp does not have the family, or the adapter has a head.
+        UsageError: llama.cpp does not have the family, or the adapter is DoRA or has a head.
     """
     form = form_of(architecture, adapter.folder)
     if adapter.whole:
         raise UsageError(f"{adapter.folder}: this adapter replaces {min(adapter.whole)}, which has no form in GGUF")
+    if any(rank.magnitude for rank in adapter.ranks.values()):
+        raise UsageError(
+            f"{adapter.folder}: llama.cpp has no DoRA adapters; merge it, type "
+            f"`gptj-ft convert --merge {adapter.folder} --to gguf`"
+        )
     forms = tensor_forms(architecture, form)
     first = next(iter(adapter.ranks.values()))
     alpha = first.rank * first.scaling
