@@ -10,13 +10,14 @@ import random
 import subprocess
 import sys
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support.gguf_models import MODELS, make_model
+from support.gguf_models import MODELS, SYLLABLES, make_model
+from support.gguf_models import TEXTS as GGUF_TEXTS
+from support.smollm2 import smollm2_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gptj_ft.checkpoints.convert import Conversion, convert
@@ -111,14 +112,51 @@ def test_log_probabilities_match_llama_cpp(tmp_path: Path, name: str) -> None:
         assert answers["tokens"] == [tokenizer(text)["input_ids"] for text in TEXTS]
         if uses_table:
             exact, same = differences(with_table(reference), prompts, answers)
-            print(f"{name}: median {median(exact):.2g}, most {max(exact):.2g} with llama.cpp's GELU")
-            # The median: an input at the border of two fp16 numbers may round to the other one.
-            assert median(exact) < 1e-5
+            num_layers = reference.config.num_hidden_layers
+            best = sorted(exact)[PROMPTS // num_layers]
+            print(f"{name}: {best:.2g} at 1/{num_layers} of the prompts, most {max(exact):.2g} with llama.cpp's GELU")
+            # Not the worst prompts: an input at the border of two fp16 numbers may round to the other one. The more
+            # layers, the fewer prompts are without such an input.
+            assert best < 1e-5
             reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
         assert same >= PROMPTS - (3 if uses_table else 0)
     print(name, {dtype: f"{value:.2g}" for dtype, value in found.items()})
-    assert found["fp32"] < (2e-3 if uses_table else 1e-5)
+    # 2e-3 for two layers with the table. Its errors add up: Gemma 3 has seven here.
+    assert found["fp32"] < (1e-3 * reference.config.num_hidden_layers if uses_table else 1e-5)
     assert found["fp16"] < 2e-2
+
+
+def test_real_model_matches_llama_cpp(tmp_path: Path) -> None:
+    """Compare SmolLM2 with `transformers` in fp64.
+
+    llama.cpp's server adds the 49,152 probabilities of a position one by one in fp32, which shifts all of its
+    log-probabilities by up to 2.6e-4. Normalised in fp64 they are 7e-6 off, `transformers` in fp32 2e-5.
+    """
+    folder = smollm2_folder(tmp_path / "smollm2")
+    convert(folder, tmp_path / "model.gguf", Conversion(to="gguf", dtype="fp32"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = [f"{text} {SYLLABLES[number]}" for number, text in enumerate(GGUF_TEXTS * 3)]
+    prompts = [tokenizer(f"{text} {text}"[: 30 * (number + 1)])["input_ids"] for number, text in enumerate(texts)]
+    single, double = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+        for dtype in (torch.float32, torch.float64)
+    )
+    size = double.config.vocab_size
+    answers = ask(model=str(tmp_path / "model.gguf"), prompts=prompts, predict=8, num_probs=size)
+    served, errors, torchs = 0.0, 0.0, 0.0
+    for prompt, ids, top in zip(prompts, answers["ids"], answers["top"], strict=True):
+        with torch.no_grad():
+            scores = [model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 :] for model in (single, double)]
+        assert scores[1][: len(ids)].argmax(-1).tolist() == ids
+        torch_scores, exact = (each[0].double().log_softmax(-1) for each in scores)
+        best = exact.topk(8).indices
+        given = torch.full((size,), -torch.inf, dtype=torch.float64)
+        given[[int(number) for number in top]] = torch.tensor(list(top.values()), dtype=torch.float64)
+        served = max(served, float((given - exact)[best].abs().max()))
+        errors = max(errors, float((given.log_softmax(-1) - exact)[best].abs().max()))
+        torchs = max(torchs, float((torch_scores - exact)[best].abs().max()))
+    print(f"SmolLM2: {errors:.2g}, as served {served:.2g}, transformers in fp32 {torchs:.2g}")
+    assert errors < 1e-5
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])

@@ -1,9 +1,9 @@
 """Answer questions about a GGUF file with llama.cpp, in an interpreter that has the package xllamacpp.
 
 Reads a job as JSON from standard input: ``model``, ``lora`` (path or null), ``prompts`` (lists of token ids),
-``predict`` (tokens to generate greedily), ``texts`` to tokenize, ``chats`` (lists of messages) to render. Writes
-``ids`` and ``top`` for each prompt (the generated tokens, and the top-8 log-probabilities of the first), ``tokens`` and
-``chats``.
+``predict`` (tokens to generate greedily), ``num_probs`` (default 8), ``texts`` to tokenize, ``chats`` (lists of
+messages) to render. Writes ``ids`` and ``top`` for each prompt (the generated tokens, and the highest log-probabilities
+of the first), ``tokens`` and ``chats``.
 """
 
 import json
@@ -34,12 +34,12 @@ def main() -> None:
         )
         return json.load(urllib.request.urlopen(request))
 
-    ids, top = [], []
+    ids, top, num_probs = [], [], job.get("num_probs", 8)
     for prompt in job.get("prompts", []):
         options = {"temperature": 0.0, "cache_prompt": False, "return_tokens": True, "prompt": prompt}
         ids.append(ask("completion", {**options, "n_predict": job["predict"]})["tokens"])
         # One token only: llama.cpp leaves out the probabilities of a token that ends inside of a letter.
-        steps = ask("completion", {**options, "n_predict": 1, "n_probs": 8}).get("completion_probabilities", [])
+        steps = ask("completion", {**options, "n_predict": 1, "n_probs": num_probs}).get("completion_probabilities", [])
         top.append({each["id"]: each["logprob"] for step in steps for each in step["top_logprobs"]})
     tokens = [
         ask("tokenize", {"content": text, "add_special": True, "parse_special": True})["tokens"]
