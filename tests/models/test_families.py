@@ -34,7 +34,7 @@ from gptj_ft.data.batches import micro_batches
 from gptj_ft.generation.decoding import generate_tokens
 from gptj_ft.generation.hf_model import StreamedModel
 from gptj_ft.models.batch import pack
-from gptj_ft.models.lora import name_of
+from gptj_ft.models.lora import is_adapter_parameter, name_of
 from gptj_ft.models.registry import families
 from gptj_ft.streaming.adamw import AdamW
 from gptj_ft.streaming.buffers import BufferBudget
@@ -71,16 +71,27 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], FamilyMod
 
 
 @pytest.fixture(scope="module")
-def resident(built, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+def resident(built, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Recipe], Any]:
     """Return a function that trains each shape once with everything on the device."""
-    runs: dict[str, Any] = {}
+    runs: dict[tuple[str, str], Any] = {}
 
-    def run(name: str) -> Any:
-        if name not in runs:
-            runs[name] = train_ours(built(name).open_training(tmp_path_factory.mktemp("resident")), Recipe())
-        return runs[name]
+    def run(name: str, recipe: Recipe) -> Any:
+        key = name, recipe.method
+        if key not in runs:
+            folder = tmp_path_factory.mktemp("resident")
+            runs[key] = trained(built(name).open_training(folder, recipe=recipe), recipe)
+        return runs[key]
 
     return run
+
+
+def trained(stack: OffloadedModel, recipe: Recipe, late: int = 0) -> Any:
+    """Train; return (loss, norm) of each step and the trained weights of each layer."""
+    curve, layers = train_ours(stack, recipe, late=late)
+    if recipe.method == "lora":
+        layers = [{name: x for name, x in layer.items() if is_adapter_parameter(name)} for layer in layers]
+        assert sum(map(len, layers)) == sum(len(layout.shapes) for layout in stack.layouts)
+    return curve, layers
 
 
 class Words:
@@ -142,9 +153,12 @@ def test_ten_adamw_steps_match_torch(name: str, built, tmp_path: Path) -> None:
     # are rounding noise in fp32, and AdamW divides by their size.
     largest = max(float(value.grad.abs().max()) for value in case.of(double).values())
     noise = {key: value.grad.abs() < 1e-5 * largest for key, value in case.of(double).items()}
-    train_oracle(double, recipe)
-    for ours, theirs in zip(curve, train_oracle(single, recipe), strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-5)
+    exact_curve = torch.tensor(train_oracle(double, recipe))
+    error, torchs = (
+        (torch.tensor(each) / exact_curve - 1).abs().amax(0) for each in (curve, train_oracle(single, recipe))
+    )
+    # Norms of late steps depend on the noise that AdamW amplifies in early ones: torch in fp32 is off by 5e-5, too.
+    assert (error < 1e-5 + torchs).all()
     theirs, exact = case.of(single), case.of(double)
     for layer, tensors in enumerate(weights):
         for local, values in tensors.items():
@@ -164,6 +178,9 @@ def test_every_family_has_a_shape() -> None:
 def test_adapters_match_peft(name: str, built, tmp_path: Path) -> None:
     case, recipe = built(name), Recipe(method="lora", lora={"rank": 4, "alpha": 6}, clip_norm=0.05)
     stack = case.open_training(tmp_path, recipe=recipe)
+    generator = torch.Generator().manual_seed(2)
+    for layer in stack.trained:  # not as LoRA begins: with B = 0, the gradients of A are 0
+        stack.write_chunks("weight", layer, lambda _, chunk: chunk.normal_(0.0, 0.1, generator=generator))
     matrices, docs = adapters_of(case, stack), documents(case.model.config.vocab_size)
     peers = [Peer(copy.deepcopy(case.model).to(dtype), matrices, recipe) for dtype in (torch.float32, torch.float64)]
     ours = AdamW(stack, optimizer_config(recipe))
@@ -173,13 +190,13 @@ def test_adapters_match_peft(name: str, built, tmp_path: Path) -> None:
         loss = train_step(stack, ours, micro_batches(docs, PROMPTS, 40)).mean
         assert loss == pytest.approx(single, rel=1e-6)
         assert loss == pytest.approx(double, rel=1e-6)
+        if not step:  # later, differences are those of the weights: AdamW divides by the size of the gradients
+            theirs, exact = (peer.gradients for peer in peers)
+            floor = 1e-7 * torch.stack([gradient.norm() for gradient in exact.values()]).norm()
+            for key, gradient in adapters_of(case, stack, "grad").items():
+                allowed = 1e-5 * exact[key].norm() + (theirs[key] - exact[key]).norm()
+                assert (gradient - exact[key]).norm() < allowed + floor, key
         ours.finish_step()
-        theirs, exact = (peer.gradients for peer in peers)
-        # AdamW divides by the size of the gradients, so that the second step amplifies the rounding of the first.
-        floor = 1e-7 * torch.stack([gradient.norm() for gradient in exact.values()]).norm()
-        for key, gradient in adapters_of(case, stack, "grad").items():
-            allowed = 1e-5 * exact[key].norm() + (theirs[key] - exact[key]).norm()
-            assert (gradient - exact[key]).norm() < allowed + floor, (step, key)
     stack.close()
 
 
@@ -221,15 +238,17 @@ def adapters_of(case: FamilyModel, stack: OffloadedModel, kind: str = "weight") 
 
 
 @shapes(["gpt_neox", "llama"])
+@pytest.mark.parametrize("method", ["full", pytest.param("lora", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("weights", "state", "kept", "late"), [("disk", "disk", 0, 1), ("host", "disk", 1, 0), ("disk", "host", 3, 2)]
 )
 def test_placement_and_kept_activations_change_no_bit(
-    name: str, weights: str, state: str, kept: int, late: int, built, resident, tmp_path: Path
+    name: str, method: str, weights: str, state: str, kept: int, late: int, built, resident, tmp_path: Path
 ) -> None:
+    recipe = Recipe(method=method)
     budget = BufferBudget(1, num_gradients=1, num_chunks=3, chunk_numel=2048, num_kept_layers=kept)
-    stack = built(name).open_training(tmp_path, (weights, state), budget=budget)
-    assert_identical(train_ours(stack, Recipe(), late=late), resident(name))
+    stack = built(name).open_training(tmp_path, (weights, state), recipe, budget)
+    assert_identical(trained(stack, recipe, late), resident(name, recipe))
 
 
 @every_shape

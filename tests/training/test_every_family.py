@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from support.small_run import assert_same_weights, weights_of
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from gptj_ft.checkpoints.tiny import FAMILIES, make_tiny
+from gptj_ft.config.run_folder import Run
 from gptj_ft.models.registry import families
 
 DECODERS = [name for name in FAMILIES if not families()[name].is_encoder]
@@ -33,7 +34,9 @@ LABELS = f"finetune --model source --recipe classification --map text=note --map
 def workplace(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """Write rows into the working folder, and serve a tiny model of the family as a repository on the Hub."""
     notes = [f"The printer on floor {n} is out of paper." for n in range(40)]
-    source = make_tiny(tmp_path / "source", notes, 0, model_type=family)
+    # Rows are longer than 8 tokens, so that windows matter.
+    window = {"sliding_window": 8} if "sliding_window" in FAMILIES[family] else {}
+    source = make_tiny(tmp_path / "source", notes, 0, model_type=family, **window)
     rows = [json.loads(line) for line in write_rows(tmp_path / "rows.jsonl").read_text().splitlines()]
     rows = [{**row, "kind": "odd" if row["id"] % 2 else "even"} for row in rows]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -107,8 +110,12 @@ def test_killed_and_shared_runs_end_equal(
 ) -> None:
     line = f"{TEXTS} --save-every 1 --weights disk --optimizer-state disk"
     straight = trained(shell, line, "straight")
-    server.run(f"{line} --output killed", tmp_path, (0.6, signal.SIGKILL))
-    run(shell, "finetune --resume killed" if Path("killed").is_dir() else f"{line} --output killed")
+    with server.running(f"{line} --output killed", tmp_path) as process:
+        while not any("loss" in record for record in Run(Path("killed")).metrics()):
+            assert not process.has_ended(), "the run ended before it could be killed"
+            time.sleep(0.001)
+    assert not Path("killed/model").exists()
+    run(shell, "finetune --resume killed")
     assert_same_weights(weights_of(Path("killed/model")), straight)
     assert server.run(f"{line} --nproc 2 --set share=layers --output shared", tmp_path)[0] == 0
     assert_same_weights(weights_of(Path("shared/model")), straight)
