@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 # Measured, forward and backward of 300 tokens, one thread of an AMD EPYC with AVX-512, beside torch's fused kernel: 5.3
-# and 8.1 ms with 9/3 heads of 64, 18.0 and 29.4 with 32/8 of 64, 20.1 and 28.8 with 16/8 of 128. Chunks of 16 and 64
-# take as long, chunks of 128 a fourth longer; documents of 2,048 tokens take as long as in the fused kernel.
-CPU_CHUNK = 32
+# and 8.1 ms with 9/3 heads of 64, 18.0 and 29.4 with 32/8 of 64, 20.1 and 28.8 with 16/8 of 128; documents of 2,048
+# tokens take as long as in the fused kernel. One thread takes as long with 16 to 64 queries; two threads take a tenth
+# longer with 32, whose products are small. One product for all documents was slower: it leaves the caches.
+CPU_CHUNK = 64
 ACCELERATOR_CHUNK = 256  # fewer, larger kernels
 
 
