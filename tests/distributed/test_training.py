@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.family_models import random_of_family
+from support.family_shapes import FIRST_SHAPES
 from support.small_run import assert_same_weights, weights_of
 from support.thread_group import Member, together
 
@@ -162,6 +164,18 @@ def test_four_lanes_keep_bits(models, tmp_path, method, place) -> None:
         train_together(size, model, tmp_path / str(size), share="rows", **options)
         assert_same_run(tmp_path / str(size), tmp_path / "1", size)
         assert not list((tmp_path / str(size)).glob("replica-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", ["layers", "rows"])
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("name", FIRST_SHAPES.values())
+def test_two_ranks_keep_every_familys_bits(tmp_path, name, method, share) -> None:
+    random_of_family(name, vocab_size=40).save_pretrained(tmp_path / "model")
+    options = {**METHODS[method], **ON_DISK, "lanes": 2 if share == "rows" else None}
+    train_alone(tmp_path / "model", tmp_path / "alone", **options)
+    train_together(2, tmp_path / "model", tmp_path / "two", share=share, **options)
+    assert_same_run(tmp_path / "two", tmp_path / "alone")
 
 
 TWO_LANES = [
