@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gptj_ft.config.options import Recipe
+from gptj_ft.config.presets import load_preset
 from gptj_ft.data.chat_template import has_template
 from gptj_ft.data.checks.texts import Checks
 from gptj_ft.data.columns import UnknownColumn, choose_columns, input_fields, recipe_fields
@@ -38,7 +39,10 @@ CHUNK_ROWS = 500
 CHUNK_CHARACTERS = 2_000_000
 # The first rows choose the columns: a key that occurs once in a million rows must not win.
 SURVEY_ROWS = 1000
-
+PLAIN_CHAT = (
+    "no chat template: conversations are written as 'User: ...' and 'Assistant: ...'; "
+    "add a template by --set chat_template=@FILE"
+)
 
 READERS: Mapping[str, type[TaskReader]] = {  # of tasks with labels
     "classification": TextReader,
@@ -120,7 +124,7 @@ def tokenize_rows(
             raise DataError(f"{source.path}: {error}") from error
         report = Report(
             files=tuple(str(file.path) for file in source.files),
-            notes=tuple(findings.notes),
+            notes=(*findings.notes, *([PLAIN_CHAT] if uses_plain_chat(recipe, columns) else [])),
             rows_skipped=counts.skipped,
             warnings=checks.warnings,
             columns=columns,
@@ -133,6 +137,12 @@ def tokenize_rows(
         )
         _check_complete(table, report, recipe.task != "language-model")
         return Prepared(table, report)
+
+
+def uses_plain_chat(recipe: Recipe, columns: Collection[str]) -> bool:
+    """Tell whether the recipe ``chat`` writes conversations by its own prompt, for lack of a chat template."""
+    has_own_prompt = recipe.prompt == load_preset("chat")["prompt"]
+    return has_own_prompt and not has_template(recipe) and TOKENS not in columns
 
 
 def _check_complete(table: TokenTable, report: Report, has_labels: bool) -> None:

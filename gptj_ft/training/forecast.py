@@ -36,7 +36,7 @@ class Forecast:
 
     plan: Plan  # if none fits, the one that lacks least
     problem: DoesNotFit | None = None  # reason why it does not fit
-    notes: tuple[str, ...] = ()  # on the treatment of the model
+    notes: tuple[str, ...] = ()  # on the treatment of the model and the rows
     published: Published | None = None  # facts of a model known by name
 
     def to_dict(self) -> dict[str, Any]:
@@ -67,10 +67,11 @@ def forecast_run(resolved: Resolved, measure_again: bool = False, reporter: Repo
         target = None if is_local else Target.of(recipe, folder)
         name = target.name if target else ""
         try:
-            setup = prepare_new_run(resolved, reporter, target).setup
+            ready = prepare_new_run(resolved, reporter, target)
         except DoesNotFit as problem:
             return Forecast(replace(problem.nearest, device=name), problem)
-        return Forecast(replace(setup.plan, device=name), notes=setup.architecture.notes)
+        setup, notes = ready.setup, ready.report.notes
+        return Forecast(replace(setup.plan, device=name), notes=(*setup.architecture.notes, *notes))
     if recipe.model in TINY_MODELS:
         raise UsageError("the tiny model is made from the rows: add --data FILE")
     published = find_published(recipe.model or DEFAULT_REPOSITORY)

@@ -92,8 +92,12 @@ def test_chat_rows_train_evaluate_and_generate(shell) -> None:
     shown = shell("prepare-data --data chats.jsonl --recipe chat --model tiny --show 1")
     assert shown.code == 0, shown.err
     assert "Assistant:« A patient.»\n\nUser: Why?\n\nAssistant:« A cough.<|endoftext|>»" in shown.out
-    trained = shell("finetune --recipe chat --model tiny --data chats.jsonl --output run --max-steps 1 --json")
+    assert "no chat template: conversations are written as 'User: ...' and 'Assistant: ...'" in shown.said
+    planned = shell("plan --recipe chat --model tiny --data chats.jsonl --json")
+    assert any("no chat template" in note for note in planned.json["notes"])
+    trained = shell("finetune --recipe chat --model tiny --data chats.jsonl --output run --max-steps 1")
     assert trained.code == 0, trained.err
+    assert "no chat template" in trained.said
     measured = shell("evaluate run --limit 1 --set generation.max_new_tokens=2 --json")
     assert measured.code == 0, measured.err
     assert shell('generate "Who came?" --model run --max-new-tokens 2').code == 0
