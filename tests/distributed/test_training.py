@@ -49,6 +49,7 @@ PLACES: dict[str, dict[str, str]] = {
 METHODS: dict[str, dict[str, Any]] = {
     "full": {},
     "lora": {"method": "lora"},
+    "dora": {"method": "lora", "lora": {"dora": True, "dropout": 0.1}},
     "part": {"train": ("h.[23].*", "h.1.mlp.*")},
     "tied": {},
 }
@@ -128,7 +129,7 @@ CASES_MARKED = [pytest.param(*case, marks=[] if case in ALWAYS else [pytest.mark
 def test_shared_layers_keep_bits(models, tmp_path, method, place, activations, clip) -> None:
     model = models["gpt2" if method == "tied" else "gptj"]
     options = {**METHODS[method], **PLACES[place], "activations": activations, "clip_norm": clip}
-    if method == "lora":
+    if method in ("lora", "dora"):
         options["optimizer_state"] = options["optimizer_state"] if place != "mixed" else "disk"
     train_alone(model, tmp_path / "alone", **options)
     for size in (2, 3, 4) if (method, place) == ("full", "disk") else (3,):
@@ -157,7 +158,7 @@ FOUR_LANES = [
 def test_four_lanes_keep_bits(models, tmp_path, method, place) -> None:
     model = models["gpt2" if method == "tied" else "gptj"]
     options = {**METHODS[method], **PLACES[place], "lanes": 4, "dropout": 0.1}
-    if method == "lora":
+    if method in ("lora", "dora"):
         options["weights"] = "device"
     train_alone(model, tmp_path / "1", **options)
     for size in (2, 3, 4) if method == "full" else (3,):
@@ -189,7 +190,7 @@ TWO_LANES = [
 def test_replicas_of_shared_layers_keep_bits(models, tmp_path, method, place, clip, batch_size) -> None:
     model = models["gpt2" if method == "tied" else "gptj"]
     options = {**METHODS[method], **PLACES[place], "clip_norm": clip, "batch_size": batch_size, "lanes": 2}
-    if method == "lora" and place == "mixed":
+    if method in ("lora", "dora") and place == "mixed":
         options["optimizer_state"] = "disk"
     train_alone(model, tmp_path / "1", **options, dropout=0.1)
     for size in (4, 6) if place == "mixed" else (4,):
