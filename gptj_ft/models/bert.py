@@ -299,7 +299,6 @@ FAMILY = Family(
         **bertsum.KEYS,
         **dict.fromkeys(PRETRAINING),
     },
-    lora_targets=("query", "value"),  # PEFT's for BERT
     heads=(
         HeadForm(
             "BertForSequenceClassification", PooledClassifier, "classifier", (),

@@ -496,8 +496,6 @@ def _family(model_type: str, form: Form) -> Family:
         read_config=partial(read_config, model_type=model_type),
         build_layers=build_layers,
         keys=_keys(form),
-        # All linear layers: https://arxiv.org/abs/2305.14314, figure 2.
-        lora_targets=(*ATTENTION, *INNER),
         prefix="model.",
         trunk=frozenset({"embed_tokens", "layers", "norm"}),
         dropouts=((), ("attention_dropout",)),

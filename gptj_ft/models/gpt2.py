@@ -283,7 +283,6 @@ FAMILY = Family(
     },
     cerebras=CEREBRAS,
     residual_outputs=("c_proj.weight",),  # GPT-2 paper, section 2.3
-    lora_targets=("c_attn",),  # PEFT's for GPT-2
     gguf=GGUF,
     heads=decoder_heads("GPT2", has_token_labels=True),
 )

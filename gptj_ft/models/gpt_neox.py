@@ -279,7 +279,6 @@ FAMILY = Family(
         "embed_out.weight": ("head", "embed_out.weight"),
         "score.weight": ("head", "score.weight"),
     },
-    lora_targets=("query_key_value",),  # PEFT's for GPT-NeoX
     heads=decoder_heads("GPTNeoX", has_token_labels=True),
     prefix="gpt_neox.",
     trunk=frozenset({"embed_in", "layers", "final_layer_norm"}),

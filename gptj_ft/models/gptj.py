@@ -240,6 +240,5 @@ FAMILY = Family(
     },
     mesh=MESH,
     cerebras=CEREBRAS,
-    lora_targets=("q_proj", "v_proj"),  # https://arxiv.org/abs/2106.09685, section 7.1; also PEFT's for GPT-J
     heads=decoder_heads("GPTJ", has_token_labels=False),
 )

@@ -546,8 +546,6 @@ def _family(model_type: str, form: Form) -> Family:
         read_config=partial(read_config, model_type=model_type),
         build_layers=build_layers,
         keys=_keys(form),
-        # All linear layers: https://arxiv.org/abs/2305.14314, figure 2.
-        lora_targets=("qkv_proj", "o_proj", "gate_up_proj", "down_proj") if form.is_fused else (*ATTENTION, *INNER),
         heads=generic_heads(form.class_prefix, rms_norm(), form.heads),
         prefix="model.",
         trunk=frozenset({"embed_tokens", "layers", "norm"}),

@@ -74,7 +74,6 @@ class Family:
     """Ends of the names of projections into the residual stream whose random initial weights have a standard deviation
     divided by sqrt(2 * layers).
     """
-    lora_targets: tuple[str, ...] = ()  # default linear layers with adapters, by the ends of their names
     heads: tuple[HeadForm, ...] = ()  # heads other than the pre-training head
     prefix: str = "transformer."  # of all names outside the head; missing in files saved without the head
     trunk: frozenset[str] = frozenset({"wte", "wpe", "h", "ln_f"})  # first parts of names after the prefix

@@ -103,7 +103,6 @@ def _family(model_type: str, prefix: str) -> Family:
             }),
             **dict.fromkeys(PRETRAINING_HEAD),
         },
-        lora_targets=BERT.lora_targets,
         heads=(
             texts,
             HeadForm(f"{prefix}ForTokenClassification", Classifier, "classifier", (), ("token-labels",)),
