@@ -58,16 +58,21 @@ class Adapter:
     folder: Path
     ranks: Mapping[str, Rank]  # rank and scaling of each adapted linear layer
     shard: Shard  # file of the parameters, under PEFT's names
+    architecture: Architecture  # with the adapter's head
     transposed: frozenset[str] = frozenset()  # linear layers whose weight is stored (in, out)
     whole: frozenset[str] = frozenset()  # parameters of the head that replace the model's
 
+    def key(self, name: str) -> str:
+        """Return PEFT's name of a parameter."""
+        return _key(self.architecture, name)
+
     def read_whole(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Return rows ``start`` to ``stop`` of a parameter of the head, by default all."""
-        return self.shard.read(f"{_PREFIX}{name}", start, stop)
+        return self.shard.read(self.key(name), start, stop)
 
     def read(self, module: str, matrix: str) -> Tensor:
         """Return `A`, `B` or `MAGNITUDE` of a linear layer."""
-        return self.shard.read(_key(module, matrix))
+        return self.shard.read(self.key(file_name(module, matrix)))
 
     def change(self, module: str) -> Tensor:
         """Compute the adapter's fp32 change of a linear layer's weight: B A times the scaling."""
@@ -110,7 +115,7 @@ class MergedCheckpoint(Checkpoint):
 
     def entry(self, name: str) -> TensorInfo:
         whole, entries = self._adapter.whole, self._adapter.shard.entries
-        return entries[f"{_PREFIX}{name}"] if name in whole else self._base.entry(name)
+        return entries[self._adapter.key(name)] if name in whole else self._base.entry(name)
 
     def file_of(self, name: str) -> Path:
         return self._adapter.shard.path if name in self._adapter.whole else self._base.file_of(name)
@@ -154,20 +159,24 @@ def open_adapter(folder: Path, architecture: Architecture) -> Adapter:
     layers, ranks = architecture.skeleton, {}
     transposed = frozenset(module for module, place in places.items() if is_transposed(architecture, *place))
     is_dora = bool(config.get("use_dora"))
+
+    def key_of(module: str, part: str) -> str:
+        return _key(architecture, file_name(module, part))
+
     keys = set(shard.entries)  # every key must belong to a layer or the head; the rest is an error
     for module, (index, local) in places.items():
-        pair = _key(module, A), _key(module, B)
+        pair = key_of(module, A), key_of(module, B)
         if not keys.issuperset(pair):
             continue
         keys -= set(pair)
         expected = widths(layers[index].get_submodule(local))
-        (rank, width), (height, same) = (shard.entries[key].shape for key in pair)
+        (rank, width), (height, same) = (shard.entries[name].shape for name in pair)
         if (width, height) != expected or rank != same:
             raise DataError(
                 f"{path}: the matrices for {module} do not fit: it has {expected[0]} inputs and {expected[1]} outputs"
             )
         if is_dora:
-            magnitude = _key(module, MAGNITUDE)
+            magnitude = key_of(module, MAGNITUDE)
             if magnitude not in keys or shard.entries[magnitude].shape != (height,):
                 raise DataError(f"{path}: use_dora is true, but {magnitude} is missing or not of size {height}")
             keys.remove(magnitude)
@@ -175,11 +184,11 @@ def open_adapter(folder: Path, architecture: Architecture) -> Adapter:
     whole = {
         name: tuple(like.shape)
         for local, like in layers[-1].state_dict().items()
-        if f"{_PREFIX}{(name := architecture.family.name_of(len(layers) - 1, local, len(layers)))}" in keys
+        if _key(architecture, name := architecture.family.name_of(len(layers) - 1, local, len(layers))) in keys
     }
     for name, shape in whole.items():
-        keys.remove(f"{_PREFIX}{name}")
-        if (stored := shard.entries[f"{_PREFIX}{name}"].shape) != shape:
+        keys.remove(_key(architecture, name))
+        if (stored := shard.entries[_key(architecture, name)].shape) != shape:
             raise DataError(f"{path}: {name} has shape {list(stored)}, the model's head {list(shape)}")
     others = (locate_parameters(architecture).keys() | architecture.ties().keys()) - whole.keys()
     for module in config.get("modules_to_save") or ():  # PEFT also lists modules that the model does not have
@@ -190,7 +199,7 @@ def open_adapter(folder: Path, architecture: Architecture) -> Adapter:
             )
     if keys:
         raise DataError(f"{path}: {min(keys)} belongs to no linear layer of this {architecture.family.model_type}")
-    return Adapter(folder, ranks, shard, transposed, frozenset(whole))
+    return Adapter(folder, ranks, shard, architecture, transposed, frozenset(whole))
 
 
 def tuned_architecture(folder: Path) -> Architecture:
@@ -244,7 +253,7 @@ def with_head_of(folder: Path, architecture: Architecture) -> Architecture:
         architecture.family.name_of(num_layers - 1, local, num_layers)
         for local in architecture.skeleton[-1].state_dict()
     }
-    return replace(architecture, new=frozenset(name for name in names if f"{_PREFIX}{name}" in shard.entries))
+    return replace(architecture, new=frozenset(name for name in names if _key(architecture, name) in shard.entries))
 
 
 def open_weights(folder: Path) -> Shard:
@@ -334,5 +343,5 @@ def _scaling(config: Mapping[str, Any], module: str, rank: int) -> float:
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def _key(module: str, part: str) -> str:
-    return f"{_PREFIX}{file_name(module, part)}"
+def _key(architecture: Architecture, name: str) -> str:
+    return f"{_PREFIX}{architecture.file_name(name)}"

@@ -352,7 +352,9 @@ def _write_weights(
         assert tensors.keys() == expected[index].keys(), f"layer {index} has {sorted(tensors)}"
         for local, like in expected[index].items():
             assert tensors[local].shape == like.shape, f"layer {index}: {local} has shape {list(tensors[local].shape)}"
-        named = {name_of(index, local, len(expected)): tensors[local] for local in expected[index]}
+        named = {
+            architecture.file_name(name_of(index, local, len(expected))): tensors[local] for local in expected[index]
+        }
         if dtype is None:
             for kind in {tensor.dtype for tensor in named.values()}:
                 stored = torch.promote_types(stored, kind) if stored else kind

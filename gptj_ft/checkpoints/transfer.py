@@ -45,6 +45,7 @@ class TensorTransfer:
             is_square: reject negative numbers, for second moments.
         """
         self.checkpoint, self._advance, self._is_square = checkpoint, advance, is_square
+        self._file_name = architecture.file_name
         self.layers: list[dict[str, TensorInfo]] = []  # stored type and shape by Hugging Face's names, per layer
         for layer in range(len(architecture.skeleton)):
             names = [name for name in checkpoint.names_of(architecture, layer).values() if name in checkpoint.names]
@@ -72,7 +73,9 @@ class TensorTransfer:
         files = self._shards(shard_bytes)
         self._write_files({folder / file: names for file, names in files.items()})
         if len(files) > 1 or shard_bytes is None:
-            write_index(folder, {name: file for file, names in files.items() for name in names}, self.bytes)
+            write_index(
+                folder, {self._file_name(name): file for file, names in files.items() for name in names}, self.bytes
+            )
 
     def inspect(self, name: str, piece: Tensor) -> None:
         """Record whether rows of a tensor are finite. Thread-safe.
@@ -156,7 +159,7 @@ class TensorTransfer:
             for path, names in unfinished.items():
                 part = path.with_name(path.name + ".part")
                 writer = behind.open(part)
-                writer.write(header_of({name: self.entries[name] for name in names}))
+                writer.write(header_of({self._file_name(name): self.entries[name] for name in names}))
                 for name in names:
                     for rows in source.row_ranges(name):
                         piece, checksum = next(pieces), xxhash.xxh3_128()

@@ -76,16 +76,19 @@ def decoder_heads(prefix: str, has_token_labels: bool, norm: FinalNorm = LAYER_N
     return (texts, spans, words) if has_token_labels else (texts, spans)
 
 
-def generic_heads(prefix: str, norm: FinalNorm, classes: Sequence[str]) -> tuple[HeadForm, ...]:
+def generic_heads(
+    prefix: str, norm: FinalNorm, classes: Sequence[str], spans_prefix: str | None = None
+) -> tuple[HeadForm, ...]:
     """Return the heads of today's decoders, which `transformers` makes alike.
 
     Args:
         prefix: start of the class names.
         classes: ends of those that exist.
+        spans_prefix: see `HeadForm.prefix`.
     """
     texts, spans, words = decoder_heads(prefix, has_token_labels=True, norm=norm)
     build = partial(NormedOutputs, norm=norm, name="score", has_bias=True, dropout=0.1)
-    heads = (texts, spans, replace(words, output="score", build=build))
+    heads = (texts, replace(spans, prefix=spans_prefix), replace(words, output="score", build=build))
     return tuple(head for head in heads if head.class_name.removeprefix(prefix) in classes)
 
 

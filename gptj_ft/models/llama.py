@@ -67,7 +67,7 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
     "classifier_dropout": (0.1,),
 }
 FULL, SLIDING = "full_attention", "sliding_attention"
-# The head for spans is missing where `transformers` gives all tensors another prefix beside it.
+OLD_PREFIX = "transformer."  # of all tensors beside the older families' heads for spans in `transformers`
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,8 @@ class Form:
     has_qk_norm: bool = False
     is_fused: bool = False
     is_rotated_in_part: bool = False  # whether ``partial_rotary_factor`` is read
-    heads: tuple[str, ...] = (TEXTS, WORDS)  # ends of the classes with other heads
+    heads: tuple[str, ...] = (TEXTS, SPANS, WORDS)  # ends of the classes with other heads
+    spans_prefix: str | None = OLD_PREFIX
 
 
 QWEN: Mapping[str, Any] = {
@@ -106,12 +107,12 @@ PHI3: Mapping[str, Any] = {
 BIASES = {"attention_bias": False, "mlp_bias": False}
 FORMS: Mapping[str, Form] = {
     "llama": Form("Llama", BIASES),
-    "mistral": Form("Mistral", MISTRAL, heads=(TEXTS, SPANS, WORDS)),
+    "mistral": Form("Mistral", MISTRAL, spans_prefix=None),
     "qwen2": Form("Qwen2", QWEN, has_qkv_bias=True),
     "qwen3": Form("Qwen3", {**QWEN, "head_dim": 128, "attention_bias": False}, has_qk_norm=True),
     "smollm3": Form("SmolLM3", SMOLLM3),
     "granite": Form("Granite", {**BIASES, **dict.fromkeys(MULTIPLIERS, 1.0)}, heads=()),
-    "phi3": Form("Phi3", PHI3, is_fused=True, is_rotated_in_part=True),
+    "phi3": Form("Phi3", PHI3, is_fused=True, is_rotated_in_part=True, heads=(TEXTS, WORDS)),
 }
 
 
@@ -546,7 +547,7 @@ def _family(model_type: str, form: Form) -> Family:
         read_config=partial(read_config, model_type=model_type),
         build_layers=build_layers,
         keys=_keys(form),
-        heads=generic_heads(form.class_prefix, rms_norm(), form.heads),
+        heads=generic_heads(form.class_prefix, rms_norm(), form.heads, form.spans_prefix),
         prefix="model.",
         trunk=frozenset({"embed_tokens", "layers", "norm"}),
         dropouts=((), ("attention_dropout",)),

@@ -54,6 +54,7 @@ class HeadForm:
     tasks: tuple[Task, ...]
     initialise: Callable[[nn.Module, str, Tensor, torch.Generator], None] | None = None
     """Initialises a parameter by name; None: matrices normal as in the config, biases zero."""
+    prefix: str | None = None  # in files of this class, in place of `Family.prefix`; None: the same
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,9 @@ class Family:
         """Return a tensor's full name, given its name in any file format."""
         for old, new in self.aliases.items():
             name = name.removesuffix(old) + new if name.endswith(old) else name
+        for other in {head.prefix for head in self.heads if head.prefix}:
+            own = name.removeprefix(other)
+            name = own if own.partition(".")[0] in self.trunk else name
         return self.prefix + name if name.partition(".")[0] in self.trunk else name
 
     def head_for(self, task: Task) -> HeadForm | None:
@@ -193,6 +197,13 @@ class Architecture:
     def head(self) -> HeadForm | None:
         """The head that replaces the pre-training head, if any."""
         return None if self.task is None else self.family.head_for(self.task)
+
+    def file_name(self, name: str) -> str:
+        """Return the name of a tensor in files of the model's class, given Hugging Face's usual name."""
+        prefix = self.family.prefix
+        if self.head is None or self.head.prefix is None or not name.startswith(prefix):
+            return name
+        return self.head.prefix + name.removeprefix(prefix)
 
     @property
     def trained_whole(self) -> frozenset[str]:

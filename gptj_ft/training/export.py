@@ -105,7 +105,7 @@ def peft_layers(trained: TunedModel, layers: Iterable[dict[str, Tensor]]) -> Ite
                 if part == MAGNITUDE:
                     turned = is_transposed(architecture, index, local.removesuffix(f".{MAGNITUDE}"))
                     view = view + weight_norms(base, module, turned)
-                named[name] = view
+                named[architecture.file_name(name)] = view
             yield named
 
 

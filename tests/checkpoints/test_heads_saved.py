@@ -50,11 +50,17 @@ BERT |= {"num_attention_heads": 4, "intermediate_size": 64}
 ROBERTA = {**BERT, "max_position_embeddings": 50, "type_vocab_size": 1, "pad_token_id": 1}
 GPT2 = {"vocab_size": VOCABULARY, "n_positions": 48, "n_embd": 32, "n_layer": 2, "n_head": 4}
 GPT2 |= {"bos_token_id": 210, "eos_token_id": 210}
+LLAMA = {**BERT, "num_key_value_heads": 2, "tie_word_embeddings": True}  # so that a bare model is whole
 TASKS = ("classification", "multi-label", "regression", "token-labels", "spans")
 CLASSES = {"token-labels": "AutoModelForTokenClassification", "spans": "AutoModelForQuestionAnswering"}
 TASK_TYPES = {"token-labels": "TOKEN_CLS", "spans": "QUESTION_ANS"}
 FORMS = [(family, task) for family in ("bert", "gpt2") for task in TASKS]
-FORMS += [("roberta", "classification"), ("roberta", "token-labels"), ("xlm-roberta", "classification")]
+FORMS += [
+    ("llama", "spans"),
+    ("roberta", "classification"),
+    ("roberta", "token-labels"),
+    ("xlm-roberta", "classification"),
+]
 WORDS = (("good", "pleased"), ("bad", "cross"))
 Model = Any
 
@@ -70,7 +76,7 @@ def labels_of(task: str) -> tuple[str, ...]:
 def base_model(folder: Path, family: str) -> Path:
     """Write a random pre-trained model."""
     torch.manual_seed(0)
-    own = {"bert": BERT, "gpt2": GPT2}.get(family, ROBERTA)
+    own = {"bert": BERT, "gpt2": GPT2, "llama": LLAMA}.get(family, ROBERTA)
     config = transformers.AutoConfig.for_model(family, **own)
     model = (transformers.AutoModelForCausalLM if family == "gpt2" else transformers.AutoModel).from_config(config)
     for parameter in model.parameters():

@@ -44,7 +44,9 @@ GPT2 = {"vocab_size": 211, "n_positions": 48, "n_embd": 32, "n_layer": 3, "n_hea
 MISTRAL = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64, "pad_token_id": 0}
 MISTRAL |= {"sliding_window": None}
 GPT_NEOX = {**SIZES, "num_attention_heads": 4, "intermediate_size": 64, "pad_token_id": 0, "classifier_dropout": 0.0}
-OWN = {"Bert": BERT, "Mistral": MISTRAL, "GPTNeoX": GPT_NEOX}
+LLAMA = {**MISTRAL, "use_sliding_window": False}
+WITH_OLD_PREFIX = ("Llama", "Qwen2", "Qwen3", "SmolLM3")  # `transformer.` beside the head for spans
+OWN = {"Bert": BERT, "Mistral": MISTRAL, "GPTNeoX": GPT_NEOX, **dict.fromkeys(WITH_OLD_PREFIX, LLAMA)}
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 TASKS = ("classification", "multi-label", "regression", "token-labels", "spans")
 CLASSES = {
@@ -158,6 +160,9 @@ def oracle_loss(oracle: Oracle, task: str, is_encoder: bool = True) -> Tensor:
 FORMS = [(family, task) for family in ("Bert", "GPT2", "Roberta", "XLMRoberta") for task in TASKS]
 FORMS += [("Bert", "sentences"), *(("Mistral", task) for task in ("classification", "token-labels", "spans"))]
 FORMS += [pytest.param("GPTNeoX", task, marks=pytest.mark.slow) for task in TASKS]
+FORMS += [
+    pytest.param(family, "spans", marks=() if family == "Llama" else pytest.mark.slow) for family in WITH_OLD_PREFIX
+]
 
 
 @pytest.mark.parametrize(("family", "task"), FORMS)
@@ -165,7 +170,7 @@ def test_losses_and_steps_are_those_of_transformers(family: str, task: str, tmp_
     oracle = make(tmp_path / "model", task, family)
     recipe = Recipe.model_validate({"task": task, "weight_decay": 0.01, "clip_norm": 1.0})
     stack = open_training(tmp_path / "model", tmp_path, recipe)
-    objective, is_encoder = objective_of(recipe), family not in ("GPT2", "Mistral", "GPTNeoX")
+    objective, is_encoder = objective_of(recipe), family not in ("GPT2", "Mistral", "GPTNeoX", *WITH_OLD_PREFIX)
     optimizer = AdamW(stack, optimizer_config(recipe))
     parameters = list(oracle.parameters())
     theirs = torch.optim.AdamW(
