@@ -102,6 +102,7 @@ class Buffer:
     """Device memory and the transfers that use it."""
 
     tensor: Tensor  # flat
+    numel: int  # of the tensor; a forecast asks millions of times
     key: Hashable = None  # name of the content, now or after the transfers; None: no valid content
     transfers: list[Transfer] = field(default_factory=list)
     refcount: int = 0  # users; at 0 the buffer may be reused
@@ -120,7 +121,7 @@ class BufferPool:
 
     def __init__(self, shape: PoolShape, device: torch.device) -> None:
         made = (fresh(numel, shape.dtype, device) for numel in shape.sizes)
-        self._buffers = [Buffer(tensor, None, [*zeroed]) for tensor, zeroed in made]
+        self._buffers = [Buffer(tensor, tensor.numel(), None, [*zeroed]) for tensor, zeroed in made]
 
     def has_free(self, key: Hashable, numel: int = 0) -> bool:
         """Tell whether `acquire` would return a buffer."""
@@ -128,7 +129,7 @@ class BufferPool:
         for buffer in self._buffers:
             if key is not None and buffer.key == key:
                 return True
-            if not buffer.refcount and buffer.tensor.numel() >= numel:
+            if not buffer.refcount and buffer.numel >= numel:
                 return True
         return False
 
@@ -144,11 +145,9 @@ class BufferPool:
             if key is not None and buffer.key == key:
                 choice, is_cached = buffer, True
                 break
-            size = buffer.tensor.numel()
-            if buffer.refcount or size < numel:
+            if buffer.refcount or buffer.numel < numel:
                 continue
-            order = size, buffer.key is not None
-            if choice is None or order < (choice.tensor.numel(), choice.key is not None):
+            if choice is None or (buffer.numel, buffer.key is not None) < (choice.numel, choice.key is not None):
                 choice = buffer
         assert choice is not None, "internal error: every buffer is in use"
         buffer = choice
