@@ -107,5 +107,5 @@ def test_count_equals_replay_in_chunks(num_chunks: int) -> None:
         workload = Workload(layouts, 8, torch.bfloat16, StepTokens(1, 1, 1.0, 1.0), None)
         steps = StepReplay(workload, inputs, lambda _, store=store: store)
         steps.counters = {place: store}
-        passes = [steps.count_step() for _ in range(STEPS_TO_STEADY)]
+        passes = [steps.count_step() for _ in range(STEPS_TO_STEADY + 1)]  # nothing is pending before the first
         assert count_step(layouts, (), 8, torch.bfloat16, inputs) == (*passes[-1], steps.count_flush())
