@@ -6,8 +6,11 @@ in, JSON lines out.
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
 import os
+import pkgutil
 import runpy
 import signal
 import subprocess
@@ -22,6 +25,7 @@ from typing import Any, NoReturn
 
 import psutil
 
+import gptj_ft
 from gptj_ft.system.signals import SIGNALS, StopRequest
 
 TESTS = Path(__file__).parents[1]
@@ -122,15 +126,27 @@ class ForkServer:
         self._process.wait()
 
 
-def serve() -> None:
+def import_everything() -> None:
+    """Import what commands import, lazily or not: up to half of the time of a short one."""
+    import pyarrow.compute  # noqa: F401
+    import rich.live
+    import rich.progress_bar
+    import rich.table  # noqa: F401
     import torch  # noqa: F401
-    from conftest import assumed_rates
-    from support.rates import layers_by
     from transformers import AutoTokenizer, GPTJConfig, GPTJForCausalLM  # noqa: F401
 
-    import gptj_ft.cli.commands.finetune
-    import gptj_ft.cli.html.run_page
-    import gptj_ft.training.finetune  # noqa: F401
+    for module in pkgutil.walk_packages(gptj_ft.__path__, "gptj_ft."):
+        if ".lm_eval" not in module.name:  # an extra
+            importlib.import_module(module.name)
+    gc.collect()
+    gc.freeze()  # otherwise the first full collection of each fork would visit, and copy, all of it
+
+
+def serve() -> None:
+    import_everything()
+    from conftest import assumed_rates
+    from support.rates import layers_by
+
     from gptj_ft.planning import layer_times, probe
 
     # Each home is a new one; measuring the machine for it would take longer than the command.
