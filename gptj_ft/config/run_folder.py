@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from itertools import islice
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from gptj_ft import __version__
 from gptj_ft.config.options import FREE_ON_RESUME, YOUNGER, Recipe, field_of
 from gptj_ft.config.presets import load_options
 from gptj_ft.config.resolve import build
+from gptj_ft.config.saved_values import Environment, MetricsLine, Record, SavedState, checked, is_valid
 from gptj_ft.errors import DataError, GptjFtError, UsageError
 from gptj_ft.system.digests import digest_of, read_json, read_sealed, write_sealed
 from gptj_ft.system.files import appending, discard, disk_errors, replace_text, require_plain, sync_path
@@ -86,10 +88,7 @@ class Run:
                 f"{path} is missing: restore it from a copy of the run. A run started by an earlier version of gptj-ft "
                 "has no such file; finish it with that version"
             )
-        values = read_sealed(path)
-        if not isinstance(values.get("recipe"), dict) or not isinstance(values.get("saved"), str | None):
-            raise DataError(f"{path} is damaged: restore it from a copy of the run")
-        return values
+        return checked(Record, read_sealed(path), path)
 
     def start_record(self, recipe: Recipe) -> None:
         """Write the record of a new run."""
@@ -180,15 +179,16 @@ class Run:
                 problems.append(f"{self.metrics_file}:{number}: damaged line after step {before}")
             else:
                 before = line["step"]
-        if missing := [at for at in range(1, max([step, *steps]) + 1) if at not in steps]:
-            problems.append(f"{self.metrics_file}: no line for step {', '.join(map(str, missing[:9]))}")
+        # The first nine, without listing all: a damaged step may be huge.
+        if missing := [*islice((at for at in range(1, max([step, *steps]) + 1) if at not in steps), 9)]:
+            problems.append(f"{self.metrics_file}: no line for step {', '.join(map(str, missing))}")
         return problems
 
     def _metrics_lines(self) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
         """Yield each line and its values, ``None`` for a damaged line."""
         is_sealed = self.record_file.is_file()  # lines of earlier versions have no checksum
         for line, values in JsonLines(self.metrics_file, is_sealed).read():
-            yield line, values if values and type(values.get("step")) is int else None
+            yield line, values if values and is_valid(MetricsLine, values) else None
 
     def forget_metrics_after(self, step: int) -> None:
         """Drop the lines that a run resumed after ``step`` will write again."""
@@ -258,11 +258,7 @@ def recipe_digest(recipe: Recipe) -> str:
 
 def _read_saved(path: Path) -> dict[str, Any]:
     """Read a commit or the manifest of a checkpoint."""
-    values = read_sealed(path)
-    step, facts, update = (values.get(key) for key in ("step", "facts", "update"))
-    if type(step) is not int or step < 0 or not isinstance(facts, dict) or not isinstance(update, dict | None):
-        raise DataError(f"{path} is damaged: it lacks step or facts")
-    return values
+    return checked(SavedState, read_sealed(path), path)
 
 
 def choose_folder(recipe: Recipe) -> Path:
@@ -277,10 +273,15 @@ def choose_folder(recipe: Recipe) -> Path:
     return folder
 
 
+def read_environment(run: Run) -> dict[str, Any]:
+    """Read ``environment.json``; empty for a run without it."""
+    path = run.folder / ENVIRONMENT_FILE
+    return checked(Environment, read_json(path), path) if path.is_file() else {}
+
+
 def environment_changes(run: Run, device: str, threads: int) -> str | None:
     """Describe changes of device, versions, threads or kernels since the run's last session, or return ``None``."""
-    path = run.folder / ENVIRONMENT_FILE
-    before = read_json(path) if path.is_file() else {}
+    before = read_environment(run)
     if before and device == "cpu":
         before.setdefault("kernels", "products of MKL")  # before this was recorded
     now = _computing(device, threads)
@@ -313,8 +314,7 @@ def record_environment(run: Run, device: str, threads: int, chosen: Mapping[str,
         "command": without_secrets(sys.argv),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
-    path = run.folder / ENVIRONMENT_FILE
-    before = read_json(path) if path.is_file() else {}
+    path, before = run.folder / ENVIRONMENT_FILE, read_environment(run)
     if LAYERS in before and "processes" in chosen:
         facts[LAYERS] = before[LAYERS]  # until the layers have migrated to their new owners
     write_json(path, facts)
@@ -342,13 +342,12 @@ def note_layers(run: Run, owners: Mapping[str, Sequence[int]]) -> None:
     if run.writes and owners:
         path = run.folder / ENVIRONMENT_FILE
         texts = [f"{name}: {' '.join(map(str, layers))}" for name, layers in owners.items()]
-        write_json(path, {**read_json(path), LAYERS: "; ".join(texts)})
+        write_json(path, {**read_environment(run), LAYERS: "; ".join(texts)})
 
 
 def owner_of(run: Run, layer: int) -> str:
     """Return the name of the process that last owned a layer, see `note_layers`; empty: unknown."""
-    path = run.folder / ENVIRONMENT_FILE
-    noted = read_json(path).get(LAYERS, "") if path.is_file() else ""
+    noted = read_environment(run).get(LAYERS, "")
     owners = (text.rpartition(": ") for text in str(noted).split("; "))
     return next((one_line(name) for name, _, layers in owners if str(layer) in layers.split()), "")
 

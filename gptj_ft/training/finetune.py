@@ -26,6 +26,7 @@ from gptj_ft.config.run_folder import (
     stopped,
     what_is_saved,
 )
+from gptj_ft.config.saved_values import BaseDigests, checked
 from gptj_ft.data.batches import Rows
 from gptj_ft.data.checks.tokens import check_tokens
 from gptj_ft.data.dataset import Prepared, Report, load_dataset, save_dataset
@@ -181,7 +182,7 @@ def resume_run(
         raise UsageError(
             f"the model that this run started from is not in {model} any more; if it is elsewhere now, add --model PATH"
         )
-    check_unchanged(model, read_sealed(run.base_file))
+    check_unchanged(model, checked(BaseDigests, read_sealed(run.base_file), run.base_file))
     if recipe.patience and start is None and (problems := run.metrics_problems(steps_done(run))):
         raise DataError(
             "\n".join([*problems, "patience counts validations there: put back a copy, or add --from start"])

@@ -14,7 +14,8 @@ from gptj_ft.checkpoints.metadata import read_metadata
 from gptj_ft.checkpoints.model_folder import check_tensors, open_checkpoint
 from gptj_ft.checkpoints.weight_file import open_shard
 from gptj_ft.config.options import Recipe
-from gptj_ft.config.run_folder import COMMIT, MANIFEST, MERGED, Run, steps_done
+from gptj_ft.config.run_folder import COMMIT, MANIFEST, MERGED, Run, read_environment, steps_done
+from gptj_ft.config.saved_values import BaseDigests, checked
 from gptj_ft.data.dataset import load_dataset
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.layout import Layout
@@ -23,7 +24,7 @@ from gptj_ft.models.trainable import select
 from gptj_ft.streaming.loss_scale import LossScale
 from gptj_ft.streaming.stores.base import CHUNK_NUMEL
 from gptj_ft.streaming.stores.state_file import StateFile, layer_path
-from gptj_ft.system.digests import FOLDER_DIGESTS, damaged_files, read_json, read_sealed
+from gptj_ft.system.digests import FOLDER_DIGESTS, damaged_files, read_sealed
 from gptj_ft.system.lock import locked
 from gptj_ft.system.paths import is_adapter, is_model, is_tuned
 from gptj_ft.training.run_state import RunState
@@ -101,7 +102,7 @@ class Checker:
             if rows.exists() and run.record_file.is_file():
                 yield from _problems(lambda rows=rows: load_dataset(rows))  # type: ignore[misc]
         if (run.folder / "environment.json").is_file():
-            yield from _problems(lambda: read_json(run.folder / "environment.json"))
+            yield from _problems(lambda: read_environment(run))
         try:
             yield from run.metrics_problems(0 if is_tuned(run.model) else steps_done(run))
         except DataError as error:
@@ -146,7 +147,7 @@ class Checker:
         """Check that the loss scale of a commit or checkpoint follows from the run's steps."""
         step, scale = saved["step"], RunState.of(saved).loss_scale
         lines = [line for line in self._run.metrics() if "loss_scale" in line and line["step"] <= step]
-        if [line["step"] for line in lines] != list(range(1, step + 1)):
+        if len(lines) != step or any(line["step"] != at for at, line in enumerate(lines, 1)):
             return  # not fp16, or some lines are damaged
         if scale is None:
             yield f"{path} has no loss scale, which a run in fp16 needs to resume"
@@ -208,7 +209,7 @@ def stored_form(path: Path, layout: Layout) -> StateFile:
 
 def _check_base(run: Run, model: Path) -> None:
     """Check the recorded fingerprint of the base model, and the model itself if it exists."""
-    fingerprint = read_sealed(run.base_file)
+    fingerprint = checked(BaseDigests, read_sealed(run.base_file), run.base_file)
     if is_model(model):
         check_unchanged(model, fingerprint)
 

@@ -19,7 +19,7 @@ from gptj_ft.cli.html.evaluation_page import change_in, marked, recorded_facts, 
 from gptj_ft.cli.html.names import file_names, last_part, model_name, portable
 from gptj_ft.config import yaml
 from gptj_ft.config.options import Recipe
-from gptj_ft.config.run_folder import Run
+from gptj_ft.config.run_folder import Run, read_environment
 from gptj_ft.data.dataset import Prepared, load_dataset
 from gptj_ft.data.lengths import bins_of
 from gptj_ft.data.readers.source import is_prepared
@@ -116,7 +116,7 @@ def _readable(runs: Sequence[Run]) -> Iterator[None]:
         yield
     except GptjFtError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError, RecursionError) as error:
         names = " or ".join(str(run.folder) for run in runs)
         raise DataError(
             f"a JSON file of {names} has unexpected content ({type(error).__name__}: {one_line(str(error))}): find it "
@@ -125,7 +125,7 @@ def _readable(runs: Sequence[Run]) -> Iterator[None]:
 
 
 def _facts_of(run: Run, show_text: bool) -> dict[str, Any]:
-    recipe, lines, environment = run.recipe(), run.metrics(), _environment(run)
+    recipe, lines, environment = run.recipe(), run.metrics(), read_environment(run)
     evaluation = recorded_facts(run.folder)
     parts, problem = _rows_of(run)
     names = _names(recipe, parts)
@@ -165,11 +165,6 @@ def _rows_of(run: Run) -> tuple[dict[str, Prepared], str]:
         }, ""
     except (UsageError, DataError) as error:
         return {}, str(error).replace(f"{run.folder}/", "")
-
-
-def _environment(run: Run) -> dict[str, Any]:
-    path = run.folder / "environment.json"
-    return read_json(path) if path.is_file() else {}
 
 
 def _subject(run: Run, recipe: Recipe) -> str:
@@ -224,7 +219,7 @@ def _overview(run: Run) -> dict[str, str]:
     """Return the facts of a run: label -> text."""
     recipe, summary, lines = run.recipe(), summarize_run(run), [line for line in run.metrics() if "loss" in line]
     tuning = read_metadata(run.model) if summary.status == "finished" else None
-    chosen = _environment(run)
+    chosen = read_environment(run)
     places = recipe.weights, recipe.optimizer_state
     unknown = "chosen by the run, not recorded"
     placement = unknown if "auto" in places else "weights on {}, optimizer state on {}".format(*places)
@@ -385,7 +380,7 @@ def _differing_options(runs: Sequence[Run]) -> list[tuple[str, ...]]:
 def _commands(run: Run, names: Mapping[str, str], evaluation: Mapping[str, Any] | None) -> list[tuple[str, str]]:
     """Return captions and commands to repeat the run."""
     commands = []
-    if typed := _environment(run).get("command"):
+    if typed := read_environment(run).get("command"):
         commands.append(("Train again, as typed:", portable(typed[1:], names)))
     commands.append(
         (

@@ -1,0 +1,164 @@
+"""Declare the values in the files of a run folder: type, range and length of each.
+
+A checksum proves only that a file is as somebody wrote it, and a run may come from anybody. `checked` is called where
+a file is read, before any value is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from gptj_ft.errors import DataError
+from gptj_ft.system.plain_text import shortened
+
+MOST_STEPS = 10**9  # of a run; at a millisecond each, 12 days
+Step = Annotated[int, Field(ge=0, le=MOST_STEPS)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Positive = Annotated[float, Field(ge=0.0)]
+Name = Annotated[str, Field(max_length=255)]
+Text = Annotated[str, Field(max_length=100_000)]
+
+
+class Saved(BaseModel):
+    """Values of a file; numbers are finite, and unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class _Best(Saved):
+    """Best validated state, see `BestState`; the deciding score has its own name as key."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, float] = Field(init=False)
+    step: Step
+    validation_loss: float
+
+
+class _LossScale(Saved):
+    """See `LossScale`."""
+
+    scale: Annotated[float, Field(gt=0.0)]
+    growth_tracker: Step
+    num_skipped: Step
+    growth_interval: Annotated[int, Field(ge=1, le=MOST_STEPS)]
+
+
+class _Facts(Saved):
+    """See `RunState`; earlier versions wrote fewer keys."""
+
+    loss_before: float | None = None
+    updates_before: Step = 0
+    recipe: Annotated[str, Field(max_length=128)] | None = None
+    best: _Best | None = None
+    loss_scale: _LossScale | None = None
+
+
+class _Update(Saved):
+    """See `Update`."""
+
+    step: Step
+    lr: Positive
+    clip: Positive
+    scale: Annotated[float, Field(gt=0.0)] = 1.0
+    num_skipped: Step = 0
+    is_skipped: bool = False
+
+
+class SavedState(Saved):
+    """Commit of a run on disk, or manifest of a checkpoint, which has no update."""
+
+    step: Step
+    facts: _Facts
+    update: _Update | None = None
+
+
+class Record(Saved):
+    """``run.json``."""
+
+    recipe: dict[Name, Any]  # compared with the recipe of the run, which is checked
+    saved: Annotated[str, Field(pattern=r"^(state/commit|checkpoints/step-[0-9]{1,18}/manifest)[.]json$")] | None
+
+
+class MetricsLine(Saved):
+    """Line of ``metrics.jsonl`` of a step or a validation; a later version may write more."""
+
+    model_config = ConfigDict(extra="allow")
+    step: Step
+    # Of a validation.
+    validation_loss: float = 0.0
+    scores: dict[Name, float] = {}
+    # Of a step; null: it overflowed fp16.
+    loss: float | None = None
+    z_loss: float | None = None
+    lr: Positive | None = None
+    grad_norm: Positive | None = None
+    loss_scale: Annotated[float, Field(gt=0.0)] = 1.0
+    skipped: bool = False
+    tokens: Count = 0
+    target_tokens: Count = 0
+    seconds: Positive = 0.0
+    waited_seconds: Positive = 0.0
+    bytes_read: Count = 0
+    bytes_written: Count = 0
+    memory_bytes: Count = 0
+    device_memory_bytes: Count = 0
+    device_reserved_bytes: Count = 0
+    target_tokens_per_second: Positive = 0.0
+    tokens_per_second: Positive = 0.0
+    model_gflops: Positive = 0.0
+    hardware_gflops: Positive = 0.0
+    mfu: Positive = 0.0
+    hfu: Positive = 0.0
+    stall: Positive = 0.0
+
+
+class Environment(Saved):
+    """``environment.json``: people read it, and it may have any facts."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Text | float | bool | None] = Field(init=False)
+    command: Annotated[list[Text], Field(min_length=1, max_length=10_000)] = ["gptj-ft"]
+
+
+class _SampledFile(Saved):
+    """See `fingerprint.sampled_file`."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Name | Count] = Field(init=False)
+
+
+class BaseDigests(Saved):
+    """``base.json``: facts of each file of the base model."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[Name, _SampledFile] = Field(init=False)
+
+
+def is_valid(kind: type[Saved], values: Mapping[str, Any]) -> bool:
+    """Tell whether values are of their declared types, ranges and lengths."""
+    try:
+        kind.model_validate(values)
+    except (ValidationError, OverflowError, RecursionError):
+        return False
+    return True
+
+
+def checked(kind: type[Saved], values: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return values of a file unchanged.
+
+    Raises:
+        DataError: a value is not of its declared type, range or length.
+    """
+    try:
+        kind.model_validate(values)
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_input=False)[0]
+        where = shortened(".".join(map(str, problem["loc"])), 80)
+        raise DataError(f"{path} is damaged: {where}: {problem['msg']}; restore it from a copy") from error
+    except (OverflowError, RecursionError) as error:
+        raise DataError(f"{path} is damaged: {error}; restore it from a copy") from error
+    return values
