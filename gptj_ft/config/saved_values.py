@@ -90,7 +90,7 @@ class MetricsLine(Saved):
     step: Step
     # Of a validation.
     validation_loss: float = 0.0
-    scores: dict[Name, float] = {}
+    scores: dict[Name, Annotated[float, Field(allow_inf_nan=True)]] = {}  # without an item to score, NaN
     # Of a step; null: it overflowed fp16.
     loss: float | None = None
     z_loss: float | None = None

@@ -16,32 +16,28 @@ torch.distributed does not provide this:
 
 from __future__ import annotations
 
-import hmac
 import json
 import os
-import secrets
 import selectors
 import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from gptj_ft.errors import GptjFtError, Interrupted
-from gptj_ft.system.plain_text import escape_controls, shortened
+from gptj_ft.system.plain_text import escape_controls
 
 BEAT_SECONDS, SILENT_SECONDS = 2.0, 20.0
 # Time for the main thread to notice a failure before its process is ended: while processes connect; in training, where
 # it may compute a layer; in a transfer, which fails at once, or never if its connection was not made yet.
 STARTING_SECONDS, ENDING_SECONDS, TRANSFER_SECONDS = 2.0, 15.0, 2.0
 LINE_BYTES, LINE_SECONDS = 64 * 2**20, 60.0  # longest message, and time for it to arrive
-HELLO_BYTES, HELLO_SECONDS = 4096, 10.0  # for a stranger to introduce itself
-MOST_STRANGERS = 64  # the oldest is dropped: file descriptors are few
 MOST_PENDING = 1000  # topics that wait for facts; a run has a handful
 NAME_SHOWN, TEXT_SHOWN = 64, 10_000  # characters of a machine's name and of an error
 _STDERR = 2
@@ -49,7 +45,7 @@ _MALFORMED = "sent a malformed message: is it another version?"
 _EARLY = "left before the others"
 
 
-class _Message(BaseModel):
+class Message(BaseModel):
     """A message between ranks, one JSON line; values of other types and unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -63,7 +59,7 @@ Topic = Annotated[str, Field(max_length=1000)]
 Turn = Annotated[int, Field(ge=0, lt=2**53)]
 
 
-class _Facts(_Message):
+class _Facts(Message):
     """Facts of the sender, for rank 0."""
 
     kind: Literal["facts"] = "facts"
@@ -73,7 +69,7 @@ class _Facts(_Message):
     among: list[Rank]  # ranks that gather
 
 
-class _Answer(_Message):
+class _Answer(Message):
     """Facts of all that gather, from rank 0."""
 
     kind: Literal["answer"] = "answer"
@@ -82,7 +78,7 @@ class _Answer(_Message):
     every: list[dict[str, Any]]
 
 
-class _Failed(_Message):
+class _Failed(Message):
     """Failure of a rank; rank 0 passes it on."""
 
     kind: Literal["failed"] = "failed"
@@ -92,13 +88,13 @@ class _Failed(_Message):
     gone: bool = False
 
 
-class _Left(_Message):
+class _Left(Message):
     """Orderly end of the sender."""
 
     kind: Literal["left"] = "left"
 
 
-class _Beat(_Message):
+class _Beat(Message):
     """Heartbeat."""
 
     kind: Literal["beat"] = "beat"
@@ -108,16 +104,7 @@ _AnyMessage = Annotated[_Facts | _Answer | _Failed | _Left | _Beat, Field(discri
 _MESSAGES: TypeAdapter[_Facts | _Answer | _Failed | _Left | _Beat] = TypeAdapter(_AnyMessage)
 
 
-class _Hello(_Message):
-    """Introduction of a rank to rank 0; the proof answers rank 0's nonce."""
-
-    rank: Annotated[int, Field(ge=1)]
-    name: str
-    nonce: Annotated[str, Field(min_length=32, max_length=32)]
-    proof: str
-
-
-class Welcome(_Message):
+class Welcome(Message):
     """Names of all ranks, when the last one has joined."""
 
     names: list[Annotated[str, Field(max_length=2 * NAME_SHOWN + 100)]]
@@ -249,13 +236,13 @@ class Control:
             with suppress(OSError):
                 each.shutdown(socket.SHUT_WR)
 
-    def _tell(self, message: _Message, but: int = -1, among: Sequence[int] = ()) -> None:
+    def _tell(self, message: Message, but: int = -1, among: Sequence[int] = ()) -> None:
         for peer in among or self._sockets:
             if peer != but and peer in self._sockets and peer not in self._dead:
                 with suppress(PeerFailed):
                     self._send(peer, message)
 
-    def _send(self, peer: int, message: _Message) -> None:
+    def _send(self, peer: int, message: Message) -> None:
         try:
             with self._send_locks[peer]:
                 self._sockets[peer].sendall(message.to_line())
@@ -426,192 +413,3 @@ def is_alike(theirs: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
 def _kind_of(value: Any) -> type:
     kinds: tuple[tuple[type, Any], ...] = ((bool, bool), (float, int | float), (list, list | tuple), (dict, Mapping))
     return next((kind for kind, forms in kinds if isinstance(value, forms)), type(value))
-
-
-# ------------------------------------------------------------------ connecting
-
-
-class _Stranger:
-    """An accepted connection that has not yet proved to be a rank of the run."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        self.connection, self.deadline = connection, time.monotonic() + HELLO_SECONDS
-        self.nonce, self._read = secrets.token_hex(16), b""
-        self.send({"nonce": self.nonce})
-
-    def send(self, line: Mapping[str, Any]) -> None:
-        """Send a short line; an empty buffer takes it at once."""
-        with suppress(OSError):
-            self.connection.send(json.dumps(line).encode() + b"\n")
-
-    def read(self) -> _Hello | None:
-        """Read; return the hello if it is complete.
-
-        Raises:
-            ValueError, OSError: it ended, or is malformed.
-        """
-        try:
-            read = self.connection.recv(HELLO_BYTES)
-        except BlockingIOError:
-            return None
-        self._read += read
-        if not read or len(self._read) > HELLO_BYTES:
-            raise ValueError("ended")
-        return _Hello.model_validate(json.loads(self._read)) if self._read.endswith(b"\n") else None
-
-
-def _proof(token: str, nonce: str, rank: int) -> str:
-    """Return the answer of a rank to the other's nonce; the rank in it keeps it from being sent back as one's own."""
-    return hmac.new(token.encode(), f"{nonce} {rank}".encode(), "sha256").hexdigest()
-
-
-def host_control(
-    listener: socket.socket,
-    size: int,
-    token: str,
-    name: str,
-    seconds: float,
-    check_children: Callable[[], None] = lambda: None,
-    ends_process: bool = True,
-    store_port: int = 0,
-) -> Control:
-    """Accept the connections of all other ranks, on rank 0. Other clients are dropped and delay nothing.
-
-    Args:
-        listener: listening socket.
-        token: secret of the run. Rank 0 and each other rank prove to each other that they know it, and never send it.
-        name: name of this machine for messages.
-        seconds: time for all to connect.
-        check_children: called twice a second; may raise if a rank has died.
-        ends_process: see `Control`.
-        store_port: port of the rendezvous for tensors, which only ranks of the run learn.
-
-    Raises:
-        PeerFailed: a rank has not connected.
-    """
-    sockets: dict[int, socket.socket] = {}
-    names = [f"process 1 ({shortened(name, NAME_SHOWN)})"] + [f"process {rank + 1}" for rank in range(1, size)]
-    deadline, strangers = time.monotonic() + seconds, dict[socket.socket, _Stranger]()
-    listener.setblocking(False)
-    with selectors.DefaultSelector() as selector, ExitStack() as opened:
-        selector.register(listener, selectors.EVENT_READ)
-
-        def drop(stranger: _Stranger) -> None:
-            selector.unregister(stranger.connection)
-            del strangers[stranger.connection]
-            stranger.connection.close()
-
-        next_check = time.monotonic()
-        while len(sockets) < size - 1:
-            ready = [key.fileobj for key, _ in selector.select(0.5)]
-            if time.monotonic() >= next_check:
-                check_children()
-                next_check = time.monotonic() + 0.5
-            if time.monotonic() > deadline:
-                missing = [str(rank + 1) for rank in range(1, size) if rank not in sockets]
-                number = ", ".join(missing)
-                text = f"{len(missing)} of {size} processes have not come within {seconds:g} s: number {number}"
-                raise PeerFailed(f"{text}; look at what they say, and whether the ports are open", 1, -1)
-            if listener in ready:
-                if len(strangers) >= MOST_STRANGERS:
-                    drop(next(iter(strangers.values())))
-                with suppress(OSError):
-                    connection = opened.enter_context(listener.accept()[0])
-                    strangers[connection] = _Stranger(connection)
-                    selector.register(connection, selectors.EVENT_READ)
-            for stranger in list(strangers.values()):
-                try:
-                    hello = stranger.read() if stranger.connection in ready else None
-                    if hello is None:
-                        if time.monotonic() > stranger.deadline:
-                            drop(stranger)
-                        continue
-                    rank, proof = hello.rank, _proof(token, stranger.nonce, hello.rank)
-                    is_known = hmac.compare_digest(hello.proof.encode(), proof.encode())
-                    if not is_known or rank >= size or rank in sockets:
-                        stranger.send({"refused": True})
-                        raise ValueError("not a rank of this run")
-                except (OSError, ValueError, RecursionError):
-                    drop(stranger)
-                    continue
-                stranger.send({"proof": _proof(token, hello.nonce, 0)})
-                selector.unregister(stranger.connection)
-                sockets[rank] = stranger.connection
-                names[rank] = f"process {rank + 1} ({shortened(hello.name, NAME_SHOWN)})"
-                del strangers[stranger.connection]
-        welcome = Welcome(names=names, store_port=store_port)
-        for rank, connection in sockets.items():
-            connection.settimeout(SILENT_SECONDS)
-            try:
-                connection.sendall(welcome.to_line())
-            except OSError as error:
-                raise PeerFailed(f"{names[rank]} is gone", 1, rank) from error
-        for stranger in list(strangers.values()):
-            drop(stranger)
-        opened.pop_all()
-    return Control(0, welcome, sockets, ends_process)
-
-
-def join_control(
-    address: tuple[str, int], rank: int, token: str, name: str, seconds: float, ends_process: bool = True
-) -> Control:
-    """Connect to rank 0 at an address, from another rank. Other arguments: as `host_control`.
-
-    Raises:
-        PeerFailed: nobody answers there, the one who answers does not know the token, or refuses this rank's.
-    """
-    deadline = time.monotonic() + seconds
-    where = f"process 1 at {address[0]}:{address[1]}"
-    while True:
-        try:
-            connection = socket.create_connection(address, timeout=5.0)
-            if _is_accepted(connection, rank, token, name, where):
-                break
-            reason = "the connection ended"  # strangers crowd it, or rank 0 has not started listening yet
-        except (OSError, ValueError, RecursionError) as error:
-            reason = str(error)
-        if time.monotonic() > deadline:
-            raise PeerFailed(f"{where} cannot be reached: {shortened(reason, 200)}", 1, 0)
-        time.sleep(0.1)
-    try:
-        welcome = Welcome.model_validate(json.loads(_read_line(connection, LINE_BYTES, deadline)))
-    except (OSError, ValueError, RecursionError) as error:
-        raise PeerFailed("process 1 is gone, before all had come", 1, 0) from error
-    names = [escape_controls(each) for each in welcome.names]
-    return Control(rank, welcome.model_copy(update={"names": names}), {0: connection}, ends_process)
-
-
-def _is_accepted(connection: socket.socket, rank: int, token: str, name: str, where: str) -> bool:
-    """Exchange proofs with rank 0; false if the connection ends before.
-
-    Raises:
-        PeerFailed: a proof is wrong.
-    """
-    end, nonce = time.monotonic() + HELLO_SECONDS, secrets.token_hex(16)
-    try:
-        theirs = str(json.loads(_read_line(connection, HELLO_BYTES, end))["nonce"])
-        hello = _Hello(rank=rank, name=name[:NAME_SHOWN], nonce=nonce, proof=_proof(token, theirs, rank))
-        connection.sendall(hello.to_line())
-        answer = json.loads(_read_line(connection, HELLO_BYTES, end))
-        proof = answer.get("proof", "")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        connection.close()
-        return False
-    if not hmac.compare_digest(str(proof).encode(errors="replace"), _proof(token, nonce, 0).encode()):
-        connection.close()
-        text = "is GPTJ_FT_TOKEN the same everywhere, and each rank started once?"
-        raise PeerFailed(f"{where} does not accept process {rank + 1}: {text}", 1, 0)
-    return True
-
-
-def _read_line(connection: socket.socket, most: int, deadline: float) -> bytes:
-    """Read one line, byte by byte: bytes behind it are for `Control`."""
-    line = bytearray()
-    while not line.endswith(b"\n"):
-        connection.settimeout(max(0.01, deadline - time.monotonic()))
-        read = connection.recv(1)
-        if not read or len(line) > most or time.monotonic() > deadline:
-            raise ValueError("the connection ended")
-        line += read
-    return bytes(line)

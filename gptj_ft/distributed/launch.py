@@ -27,7 +27,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from gptj_ft.distributed.control import ENDING_SECONDS, PeerFailed, host_control, join_control
+from gptj_ft.distributed.admission import host_control, join_control
+from gptj_ft.distributed.control import ENDING_SECONDS, PeerFailed
 from gptj_ft.distributed.process_group import NCCL, NO_TIMEOUT, ProcessGroup
 from gptj_ft.errors import UsageError
 from gptj_ft.system.group import ALONE, Group

@@ -29,7 +29,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gptj_ft.config.resolve import build
 from gptj_ft.distributed import launch
-from gptj_ft.distributed.control import MOST_STRANGERS, Control, PeerFailed, Welcome, host_control, join_control
+from gptj_ft.distributed.admission import MOST_STRANGERS, host_control, join_control
+from gptj_ft.distributed.control import Control, PeerFailed, Welcome
 from gptj_ft.distributed.environment import check_same_environment
 from gptj_ft.distributed.launch import Membership, interface_to, joined, token_of
 from gptj_ft.distributed.pipeline import Partition
@@ -338,7 +339,7 @@ def test_idle_strangers_are_dropped_for_ranks() -> None:
     "line", [b"", b'{"nonce": "x"}\n', b'{"nonce": "x"}\n{"proof": "\xff"}\n', b"[1]\n", b"[" * 9000]
 )
 def test_rank_accepts_no_stranger_as_first(line: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gptj_ft.distributed.control.HELLO_SECONDS", 0.2)
+    monkeypatch.setattr("gptj_ft.distributed.admission.HELLO_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
 

@@ -114,6 +114,16 @@ def test_hostile_values_are_named_in_a_line(
         assert len(outcome.said) < 3000
 
 
+def test_scores_of_no_items_are_not_damage(made: Path, tmp_path: Path, monkeypatch: Any, shell: Shell) -> None:
+    monkeypatch.setenv("GPTJ_FT_HOME", str(made / "home"))
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(made / "disk", "disk")
+    set_value(Path("disk/metrics.jsonl"), -1, ("scores",), {"f1": math.nan, "perplexity": math.inf})
+    for command in ("runs verify", "finetune --resume"):
+        outcome = shell(f"{command} disk")
+        assert outcome.code == 0, outcome.said
+
+
 @pytest.mark.slow
 def test_random_hostile_values_end_in_a_line(made: Path, tmp_path: Path, monkeypatch: Any, shell: Shell) -> None:
     monkeypatch.setenv("GPTJ_FT_HOME", str(made / "home"))
