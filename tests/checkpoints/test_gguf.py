@@ -96,6 +96,14 @@ def test_transformers_opens_gguf(exported: Callable[[str], tuple[Path, Path]], n
         assert torch.allclose(model(ids).logits, expected(ids).logits, atol=1e-5)
 
 
+def test_gemma_norms_are_stored_plus_one(exported: Callable[[str], tuple[Path, Path]]) -> None:
+    """llama.cpp multiplies by the stored weight, `transformers` by one more than its own."""
+    folder, file = exported("gemma2")
+    stored = next(each for each in gguf.GGUFReader(file).tensors if each.name == "output_norm.weight")
+    with open_checkpoint(folder) as checkpoint:
+        assert torch.allclose(torch.from_numpy(np.array(stored.data)), checkpoint.read("model.norm.weight") + 1)
+
+
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "q8_0"])
 def test_matrices_have_the_requested_type(tmp_path: Path, exported, dtype: str) -> None:
     folder, _ = exported("llama")

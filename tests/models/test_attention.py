@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gptj_ft.models import attention, chunked_attention, kv_cache
-from gptj_ft.models.attention import attend
+from gptj_ft.models.attention import attend, attend_both_ways
 from gptj_ft.models.batch import PackedBatch, pack
 from gptj_ft.models.dropout import Dropout
 from gptj_ft.models.kv_cache import KVCache
 
-LENGTHS = (5, 70, 31, 7, 1, 40, 30, 8, 33, 6)  # short ones are filled up to 8 and 32, and computed together
+LENGTHS = (5, 70, 31, 7, 1, 34, 30, 8, 33, 6)  # short ones are filled up to 8 and 32, and computed together
 HEADS, WIDTH = 6, 12
 CPU = torch.device("cpu")
 
@@ -47,11 +47,13 @@ def found(batch: PackedBatch, taken: list[Tensor], gradient: Tensor, rule: Rule,
     return [out.detach(), *torch.autograd.grad(out, taken, gradient)]
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, window: int | None = None, cap: float | None = None) -> Tensor:
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None = None, cap: float | None = None, is_causal: bool = True
+) -> Tensor:
     """Return the attention of one document, with all scores."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
-    unseen = (distance < 0) | (distance >= (window or len(q)))
+    unseen = (distance < 0) & is_causal | (distance >= (window or len(q)))
     scores = torch.einsum("qnh,knh->nqk", q, k) * WIDTH**-0.5
     scores = scores if cap is None else cap * torch.tanh(scores / cap)
     return torch.einsum("nqk,knh->qnh", F.softmax(scores.masked_fill(unseen, -torch.inf), -1), v)
@@ -98,12 +100,13 @@ def test_attention_and_gradients_match_fp64_torch(dtype: torch.dtype, tolerance:
 
 
 def compare(
-    batch: PackedBatch, taken: list[Tensor], ours: list[Tensor], gradient: Tensor, rule: Rule, tolerance: float
-) -> None:
+    batch: PackedBatch, taken: list[Tensor], ours: list[Tensor], gradient: Tensor, rule: Rule, tolerance: float,
+    is_causal: bool = True,
+) -> None:  # fmt: skip
     """Compare attention and its gradients with the reference in fp64, document by document."""
     for start, end in pairwise(batch.cu_seqlens):
         parts = [x[start:end].detach().double().requires_grad_() for x in taken]
-        out = reference(*parts, *rule[1:])
+        out = reference(*parts, *rule[1:], is_causal)
         theirs = [out, *torch.autograd.grad(out, parts, gradient[start:end].double())]
         for each, expected in zip(ours, theirs, strict=True):
             assert each.dtype == taken[0].dtype
@@ -116,6 +119,15 @@ def test_dropout_path_matches_fp64_torch(rule: Rule) -> None:
     batch, taken, gradient = inputs(torch.float32, rule[0])
     seeded = replace(batch, seeds=tuple(range(len(LENGTHS))))
     compare(batch, taken, found(seeded, taken, gradient, rule, dropout=Dropout(1e-9, 0)), gradient, rule, 2e-6)
+
+
+@pytest.mark.parametrize("rate", [0.0, 1e-9])
+def test_bidirectional_attention_matches_fp64_torch(rate: float) -> None:
+    batch, taken, gradient = inputs(torch.float32)
+    seeded = replace(batch, seeds=tuple(range(len(LENGTHS))))
+    out = attend_both_ways(*taken, seeded, Dropout(rate, 0))
+    ours = [out.detach(), *torch.autograd.grad(out, taken, gradient)]
+    compare(batch, taken, ours, gradient, (HEADS, None, None), 2e-6, is_causal=False)
 
 
 def test_dropout_drops_per_query_head() -> None:

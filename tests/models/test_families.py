@@ -29,13 +29,15 @@ from support.small_stack import train as train_ours
 from transformers import AutoModelForCausalLM
 
 from gptj_ft.checkpoints.convert import Conversion, convert
+from gptj_ft.checkpoints.tiny import FAMILIES
 from gptj_ft.config.options import Generation, Recipe
 from gptj_ft.data.batches import micro_batches
 from gptj_ft.generation.decoding import generate_tokens
 from gptj_ft.generation.hf_model import StreamedModel
 from gptj_ft.models.batch import pack
-from gptj_ft.models.lora import is_adapter_parameter, name_of
-from gptj_ft.models.registry import families
+from gptj_ft.models.dropout import Dropout
+from gptj_ft.models.lora import Rank, adapted_layers, is_adapter_parameter, linear_layers, name_of
+from gptj_ft.models.registry import architecture_of, families
 from gptj_ft.streaming.adamw import AdamW
 from gptj_ft.streaming.buffers import BufferBudget
 from gptj_ft.streaming.offloaded_model import OffloadedModel
@@ -278,3 +280,12 @@ def test_folder_returns_the_same_bits(name: str, built, tmp_path: Path) -> None:
     for folder in ("streamed", "back"):
         model = AutoModelForCausalLM.from_pretrained(tmp_path / folder, dtype=torch.float32)
         assert_same_weights(dict(model.state_dict()), dict(case.model.state_dict()))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_dropout_has_its_own_masks(family: str) -> None:
+    architecture = architecture_of({**FAMILIES[family], "vocab_size": 64}, Path("config.json"))
+    adapters = dict.fromkeys(linear_layers(architecture), Rank(2, 1.0))
+    layers = adapted_layers(architecture, adapters, 0.1)
+    sites = [module.site for layer in layers for module in layer.modules() if isinstance(module, Dropout)]
+    assert len(set(sites)) == len(sites) > len(adapters)

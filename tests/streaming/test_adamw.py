@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+from pathlib import Path
+
 import pytest
 import torch
+from conftest import random_gptj
+from support.small_stack import CPU
 
-from gptj_ft.streaming.adamw import round_stochastically
+from gptj_ft.checkpoints.architecture import read_architecture
+from gptj_ft.config.options import Recipe
+from gptj_ft.models.layout import MOMENTS
+from gptj_ft.streaming.adamw import AdamW, Update, round_stochastically
+from gptj_ft.streaming.buffers import BufferBudget
+from gptj_ft.streaming.open import open_for_training
+from gptj_ft.streaming.stores.placement import Placement, training_dtypes
+from gptj_ft.training.restore import optimizer_config
 
 
 def test_stochastic_rounding_is_unbiased_and_reproducible() -> None:
@@ -23,6 +35,29 @@ def test_stochastic_rounding_is_unbiased_and_reproducible() -> None:
         part = slice(start, start + 1024 if start == 0 else None)
         round_stochastically(exact[part].clone(), again[part], (0, 399), start)
     assert torch.equal(rounded, again)
+
+
+def test_rounding_differs_by_layer_moment_and_step(tmp_path: Path) -> None:
+    random_gptj(vocab_size=40, n_positions=8, n_embd=8, n_layer=2, n_head=1, rotary_dim=4).save_pretrained(tmp_path)
+    dtypes = training_dtypes(torch.float32, moments=torch.bfloat16)
+    ups = {}
+    for step in (1, 2):
+        place = Placement("device", "device")
+        stack = open_for_training(read_architecture(tmp_path), place, dtypes, CPU, tmp_path, BufferBudget())
+        # Equal blocks, whose moments become 1.0039: between the bf16 numbers 1 and 1.0078.
+        values = {"weight": 0.0, "exp_avg": 1.0, "exp_avg_sq": 0.9921875, "grad": 1.0078125}
+        for layer, (kind, value) in itertools.product((1, 2), values.items()):
+            stack.write_chunks(kind, layer, lambda _, part, value=value: part.fill_(value))
+        config = optimizer_config(Recipe(betas=(0.5, 0.5)))
+        optimizer = AdamW(stack, config, step - 1)
+        optimizer.resume(Update(step, 1e-3, 1.0), {1, 2})
+        optimizer.flush()
+        for layer, kind in itertools.product((1, 2), MOMENTS):
+            ups[step, layer, kind] = torch.cat([part > 1 for _, part in stack.read_chunks(kind, layer)])
+        stack.close()
+    assert all(0.3 < up.float().mean() < 0.7 for up in ups.values())
+    for one, other in itertools.combinations(ups, 2):
+        assert not torch.equal(ups[one], ups[other]), (one, other)
 
 
 def test_bf16_moments_keep_small_changes() -> None:

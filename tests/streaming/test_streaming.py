@@ -49,6 +49,8 @@ from gptj_ft.planning.workload import StepTokens, Workload
 from gptj_ft.streaming.activations import NUM_BUFFERS, DeviceActivations, boundary_layout
 from gptj_ft.streaming.adamw import BLOCK_NUMEL, AdamW
 from gptj_ft.streaming.buffers import Buffer, BufferBudget
+from gptj_ft.streaming.exchange import Channel
+from gptj_ft.streaming.kept_activations import KeptActivations
 from gptj_ft.streaming.loaded_layer import LoadedLayer
 from gptj_ft.streaming.objective import CrossEntropy
 from gptj_ft.streaming.open import load_weights, open_for_inference, open_for_training
@@ -106,7 +108,9 @@ def test_loss_and_gradients_match_transformers(oracle, model_folder: Path, tmp_p
     expected.backward()
     stack = open_training(model_folder, tmp_path)
     optimizer = AdamW(stack, optimizer_config(Recipe()))
-    loss = train_step(stack, optimizer, micro_batches(docs, PROMPTS, 40))
+    batches = micro_batches(docs, PROMPTS, 20)
+    assert len(batches) > 3
+    loss = train_step(stack, optimizer, batches)
     assert loss.mean == pytest.approx(expected.item(), rel=1e-6)
     assert_same_gradients(stack, model_folder, oracle)
 
@@ -301,6 +305,36 @@ def test_kept_activations_replace_recomputation(
     assert_identical(train(stack, Recipe(), late=late), resident_run)
     num_blocks, num_batches = 3, len(micro_batches(documents(101), PROMPTS, 40))
     assert len(runs) == FEW_STEPS * num_batches * (2 * num_blocks - kept)
+
+
+def test_kept_graphs_find_moved_weights(narrow_folder: Path, tmp_path: Path) -> None:
+    stack, batch, graphs = (
+        open_training(narrow_folder, tmp_path, ("host", "host")),
+        pack([[1, 2, 3]]),
+        KeptActivations(),
+    )
+    x_TD = torch.randn(3, 48, generator=torch.Generator().manual_seed(0))
+
+    def load(index: int) -> LoadedLayer:
+        layer = LoadedLayer(stack, LayerTask(index), None)
+        layer.request()
+        layer.finish()
+        return layer
+
+    first = load(1)
+    graphs.run(first, [x_TD], [batch], lambda: None, Channel())
+    first.release()
+    second, _ = load(2), load(3)  # into the slot of the first
+    second.release()
+    moved = load(1)
+    assert moved.weights.trained.data_ptr() != first.weights.trained.data_ptr()
+    graphs.bind(moved)
+    ours, output = graphs.take(0)
+    output.sum().backward()
+    theirs = x_TD.clone().requires_grad_()
+    moved.run(moved.parameters(), theirs, batch, lambda: None).sum().backward()
+    assert torch.equal(ours.grad, theirs.grad)
+    stack.close()
 
 
 @pytest.mark.parametrize(("kept", "budget"), [(0, 40), (1, 1000)])

@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from support.steps import failing, scripted_losses
 
 from gptj_ft.config.resolve import build
 from gptj_ft.config.run_folder import Run
+from gptj_ft.data.batches import Rows
 from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.models.layout import Layout
 from gptj_ft.streaming.open import open_for_inference
@@ -240,6 +242,12 @@ def test_lost_checkpoint_prevents_resume(model: Path, tmp_path: Path) -> None:
     shutil.rmtree(run.checkpoint(4))
     with pytest.raises(DataError, match=r"step-000004/manifest\.json is missing, and this run resumes from it"):
         train(session, run)
+
+
+def test_run_without_validation_exports_last_update(model: Path, straight: Run, tmp_path: Path) -> None:
+    session, run = small_session(model, STEPS, **PLACES[0]), new_run(tmp_path)
+    train(replace(session, validation=Rows([], [])), run)
+    assert_same_weights(weights_of(run.model), weights_of(straight.model))
 
 
 def test_export_best_writes_best_state(session: TrainSetup, tmp_path: Path) -> None:

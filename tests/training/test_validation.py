@@ -7,17 +7,34 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.small_run import assert_same_weights, weights_of
+from support.small_run import assert_same_weights, new_run, small_session, weights_of
+from support.small_stack import oracle_loss
+from transformers import GPTJForCausalLM
 
 from gptj_ft.config.resolve import build
 from gptj_ft.config.run_folder import Run
+from gptj_ft.data.batches import Rows
 from gptj_ft.errors import UsageError
+from gptj_ft.training.restore import open_state
 from gptj_ft.training.retention import check_keep, is_better
+from gptj_ft.training.validation import validate
 
 LINE = (
     "finetune --recipe summarization --data rows.jsonl --model tiny --lr 5e-3 --batch-size 8 --max-steps 4 "
     "--max-length 128 --set holdout=0.2 --set generation.max_new_tokens=4"
 )
+
+
+def test_validation_loss_is_transformers_token_mean(tmp_path: Path) -> None:
+    setup, run = small_session(tmp_path, dropout=0.5, weights="device", optimizer_state="device"), new_run(tmp_path)
+    documents, prompts = [list(range(1, end)) for end in (5, 9, 25, 7)], [1, 6, 3, 0]
+    run.start_record(setup.recipe)
+    stack, *_ = open_state(setup, run)
+    losses = [validate(stack, Rows(documents, prompts), tokens, span_tokens=30).mean for tokens in (1, 16, 100)]
+    stack.close()
+    with torch.no_grad():
+        expected = oracle_loss(GPTJForCausalLM.from_pretrained(tmp_path).eval(), documents, prompts=prompts)
+    assert losses == [pytest.approx(expected.item(), rel=1e-6)] * 3
 
 
 @pytest.mark.parametrize(
