@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -63,6 +64,13 @@ def test_public_names_are_unique_per_package() -> None:
                     places.setdefault((package, name), set()).add(path)
     repeated = {name: paths for name, paths in places.items() if len(paths) > 1}
     assert not {name: paths for name, paths in repeated.items() if {path.parent for path in paths} != {families}}
+
+
+def test_planted_bugs_fit_the_source() -> None:
+    for each in json.loads((ROOT / "tests/support/planted_bugs.json").read_text(encoding="utf-8")):
+        source = (PACKAGE / each["file"]).read_text(encoding="utf-8")
+        assert source.count(each["before"]) == 1, each["bug"]
+        assert all((ROOT / "tests" / name).is_file() for name in each["tests"]), each["bug"]
 
 
 def test_no_test_imports_another() -> None:

@@ -6,6 +6,9 @@ an omitted call. ``equivalent_mutants.json`` lists mutants that change no behavi
 
 A trace finds the tests that reach a line, once, and is kept in ``.mutants/``. Each mutant runs in a fork of a process
 that has imported torch and pytest but not the package. An import hook provides the changed module; no file changes.
+
+``planted_bugs.json`` lists bugs of whole features, which no single expression shows: a rule of a paper, a mask, a count
+after a resume. Each names the nearest test files, which must fail; ``--planted`` runs these alone.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections import defaultdict
@@ -38,6 +42,7 @@ ROOT = TESTS.parent
 PACKAGE = ROOT / "gptj_ft"
 KEPT = ROOT / ".mutants"
 EQUIVALENT = Path(__file__).with_name("equivalent_mutants.json")
+PLANTED = Path(__file__).with_name("planted_bugs.json")
 
 SOURCES = (
     "streaming/step.py",
@@ -345,13 +350,80 @@ def try_mutant(mutant: Mutant, reached: dict[str, dict[str, Any]]) -> str:
     return result
 
 
+@dataclass(frozen=True)
+class PlantedBug:
+    """A bug written by hand."""
+
+    bug: str  # wrong behaviour, in words
+    file: str  # path of the module in the package
+    before: str  # source text, once in the file
+    after: str
+    tests: Sequence[str]  # nearest test files
+
+    @property
+    def mutant(self) -> Mutant:
+        source = (PACKAGE / self.file).read_text(encoding="utf-8")
+        assert source.count(self.before) == 1, f"{self.file} has {self.before!r} {source.count(self.before)} times"
+        line = source[: source.index(self.before)].count("\n")
+        changed = source.replace(self.before, self.after)
+        return Mutant(self.file, line + 1, source.splitlines()[line].strip(), self.before, self.after, changed)
+
+
+def planted_bugs() -> list[PlantedBug]:
+    """Return the bugs of the list."""
+    return [PlantedBug(**each) for each in json.loads(PLANTED.read_text(encoding="utf-8"))]
+
+
+class FirstFailure:
+    """Write the name of the first test that fails, as a pytest plugin."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed:
+            self._path.write_text(report.nodeid, encoding="utf-8")
+
+
+def try_planted(planted: PlantedBug) -> tuple[str, float]:
+    """Return the first test that fails, or ``survived``, and the seconds."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "failed")
+
+        def work() -> int:
+            import pytest
+
+            sys.meta_path.insert(0, Changed(planted.mutant))
+            tests = [str(TESTS / name) for name in planted.tests]
+            options = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider"]
+            return int(pytest.main([*options, *tests], plugins=[FirstFailure(path)]))
+
+        code = in_fork(work, 600)
+        if code == 0:
+            return "survived", time.monotonic() - start
+        name = path.read_text(encoding="utf-8") if path.is_file() else f"exit code {code}"
+        return name, time.monotonic() - start
+
+
+def run_planted(threads: ThreadPoolExecutor, only: str) -> int:
+    """Test the planted bugs, print the test that catches each, and count the survivors."""
+    survived, bugs = 0, [each for each in planted_bugs() if only in each.bug]
+    for each, (found, seconds) in zip(bugs, threads.map(try_planted, bugs), strict=True):
+        survived += found == "survived"
+        print(f"{each.bug}: {found} ({seconds:.0f} s)", flush=True)
+    print(f"{len(bugs) - survived} of {len(bugs)} planted bugs were caught", flush=True)
+    return survived
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Sample mutants, test each, print the survivors."""
+    """Test the planted bugs; then sample mutants, test each, print the survivors."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sample", type=int, default=300, help="mutants to draw; 0: all")
     parser.add_argument("--skip", type=int, default=0, help="of them, the first, which have been tried")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", help="of this module alone, e.g. streaming/adamw.py")
+    parser.add_argument("--planted", nargs="?", const="", metavar="WORDS", help="only planted bugs, with these words")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args(arguments)
     os.chdir(ROOT)
@@ -363,6 +435,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     _ = transformers.GPTJForCausalLM, transformers.GPT2LMHeadModel, transformers.AutoTokenizer
     torch.set_num_threads(1)
+    with ThreadPoolExecutor(options.jobs) as threads:
+        survived = run_planted(threads, options.planted or "") if options.only is None else 0
+    if options.planted is not None:
+        return int(survived > 0)
     reached = trace()
     equivalent = {tuple(each["mutant"]) for each in json.loads(EQUIVALENT.read_text(encoding="utf-8"))}
     every = [mutant for file in SOURCES for mutant in mutants_of(file)]
@@ -379,7 +455,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"{result}: {mutant}", flush=True)
     caught = len(results["caught"]) + len(results["hung"])
     print(f"{caught} of {len(drawn)} mutants were caught, {100 * caught / max(1, len(drawn)):.1f} %", flush=True)
-    return int(caught < 0.95 * len(drawn))
+    return int(survived > 0 or caught < 0.95 * len(drawn))
 
 
 if __name__ == "__main__":
