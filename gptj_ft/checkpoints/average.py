@@ -106,8 +106,7 @@ def _check_alike(first: CheckpointSource, folder: Path, other: Architecture) -> 
     mine = first.architecture
     require = partial(_require_equal, first.path, folder)
     require("model_type", mine.family.model_type, other.family.model_type)
-    rates = {name for names in mine.family.dropouts for name in names}
-    for name in (field.name for field in fields(mine.config) if field.name not in rates):
+    for name in (field.name for field in fields(mine.config) if field.name not in mine.family.rates):
         require(name, getattr(mine.config, name), getattr(other.config, name))
     require("task", mine.task, other.task)
     require("labels", mine.labels, other.labels)

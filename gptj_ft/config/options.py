@@ -416,7 +416,9 @@ class Recipe(Options):
     warmup: float = Field(0.1, ge=0.0)
     """below 1: fraction of all steps; from 1: number of steps"""
     final_lr: Fraction = 0.1
-    """learning rate at the last step, as a fraction of the peak"""
+    """learning rate at the last step, as a fraction of the peak; 0 would be reached a step later, so that each step
+    trains
+    """
     betas: tuple[Decay, Decay] = (0.9, 0.999)
     """decay rates of Adam's two moments; below 1"""
     eps: float = Field(1e-8, gt=0.0)
@@ -429,6 +431,10 @@ class Recipe(Options):
     """weight of the log(Z)^2 term of the loss; GPT-J's pre-training: 1e-4"""
     seed: Annotated[int, FlagSpec(in_more=True)] = Field(0, ge=0, lt=2**63)
     """seed of the row order, the held-out rows and the tiny model"""
+    revision: Annotated[Literal[1, 2], FlagSpec(in_more=True)] = 2
+    """revision of the rules that decide numbers: 1 repeats runs of earlier versions, which reach final_lr a step later
+    and drop 0.1 before the word labels of decoders, only if anything else is dropped
+    """
 
     dropout: Decay | None = None
     """fraction of activations dropped in training; null: as in config.json"""
@@ -545,13 +551,14 @@ FREE_ON_RESUME = frozenset((
     "read_ahead", "threads", "share", "replicas", "mirror", "save_every", "save_minutes", "max_time", "keep", "export",
     "report_to", "output",
 ))  # fmt: skip
-# Options added after resumable runs were started; those runs used the values that are now the defaults.
+# Options added after resumable runs were started; those runs used `OLD_VALUES`, else the values that are now defaults.
 YOUNGER = frozenset((
     "task", "pair", "stride", "class_weights", "label_threshold", "max_answer_tokens", "num_best", "null_threshold",
     "num_sentences", "block_trigrams", "dropout", "attention_dropout", "layer_decay", "bias_correction",
     "header", "lanes", "lora.rslora", "chat_template", "template_options", "template_date", "generation.end_tokens",
-    "lora.dora",
+    "lora.dora", "revision",
 ))  # fmt: skip
+OLD_VALUES: Mapping[str, Any] = {"revision": 1}  # of those that were not the defaults of today
 GROUPS: Mapping[str, type[Options]] = {"generation": Generation, "lora": LoRA, "schedule": SchedulePiece}
 STRETCHING = ("warmup", "final_lr")  # unused by a schedule of pieces
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gptj_ft import __version__
-from gptj_ft.config.options import FREE_ON_RESUME, YOUNGER, Recipe, field_of
+from gptj_ft.config.options import FREE_ON_RESUME, OLD_VALUES, YOUNGER, Recipe, field_of
 from gptj_ft.config.presets import load_options
 from gptj_ft.config.resolve import build
 from gptj_ft.config.saved_values import Environment, MetricsLine, Record, SavedState, checked, is_valid
@@ -136,7 +136,7 @@ class Run:
         if not self.recipe_file.is_file():
             raise UsageError(f"{self.folder} is not a run folder: it has no recipe.yaml")
         require_plain(self.folder)
-        return build(load_options(self.recipe_file))
+        return build({**OLD_VALUES, **load_options(self.recipe_file)})
 
     @property
     def states(self) -> list[Path]:
@@ -241,12 +241,12 @@ def stopped(run: Run | None) -> str:
 def deciding_options(recipe: Recipe) -> dict[str, Any]:
     """Return the options that decide numbers, as JSON values; the model is checked by its own digests.
 
-    An option of `YOUNGER` is left out at its default.
+    An option of `YOUNGER` is left out if it has the value of runs before it existed.
     """
     options = {key: value for key, value in recipe.to_dict().items() if key not in FREE_ON_RESUME | {"model"}}
     for name in YOUNGER:
         group, _, own = name.rpartition(".")
-        if attrgetter(name)(recipe) == field_of(name).default:
+        if attrgetter(name)(recipe) == OLD_VALUES.get(name, field_of(name).default):
             del (options[group] if group else options)[own]
     return json.loads(json.dumps(options))  # type: ignore[no-any-return]
 

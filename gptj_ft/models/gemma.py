@@ -25,7 +25,7 @@ from gptj_ft.models.dropout import Dropout
 from gptj_ft.models.embedding import Embedding
 from gptj_ft.models.gated import ACTIVATIONS, gated
 from gptj_ft.models.gguf_form import GgufForm, Metadata, rotary_config, rotary_metadata
-from gptj_ft.models.heads import TEXTS, WORDS, generic_heads, rms_norm
+from gptj_ft.models.heads import TEXTS, WORDS, generic_heads, rms_norm, words_dropout
 from gptj_ft.models.linear import Linear, RowContext, TiedLinear, VocabularyHead, project_by_all
 from gptj_ft.models.norm import RMSNorm
 from gptj_ft.models.registry import Family, Home, check_numbers
@@ -114,6 +114,7 @@ class GemmaConfig:
     has_qk_norm: bool
     tie_word_embeddings: bool
     attention_dropout: float
+    classifier_dropout: float  # before the labels of words
     bos_token_id: int | None
     eos_token_id: int | list[int] | None
     pad_token_id: int | None  # its row of the embedding has no gradient from the lookup, as in `transformers`
@@ -141,6 +142,8 @@ def read_config(raw: Mapping[str, Any], model_type: str) -> GemmaConfig:
     values = {**DEFAULTS, **form.defaults, **raw}
     if values.get("use_bidirectional_attention"):
         raise DataError("use_bidirectional_attention is not supported: these models see tokens on both sides")
+    if raw.get("token_classification_bias") is False:
+        raise DataError("token_classification_bias false is not supported")
     # `transformers` ignores scores' caps where the family has none, although the field exists.
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if name not in form.defaults and raw.get(name) is not None:
@@ -169,6 +172,7 @@ def read_config(raw: Mapping[str, Any], model_type: str) -> GemmaConfig:
     )}  # fmt: skip
     return GemmaConfig(
         **same,
+        classifier_dropout=words_dropout(raw),
         activation=_activation(values, form),
         rotaries=tuple(rotaries[each] for each in types),
         windows=tuple(window if each == SLIDING else None for each in types),

@@ -21,7 +21,7 @@ from gptj_ft.models.batch import PackedBatch, Poll
 from gptj_ft.models.dropout import Dropout
 from gptj_ft.models.embedding import Embedding
 from gptj_ft.models.gguf_form import GgufForm
-from gptj_ft.models.heads import decoder_heads
+from gptj_ft.models.heads import DROPOUT, decoder_heads, words_dropout
 from gptj_ft.models.linear import Conv1D, Linear, RowContext, TiedLinear, VocabularyHead
 from gptj_ft.models.registry import Family, Leaf, check_numbers
 
@@ -96,6 +96,7 @@ class GPT2Config:
     embd_pdrop: float = 0.1
     attn_pdrop: float = 0.1
     resid_pdrop: float = 0.1
+    classifier_dropout: float = 0.1  # before the labels of words
     scale_attn_weights: bool = True
     scale_attn_by_inverse_layer_idx: bool = False
     tie_word_embeddings: bool = True
@@ -115,7 +116,7 @@ class GPT2Config:
 def read_config(raw: Mapping[str, Any]) -> GPT2Config:
     """Read ``config.json``; reject unsupported values."""
     names = {field.name for field in fields(GPT2Config)}
-    config = GPT2Config(**{key: value for key, value in raw.items() if key in names})
+    config = GPT2Config(**{key: value for key, value in raw.items() if key in names} | {DROPOUT: words_dropout(raw)})
     check_numbers(config)
     if config.n_embd % config.n_head:
         raise DataError(f"n_embd {config.n_embd} is not a multiple of n_head {config.n_head}")

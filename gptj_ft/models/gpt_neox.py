@@ -55,6 +55,7 @@ class GPTNeoXConfig:
     attention_bias: bool = True
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
+    classifier_dropout: float = 0.1  # before the labels of words
     tie_word_embeddings: bool = False
     bos_token_id: int | None = 0
     eos_token_id: int | None = 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from gptj_ft.models.linear import Linear
 from gptj_ft.models.norm import RMSNorm
 from gptj_ft.models.registry import Architecture, HeadForm
 
+DROPOUT = "classifier_dropout"  # config field of the rate before the labels of words
 TEXTS, SPANS, WORDS = "ForSequenceClassification", "ForQuestionAnswering", "ForTokenClassification"
 
 
@@ -38,15 +39,19 @@ def rms_norm(offset: float = 0.0) -> FinalNorm:
 
 
 class NormedOutputs(nn.Module):
-    """Final norm and a linear layer of few outputs, named as in `transformers`; in fp32."""
+    """Final norm and a linear layer of few outputs, named as in `transformers`; in fp32.
+
+    Args:
+        dropout: config field of the dropout rate between them; empty: no dropout.
+    """
 
     def __init__(
-        self, config: Any, num_outputs: int, norm: FinalNorm, name: str, has_bias: bool = False, dropout: float = 0.0
+        self, config: Any, num_outputs: int, norm: FinalNorm, name: str, has_bias: bool = False, dropout: str = ""
     ) -> None:
         super().__init__()
         self.norm_name, self.name = norm.name, name
         self.add_module(norm.name, norm.build(config))
-        self.dropout = Dropout(dropout, "classifier")
+        self.dropout = Dropout(getattr(config, dropout) if dropout else 0.0, "classifier")
         self.add_module(name, Linear(config.n_embd, num_outputs, bias=has_bias))
 
     def forward(self, x_SD: Tensor, rows: HeadRows) -> Tensor:
@@ -58,7 +63,7 @@ class NormedOutputs(nn.Module):
 def decoder_heads(prefix: str, has_token_labels: bool, norm: FinalNorm = LAYER_NORM) -> tuple[HeadForm, ...]:
     """Return the heads that a decoder has in `transformers`; ``prefix`` begins the class names."""
 
-    def outputs(name: str, has_bias: bool, dropout: float = 0.0) -> Callable[[Any, int], nn.Module]:
+    def outputs(name: str, has_bias: bool, dropout: str = "") -> Callable[[Any, int], nn.Module]:
         return partial(NormedOutputs, norm=norm, name=name, has_bias=has_bias, dropout=dropout)
 
     texts = HeadForm(
@@ -70,8 +75,8 @@ def decoder_heads(prefix: str, has_token_labels: bool, norm: FinalNorm = LAYER_N
         ("spans",),
     )  # fmt: skip
     words = HeadForm(
-        f"{prefix}ForTokenClassification", outputs("classifier", True, 0.1), "classifier", norm.parameters,
-        ("token-labels",),
+        f"{prefix}ForTokenClassification", outputs("classifier", True, DROPOUT), "classifier", norm.parameters,
+        ("token-labels",), dropouts=(DROPOUT,),
     )  # fmt: skip
     return (texts, spans, words) if has_token_labels else (texts, spans)
 
@@ -87,9 +92,15 @@ def generic_heads(
         spans_prefix: see `HeadForm.prefix`.
     """
     texts, spans, words = decoder_heads(prefix, has_token_labels=True, norm=norm)
-    build = partial(NormedOutputs, norm=norm, name="score", has_bias=True, dropout=0.1)
+    build = partial(NormedOutputs, norm=norm, name="score", has_bias=True, dropout=DROPOUT)
     heads = (texts, replace(spans, prefix=spans_prefix), replace(words, output="score", build=build))
     return tuple(head for head in heads if head.class_name.removeprefix(prefix) in classes)
+
+
+def words_dropout(raw: Mapping[str, Any]) -> Any:
+    """Return the dropout rate before the labels of words, as `transformers` reads it from a ``config.json``."""
+    rates = (raw.get(name) for name in (DROPOUT, "hidden_dropout"))
+    return next((rate for rate in rates if rate is not None), 0.1)
 
 
 def initialise_head(architecture: Architecture, name: str, view: Tensor, key: tuple[object, ...]) -> None:

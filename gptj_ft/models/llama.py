@@ -33,7 +33,7 @@ from gptj_ft.models.gguf_form import (
     rotary_metadata,
     same_order,
 )
-from gptj_ft.models.heads import SPANS, TEXTS, WORDS, generic_heads, rms_norm
+from gptj_ft.models.heads import SPANS, TEXTS, WORDS, generic_heads, rms_norm, words_dropout
 from gptj_ft.models.linear import Linear, RowContext, TiedLinear, VocabularyHead, project_by_all
 from gptj_ft.models.norm import RMSNorm
 from gptj_ft.models.registry import Family, Home, check_numbers
@@ -64,7 +64,7 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
     "rope_interleaved": (False,),
     "resid_pdrop": (0.0,),
     "embd_pdrop": (0.0,),
-    "classifier_dropout": (0.1,),
+    "token_classification_bias": (True,),
 }
 FULL, SLIDING = "full_attention", "sliding_attention"
 OLD_PREFIX = "transformer."  # of all tensors beside the older families' heads for spans in `transformers`
@@ -145,6 +145,7 @@ class LlamaConfig:
     residual_multiplier: float  # of each branch
     attention_multiplier: float  # of the attention scores
     attention_dropout: float
+    classifier_dropout: float  # before the labels of words
     bos_token_id: int | None
     eos_token_id: int | list[int] | None
     pad_token_id: int | None  # its row of the embedding has no gradient from the lookup, as in `transformers`
@@ -193,6 +194,7 @@ def read_config(raw: Mapping[str, Any], model_type: str) -> LlamaConfig:
     )}  # fmt: skip
     return LlamaConfig(
         **{**same, **multipliers},
+        classifier_dropout=words_dropout(raw),
         rotary=rotary,
         rotates=_rotates(values),
         windows=_windows(values, form),

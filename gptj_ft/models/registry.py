@@ -54,6 +54,7 @@ class HeadForm:
     tasks: tuple[Task, ...]
     initialise: Callable[[nn.Module, str, Tensor, torch.Generator], None] | None = None
     """Initialises a parameter by name; None: matrices normal as in the config, biases zero."""
+    dropouts: tuple[str, ...] = ()  # config fields of dropout rates that only this head uses
     prefix: str | None = None  # in files of this class, in place of `Family.prefix`; None: the same
 
 
@@ -84,6 +85,11 @@ class Family:
     is_encoder: bool = False  # bidirectional attention; cannot generate
     optional: frozenset[str] = frozenset()  # tensors of the pre-training head that files may lack
     gguf: GgufForm | None = None  # None: llama.cpp has no graph of this family
+
+    @property
+    def rates(self) -> frozenset[str]:
+        """Config fields of all dropout rates, of the heads too."""
+        return frozenset().union(*self.dropouts, *(head.dropouts for head in self.heads))
 
     def full_name(self, name: str) -> str:
         """Return a tensor's full name, given its name in any file format."""
@@ -252,7 +258,7 @@ class Architecture:
         """Return the model with other dropout rates; ``None`` keeps a rate, but attention follows a hidden rate of
         0.
         """
-        if hidden and not self.family.dropouts[0]:
+        if hidden and not self._rates[0]:
             raise UsageError(
                 f"dropout {hidden}: a {self.family.model_type} model drops no hidden states; leave it out, or "
                 "--set attention_dropout"
@@ -260,16 +266,22 @@ class Architecture:
         attention = 0.0 if attention is None and hidden == 0.0 else attention
         rates = {
             name: rate
-            for names, rate in zip(self.family.dropouts, (hidden, attention), strict=True)
+            for names, rate in zip(self._rates, (hidden, attention), strict=True)
             for name in names
             if rate is not None
         }
         return replace(self, config=replace(self.config, **rates)) if rates else self
 
     @property
+    def _rates(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Config fields of the model's dropout rates: of hidden states, and of attention weights."""
+        hidden, attention = self.family.dropouts
+        return (*hidden, *(self.head.dropouts if self.head else ())), attention
+
+    @property
     def dropout(self) -> dict[str, float]:
         """The non-zero dropout rates, by their names in ``config.json``."""
-        rates = {name: getattr(self.config, name) for names in self.family.dropouts for name in names}
+        rates = {name: getattr(self.config, name) for names in self._rates for name in names}
         return {name: rate for name, rate in rates.items() if rate}
 
     @property
@@ -363,7 +375,7 @@ def architecture_of(raw: Mapping[str, Any], path: Path) -> Architecture:
 
 def _check_rates_and_ids(architecture: Architecture) -> None:
     """Check the fields that every family has: dropout rates, and the ids of special tokens."""
-    for name in (name for names in architecture.family.dropouts for name in names):
+    for name in sorted(architecture.family.rates):
         rate = getattr(architecture.config, name)
         if rate is not None and not (type(rate) in (int, float) and 0 <= rate < 1):
             raise DataError(f"{name} must be a number from 0 to below 1, not {rate!r}")

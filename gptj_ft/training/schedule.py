@@ -79,17 +79,18 @@ def _as_written(pieces: Sequence[SchedulePiece], peak: float) -> tuple[Segment, 
 def _stretched(recipe: Recipe, shape: NamedShape, num_steps: int) -> tuple[Segment, ...]:
     """Stretch a named shape over a run: warm-up, peak, decay.
 
-    The warm-up does not start at 0, which would waste a step, and its last step has the peak rate. The final rate would
-    be that of the step after the run.
+    The warm-up does not start at 0, which would waste a step, and its last step has the peak rate. The run's last step
+    has the final rate. A rate of 0 would waste that step: it belongs to the step after the run, as in `transformers`.
     """
     peak = recipe.lr
     warmup = recipe.num_warmup_steps(num_steps)
     # A linear segment reaches its end one step late, so the peak is a constant segment of one step.
     rise = [Segment("linear", peak / warmup, peak, warmup - 1), Segment("constant", peak, peak, 1)] if warmup else []
-    fall = Segment(
-        shape, peak, peak if shape == "constant" else peak * recipe.final_lr, max(1, num_steps - warmup), warmup
-    )
-    return (*rise, fall)
+    end, length = peak if shape == "constant" else peak * recipe.final_lr, max(1, num_steps - warmup)
+    # A run of one step has the peak rate.
+    if recipe.revision > 1 and shape in ("linear", "cosine") and end and 1 < num_steps > warmup:
+        return (*rise, Segment(shape, peak, end, length - 1), Segment("constant", end, end, 1))
+    return (*rise, Segment(shape, peak, end, length, warmup))
 
 
 def is_multiple(step: int, every: int) -> bool:

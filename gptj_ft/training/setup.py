@@ -193,11 +193,21 @@ def trained_architecture(recipe: Recipe, model: Path, labels: Sequence[str]) -> 
     """
     source = read_architecture(model)
     architecture = source.with_head(recipe.task, labels).with_dropout(recipe.dropout, recipe.attention_dropout)
+    if recipe.revision == 1:
+        architecture = _with_old_head_dropout(architecture, recipe)
     with open_checkpoint(model) as weights:
         architecture = with_new(architecture, weights, source)
         dropped = check_tensors(architecture, weights)
     left_out = heads_left_out(architecture, dropped)
     return replace(architecture, left_out=left_out) if left_out else architecture
+
+
+def _with_old_head_dropout(architecture: Architecture, recipe: Recipe) -> Architecture:
+    """Return the model with the head dropout of earlier versions: 0.1, if anything else is dropped."""
+    names = architecture.head.dropouts if architecture.head else ()
+    without = replace(architecture, config=replace(architecture.config, **dict.fromkeys(names, 0.0)))
+    drops = without.dropout or (recipe.method == "lora" and recipe.lora.dropout)
+    return replace(without, config=replace(without.config, **dict.fromkeys(names, 0.1))) if drops else without
 
 
 def updates_before(recipe: Recipe, model: Path, architecture: Architecture) -> int | None:

@@ -19,11 +19,11 @@ from gptj_ft.api import resolved_options
 from gptj_ft.config.options import GROUPS, Options, Recipe, meaning_of
 from gptj_ft.config.presets import load_preset, preset_names
 from gptj_ft.config.resolve import build, dump_recipe, resolve
-from gptj_ft.config.run_folder import recipe_digest
+from gptj_ft.config.run_folder import Run, recipe_digest
 from gptj_ft.config.yaml import parse
 from gptj_ft.data.columns import recipe_fields
 from gptj_ft.data.template import fields_of
-from gptj_ft.errors import UsageError
+from gptj_ft.errors import DataError, UsageError
 
 NOWHERE: dict[str, str] = {}
 
@@ -115,6 +115,19 @@ def test_null_differs_from_an_absent_option(way: str, option: str, tmp_path: Pat
     assert attrgetter(option)(recipe) is None
     assert recipe_digest(recipe) == recipe_digest(build(null))
     assert attrgetter(option)(resolve({}, None, (), NOWHERE, lower).recipe) is not None
+
+
+def test_run_of_earlier_version_keeps_revision(tmp_path: Path) -> None:
+    run, recipe = Run(tmp_path), Recipe(max_steps=10)
+    run.start_record(recipe.model_copy(update={"revision": 1}))  # as before the option existed
+    text = dump_recipe(recipe, {})
+    run.recipe_file.write_text(text.replace("revision: 2\n", ""), encoding="utf-8")
+    assert "revision" not in run.record()["recipe"]
+    assert run.recipe().revision == 1
+    run.check_recipe(run.recipe())
+    run.recipe_file.write_text(text, encoding="utf-8")
+    with pytest.raises(DataError, match="revision is 2, but the run started with None"):
+        run.check_recipe(run.recipe())
 
 
 def test_epoch_fractions_round_up_like_transformers() -> None:

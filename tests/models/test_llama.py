@@ -46,6 +46,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
         ("qwen3", {"use_sliding_window": True, "layer_types": ["chunked"] * 3}, "layer_types: chunked"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers must have 0 or 1 for each of 3 layers"),
         ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop 0.1 is not supported"),
+        ("llama", {"token_classification_bias": False}, "token_classification_bias False is not supported"),
     ],
 )
 def test_unsupported_config_is_rejected(model_type: str, fields: dict[str, Any], reason: str) -> None:

@@ -87,14 +87,14 @@ def marks_of(task: str, is_encoder: bool = True) -> list[Marks]:
     return marks
 
 
-def make(folder: Path, task: str, family: str) -> Oracle:
-    """Write a random `transformers` model with the task's head, and return it."""
+def make(folder: Path, task: str, family: str, **fields: Any) -> Oracle:
+    """Write a random `transformers` model with the task's head and more fields of its config, and return it."""
     problem = {"multi-label": "multi_label_classification", "regression": "regression"}.get(task)
     labels = {0: "score"} if task == "regression" else dict(enumerate(LABELS))
     more = {"id2label": labels, "label2id": {name: number for number, name in labels.items()}, "problem_type": problem}
     more = {} if task in ("spans", "sentences") else more
     own = {**OWN, "GPT2": {**GPT2, **NO_DROPOUT, "pad_token_id": 0}}.get(family, ROBERTA)
-    config: Any = getattr(transformers, f"{family}Config")(**own, **more)
+    config: Any = getattr(transformers, f"{family}Config")(**{**own, **more, **fields})
     torch.manual_seed(0)
     oracle = BertSumExt(config) if task == "sentences" else getattr(transformers, family + CLASSES[task])(config)
     oracle.eval()
@@ -288,6 +288,57 @@ def test_dropout_steps_match_transformers(tmp_path: Path, monkeypatch) -> None:
     assert loss == pytest.approx(expected.item(), rel=1e-5)
     total = torch.nn.utils.clip_grad_norm_(oracle.parameters(), 1e9)
     assert norm == pytest.approx(total.item(), rel=1e-5)
+
+
+WORD_RATES = [
+    (family, fields, option)
+    for family in ("GPT2", "Mistral")
+    for fields, option in (({"classifier_dropout": 0.3, "hidden_dropout": 0.2}, None), ({"hidden_dropout": 0.2}, None),
+        ({}, None), ({}, 0.0))
+]  # fmt: skip
+WORD_RATES += [("GPTNeoX", {"classifier_dropout": 0.3}, None)]
+
+
+@pytest.mark.parametrize(("family", "fields", "option"), WORD_RATES, ids=str)
+def test_word_labels_drop_like_transformers(family, fields, option, tmp_path: Path, monkeypatch) -> None:
+    oracle = make(tmp_path / "model", "token-labels", family, **fields)
+    chosen = {} if option is None else {"dropout": option}
+    recipe = Recipe.model_validate({"task": "token-labels", "clip_norm": None, **chosen})
+    docs, marks = documents(), marks_of("token-labels", is_encoder=False)
+    stack, seeds = open_training(tmp_path / "model", tmp_path, recipe), [seed_of((3, row)) for row in range(len(docs))]
+    optimizer = AdamW(stack, optimizer_config(recipe))
+    optimizer.begin_step(0.0)
+    batches = micro_batches(docs, LENGTHS, 60, marks=marks, seeds=seeds)
+    loss, norm = train_step(stack, optimizer, batches, objective_of(recipe)).mean, optimizer.finish_step()
+    stack.close()
+    rate = oracle.dropout.p if option is None else option
+    assert trained_architecture(recipe, tmp_path / "model", LABELS).dropout.get("classifier_dropout", 0.0) == rate
+
+    def masked(module: torch.nn.Dropout, x: Tensor) -> Tensor:
+        if module is not oracle.dropout:
+            return x
+        keep, site = torch.ones_like(x), Dropout(rate, "classifier")
+        for row, (seed, mark) in enumerate(zip(seeds, marks, strict=True)):
+            count = len(mark.marks)
+            keep[row, list(mark.marks)] = site.mask((NoiseSpan(seed, 0, count, count),), (x.shape[-1],), CPU) * 1.0
+        return x * keep * site.scale
+
+    monkeypatch.setattr(torch.nn.Dropout, "forward", masked)
+    expected = oracle_loss(oracle, "token-labels", is_encoder=False)
+    expected.backward()
+    assert loss == pytest.approx(expected.item(), rel=1e-5)
+    total = torch.nn.utils.clip_grad_norm_(oracle.parameters(), 1e9)
+    assert norm == pytest.approx(total.item(), rel=1e-5)
+
+
+def test_first_revision_keeps_word_dropout(tmp_path: Path) -> None:
+    make(tmp_path / "model", "token-labels", "Mistral", classifier_dropout=0.3)
+    rates = [
+        trained_architecture(recipe, tmp_path / "model", LABELS).dropout
+        for options in ({"revision": 2}, {"revision": 1}, {"revision": 1, "attention_dropout": 0.2})
+        for recipe in [Recipe.model_validate({"task": "token-labels", **options})]
+    ]
+    assert rates == [{"classifier_dropout": 0.3}, {}, {"classifier_dropout": 0.1, "attention_dropout": 0.2}]
 
 
 def test_dropout_masks_have_rate_and_differ() -> None:

@@ -44,10 +44,22 @@ def test_linear_schedule_rises_then_falls() -> None:
 
 def test_cosine_schedule_is_halved_at_midpoint() -> None:
     recipe = Recipe(lr=2.0, schedule="cosine", warmup=0, final_lr=0.1)
-    values = rates(recipe, 10)
+    values = rates(recipe, 11)
     assert values[0] == 2.0
     assert values[5] == pytest.approx(2.0 * 0.55)
-    assert values[9] == pytest.approx(2.0 * (0.1 + 0.9 * 0.0244717), rel=1e-5)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+@pytest.mark.parametrize(("warmup", "num_steps"), [(0, 2), (0, 10), (1, 2), (3, 10), (9, 10)])
+def test_last_step_has_final_rate(schedule: str, warmup: int, num_steps: int) -> None:
+    values = rates(Recipe(lr=2.0, schedule=schedule, warmup=warmup, final_lr=0.1), num_steps)
+    assert values[max(0, warmup - 1)] == 2.0
+    assert values[-1] == 0.2
+    assert all(value > 0.2 for value in values[max(0, warmup - 1) : -1])
+
+
+def test_one_step_has_peak_rate() -> None:
+    assert rates(Recipe(lr=2.0), 1) == [2.0]
 
 
 def test_constant_schedule_stays_at_peak() -> None:
@@ -71,6 +83,12 @@ def test_named_schedules_match_transformers_and_torch() -> None:
     theirs = rates_of(lambda optimizer: get_linear_schedule_with_warmup(optimizer, 0, 40), 3e-5, 40)
     assert linear == pytest.approx(theirs, rel=1e-12)
     cosine = rates(Recipe(lr=3e-5, schedule="cosine", warmup=0, final_lr=0.1), 40)
+    theirs = rates_of(lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 39, eta_min=3e-6), 3e-5, 40)
+    assert cosine == pytest.approx(theirs, rel=1e-9)
+
+
+def test_first_revision_reaches_final_rate_later() -> None:
+    cosine = rates(Recipe(lr=3e-5, schedule="cosine", warmup=0, final_lr=0.1, revision=1), 40)
     theirs = rates_of(lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 40, eta_min=3e-6), 3e-5, 40)
     assert cosine == pytest.approx(theirs, rel=1e-9)
 
