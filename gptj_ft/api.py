@@ -495,12 +495,16 @@ def generate_file(
 
 
 def plan_predictions(
-    rows: str | os.PathLike[str], output: str | os.PathLike[str], setup: InferenceSetup, keep: Sequence[str] = ()
+    rows: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    setup: InferenceSetup,
+    keep: Sequence[str] = (),
+    raw_cells: bool = False,
 ) -> LabelJob:
     """Read the rows of `predict_file` and plan its passes."""
     from gptj_ft.evaluation.predict import plan_labels
 
-    return plan_labels(setup, Path(rows), Path(output), keep)
+    return plan_labels(setup, Path(rows), Path(output), keep, raw_cells)
 
 
 def run_predictions(job: LabelJob, reporter: Reporter) -> LabelResult:
@@ -518,6 +522,7 @@ def predict_file(
     model: str | os.PathLike[str] | None = None,
     *,
     keep: Sequence[str] = (),
+    raw_cells: bool = False,
     reporter: Reporter | None = None,
     **options: Any,
 ) -> LabelResult:
@@ -530,6 +535,7 @@ def predict_file(
         output: ``.jsonl`` or ``.csv``, new or incomplete.
         model: model or run with a task head; default: the newest run.
         keep: columns to copy to the output.
+        raw_cells: whether CSV has texts unchanged; by default, a spreadsheet program computes none of them.
         reporter: receiver of progress.
         **options: fields of `Recipe` that replace the model's own; ``config`` is a YAML file of them.
 
@@ -543,7 +549,7 @@ def predict_file(
 
     folder = named_model(model, "predict")
     setup = InferenceSetup.of(folder, model_options(folder, options).recipe)
-    return run_predictions(plan_predictions(rows, output, setup, keep), reporter or Reporter())
+    return run_predictions(plan_predictions(rows, output, setup, keep, raw_cells), reporter or Reporter())
 
 
 def predict(

@@ -10,7 +10,7 @@ import io
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from gptj_ft.checkpoints.metadata import template_of
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.batches import Rows
 from gptj_ft.data.dataset import Prepared
+from gptj_ft.data.readers.cells import CELLS, GUARDED, RAW, guarded
 from gptj_ft.data.readers.records import read_rows
 from gptj_ft.data.readers.rows import Findings, Occurrences
 from gptj_ft.data.readers.source import FileOptions, identify
@@ -74,13 +75,16 @@ class LabelResult:
     skipped: Mapping[str, Occurrences]  # rows left out, by reason
 
 
-def plan_labels(setup: InferenceSetup, source: Path, output: Path, keep: Sequence[str] = ()) -> LabelJob:
+def plan_labels(
+    setup: InferenceSetup, source: Path, output: Path, keep: Sequence[str] = (), raw_cells: bool = False
+) -> LabelJob:
     """Read the rows of a file and plan the passes over the weights, or resume an earlier job.
 
     Args:
         source: rows in any format that training reads; labels are not needed.
         output: new file or an unfinished one: ``.jsonl``, ``.csv``, or ``.json`` as SQuAD's scripts read it.
         keep: columns to copy to the output.
+        raw_cells: whether CSV has texts unchanged, even those that a spreadsheet program would compute.
 
     Raises:
         UsageError: the model has no head, a column does not exist, or rows lack ids for ``.json``.
@@ -97,6 +101,8 @@ def plan_labels(setup: InferenceSetup, source: Path, output: Path, keep: Sequenc
         raise UsageError(
             f"{output}: .json is for answers to questions, by id and without --keep: name a .jsonl or .csv"
         )
+    if raw_cells and form != ".csv":
+        raise UsageError(f"{output}: --raw-cells is for .csv, the only output with cells: leave it out")
     prepared = read_labelled(setup, source, needs_target=False)
     kept = _kept_columns(recipe, source, (ID,) if form == ".json" else keep, prepared.rows)
     if form == ".json":
@@ -111,6 +117,8 @@ def plan_labels(setup: InferenceSetup, source: Path, output: Path, keep: Sequenc
         "model": str(setup.folder.resolve()), "rows": prepared.report.data_sha256, _READ: plan.together.read,
         "keep": list(keep), "precision": str(setup.dtype).removeprefix("torch."), **template_of(recipe),
     }  # fmt: skip
+    if form == ".csv":
+        settings |= {CELLS: RAW if raw_cells else GUARDED}
     return LabelJob(setup, prepared, output, kept, settings, plan)
 
 
@@ -132,7 +140,7 @@ def run_labels(job: LabelJob, progress: Progress | None = None) -> LabelResult:
             resumed = len(file.done)
             _label_rows(job, file, starts, progress)
             if job.form == ".csv":
-                replace_text(job.output, _table(job.lines))
+                replace_text(job.output, _table(job))
             elif job.form == ".json":
                 _write_by_id(job)
         if job.form != ".jsonl":
@@ -283,20 +291,23 @@ def _write_by_id(job: LabelJob) -> None:
             replace_text(path, json.dumps(values, indent=4, ensure_ascii=False) + "\n")
 
 
-def _table(lines: Path) -> str:
+def _table(job: LabelJob) -> str:
     """Convert JSON lines to CSV, with a column for each label's probability."""
+    text_of: Callable[[str], str] = guarded if job.settings[CELLS] == GUARDED else str
     rows: list[dict[str, Any]] = []
-    for values in _read_lines(lines):
+    for values in _read_lines(job.lines):
         values.pop("candidates", None)
         probabilities = values.pop("probabilities", {})
         if len(probabilities) <= MOST_COLUMNS:
             values |= {f"probability of {name}": each for name, each in probabilities.items()}
         if "tokens" in values:
             values["tokens"] = " ".join(token["label"] for token in values["tokens"])
-        rows.append({name: _cell(value) for name, value in values.items()})
+        cells = {text_of(name): _cell(value) for name, value in values.items()}
+        rows.append({name: text_of(cell) if isinstance(cell, str) else cell for name, cell in cells.items()})
     text = io.StringIO()
     names = dict.fromkeys(name for row in rows for name in row)
-    writer = csv.DictWriter(text, list(names), lineterminator="\n")
+    # Quote all texts: by default, `csv` leaves a cell with a lone carriage return unquoted, which breaks the row.
+    writer = csv.DictWriter(text, list(names), lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()

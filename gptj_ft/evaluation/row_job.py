@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from gptj_ft.data.readers.cells import settings_file
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.system.files import SHARED_FILE, disk_errors, keep_folder, open_file, read_text, write_file
 from gptj_ft.system.jsonl import JsonLines
@@ -66,7 +67,7 @@ class OutputFile:
     def __init__(self, path: Path, settings: Mapping[str, Any], output: Path | None = None) -> None:
         self.path, self._lines = path, JsonLines(path, mode=SHARED_FILE)
         self._output = output or path
-        self._settings_path = _settings_path(self._output)
+        self._settings_path = settings_file(self._output)
         self._text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
         self._check_settings()
         with disk_errors(path, other=UsageError):
@@ -81,7 +82,7 @@ class OutputFile:
     def setting_of(path: Path, name: str) -> Any:
         """Return one setting of an existing output file, or None."""
         try:
-            return json.loads(read_text(_settings_path(path))).get(name)
+            return json.loads(read_text(settings_file(path))).get(name)
         except (OSError, ValueError, AttributeError):
             return None
 
@@ -198,10 +199,6 @@ class ResultCache:
 
     def close(self) -> None:
         self.path.unlink(missing_ok=True)
-
-
-def _settings_path(path: Path) -> Path:
-    return path.with_name(f"{path.name}.settings.json")
 
 
 def _changed_settings(before: str, now: str) -> str:

@@ -8,6 +8,7 @@ import gzip
 import io
 import json
 import random
+import re
 import sys
 import zipfile
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from gptj_ft.config.resolve import resolve
 from gptj_ft.data.dataset import check_compatible
 from gptj_ft.data.load import prepare_once
 from gptj_ft.data.prepare import TokenizeJob, find_columns
+from gptj_ft.data.readers.cells import guarded, unguarded
 from gptj_ft.data.readers.encodings import encoding_by_head, guess_encoding
 from gptj_ft.data.readers.records import read_rows
 from gptj_ft.data.readers.rows import Findings
@@ -513,3 +515,28 @@ def test_missing_openpyxl_is_explained(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "openpyxl", None)
     with pytest.raises(UsageError, match=r"pip install 'gptj-ft\[xlsx\]', or save the sheet as CSV UTF-8"):
         read(path)
+
+
+HOSTILE = (
+    "=1+1", "+cmd|' /C calc'!A0", "-2+3", '@SUM("A1")', "\t=1", "\r=1", "\uff1d1+1", " \ufeff=1", "'=1", "''-x", "-",
+    "a;=1", "a\n- b\n'- c", "a\r=1", 'a;"=1', "x\t'+y", "-0.5", "+1e-3", "-1-1", "'-5", "", "it's; 'ok'", "\n\n=",
+)  # fmt: skip
+
+
+def test_guarded_cells_compute_nothing_and_come_back() -> None:
+    draw = random.Random(0)
+    for text in (*HOSTILE, *("".join(draw.choices("=+-@\uff1d '\";\t\r\n0a.\u200b", k=8)) for _ in range(500))):
+        assert unguarded(guarded(text)) == text
+        line = io.StringIO(newline="")
+        csv.writer(line, quoting=csv.QUOTE_NONNUMERIC).writerow([guarded(text), -0.5])
+        (cells,) = csv.reader(io.StringIO(line.getvalue(), newline=""))
+        # A spreadsheet in another language separates cells by semicolons, and quotes mean less there.
+        cells += re.split("[;\t\r\n]", guarded(text))
+        starts = {cell.strip(' \x00"\u200b\ufeff')[:1] for cell in cells if not is_number(cell)}
+        assert not starts & set("=+-@\t\r\n\uff1d"), cells
+
+
+def is_number(cell: str) -> bool:
+    with suppress(ValueError):
+        return bool(float(cell)) or True
+    return False

@@ -17,6 +17,8 @@ import torch
 import transformers
 
 from gptj_ft import api
+from gptj_ft.data.readers.records import read_rows
+from gptj_ft.data.readers.source import identify
 from gptj_ft.evaluation.label_evaluation import plan_labelled
 
 COLOURS = {"red": "rose tomato brick cherry", "blue": "sea sky ink jeans", "green": "grass leaf moss lime"}
@@ -228,7 +230,7 @@ def test_odd_rows_are_labelled_or_counted(shell: Any, rows: Path, tmp_path: Path
     finetune(shell, "classification", f"--data rows.csv {TEXT} --set holdout=0", steps=1)
     odd = [
         {"text": "", "label": "red", "row": "a"},
-        {"text": 'sky; "ink",\nsea\u2028jeans', "label": "blue", "row": "b"},
+        {"text": 'sky; "ink",\nsea\u2028jeans', "label": "blue", "row": "b", "=a": "@b\rc", "n": -1},
     ]
     write_lines(tmp_path / "odd.jsonl", [*odd, {"label": "green", "row": "c"}])
     ask = "predict --model run --input odd.jsonl --output"
@@ -247,6 +249,13 @@ def test_odd_rows_are_labelled_or_counted(shell: Any, rows: Path, tmp_path: Path
         again = shell(f"{ask} {output} --keep label,row,text")
         assert (again.code, "1; 1 of them by an earlier session; 1 left out" in again.said) == (0, True), again.said
         assert (tmp_path / output).read_bytes() == before
+    hostile = "--keep =a,n --quiet"
+    assert shell(f"{ask} guarded.csv {hostile}").code == shell(f"{ask} raw.csv {hostile} --raw-cells").code == 0
+    for name, expected in (("guarded.csv", ("'=a", "'@b\rc")), ("raw.csv", ("=a", "@b\rc"))):
+        (line,) = csv.DictReader((tmp_path / name).open(newline=""))
+        assert (line[expected[0]], line["n"]) == (expected[1], "-1")
+        (row,) = read_rows(identify(tmp_path / name))
+        assert row.values["=a"] == "@b\rc"
     assert {path.name for path in tmp_path.glob("out.csv*")} == {"out.csv", "out.csv.settings.json"}
     (tmp_path / "table.csv").write_text("mine")
     for line, code, message in (
@@ -254,6 +263,8 @@ def test_odd_rows_are_labelled_or_counted(shell: Any, rows: Path, tmp_path: Path
         (f"{ask} out.txt", 2, "ends in .jsonl or .csv"),
         (f"{ask} odd.jsonl", 2, "odd.jsonl exists and was not made by this command"),
         (f"{ask} out.csv", 2, "out.csv exists and was made with other keep; name a new --output"),
+        (f"{ask} guarded.csv {hostile} --raw-cells", 2, "made with other cells"),
+        (f"{ask} out2.jsonl --raw-cells", 2, "--raw-cells is for .csv"),
         (f"{ask} table.csv", 2, "table.csv exists and was not made by this command; name a new --output"),
         (f"{ask} out.jsonl --keep row", 2, "made with other keep"),
         (f"{ask} out.jsonl --keep label,row,text --precision bf16", 2, "made with other precision"),

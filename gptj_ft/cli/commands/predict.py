@@ -41,6 +41,9 @@ def predict(
         ),
     ] = None,
     keep: Annotated[str | None, flag("with --input: columns to copy to the output", metavar="NAME,...")] = None,
+    raw_cells: Annotated[
+        bool, flag("with a .csv: write texts unchanged, also those that a spreadsheet computes", "--raw-cells")
+    ] = False,
     options: SetOptions,
     config: Config = None,
     assignments: Assignments = None,
@@ -67,8 +70,8 @@ def predict(
             raise UsageError('nothing to label: gptj-ft predict "text", or --input FILE --output FILE')
         if (rows is None) != (output is None):
             raise UsageError("--input and --output go together: --input rows.csv --output out.jsonl")
-        if rows is None and (keep or dry_run):
-            raise UsageError("--keep and --dry-run are for the rows of a file: add --input FILE --output FILE")
+        if rows is None and (keep or dry_run or raw_cells):
+            raise UsageError("--keep, --raw-cells and --dry-run are for the rows of a file: add --input and --output")
         if rows is not None and pair is not None:
             raise UsageError("with --input, second texts are a column of the file: leave out --pair")
         out = Output(as_json, quiet)
@@ -81,6 +84,9 @@ def predict(
         recipe = api.model_options(folder, {**options, "config": config}, assignments=assignments).recipe
         if rows is not None and output is not None:
             columns = tuple(name.strip() for name in (keep or "").split(",") if name.strip())
-            label_file(InferenceSetup.of(folder, recipe, workers=workers), rows, output, columns, dry_run, out)
+            setup = InferenceSetup.of(folder, recipe, workers=workers)
+            with out.activity("reading the rows"):
+                job = api.plan_predictions(rows, output, setup, columns, raw_cells)
+            label_file(job, rows, dry_run, out)
         else:
             show_text_labels(folder, recipe, str(single), pair, out)

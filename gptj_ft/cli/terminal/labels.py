@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from gptj_ft.cli.terminal.progress import TerminalReporter
 from gptj_ft.cli.terminal.screen import panel, say, table, whole
 from gptj_ft.cli.terminal.tables import show_reading, show_threads
 from gptj_ft.config.options import Recipe
-from gptj_ft.generation.generator import InferenceSetup
+from gptj_ft.evaluation.predict import LabelJob
 
 MOST_IN_ROW = 10  # labels of a confusion matrix on a terminal
 MOST_PAIRS = 10
@@ -55,12 +55,9 @@ def show_text_labels(folder: Path, recipe: Recipe, text: str, pair: str | None, 
     out.finish(facts, _in_words(facts), lambda console: _show_facts(console, facts))
 
 
-def label_file(
-    setup: InferenceSetup, rows: Path, output: Path, keep: Sequence[str], dry_run: bool, out: Output
-) -> None:
+def label_file(job: LabelJob, rows: Path, dry_run: bool, out: Output) -> None:
     """Label the rows of a file; on a dry run, only show the memory needed."""
-    with out.activity("reading the rows"):
-        job = api.plan_predictions(rows, output, setup, keep)
+    setup, output = job.setup, job.output
     about = [("model", whole(str(setup.folder))), ("rows", whole(str(rows))), ("labels", f"in {whole(str(output))}")]
     if dry_run:
         out.finish(

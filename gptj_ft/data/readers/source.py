@@ -22,6 +22,7 @@ from pathlib import Path, PurePath
 from typing import BinaryIO
 
 from gptj_ft.config.options import MOST_RECORD_BYTES, Recipe
+from gptj_ft.data.readers.cells import is_guarded
 from gptj_ft.data.readers.encodings import DETECT, ENCODING_NAMES, encoding_by_head
 from gptj_ft.errors import DataError, UsageError, did_you_mean
 from gptj_ft.system.compression import COMPRESSIONS, SNIFFED_BYTES, compression_of, decompressed, has_checksum
@@ -181,6 +182,7 @@ class File:
     notes: tuple[str, ...] = ()  # warnings about the file, as sentences
     encoding: str = ""  # text encoding; "" if the first bytes do not tell
     options: FileOptions = FileOptions()
+    is_guarded: bool = False  # whether its texts are those of `cells.guarded`
 
 
 @dataclass(frozen=True)
@@ -284,7 +286,7 @@ def identify_file(path: Path, options: FileOptions = FileOptions()) -> File:
         notes.append(f"{path} contains {format_} and is read as such, although its name says {by_name}")
     if detected and detected == encoding and not by_content:
         notes.append(f"{path} is encoded in {ENCODING_NAMES[detected]}")
-    return File(path, format_, compression, tuple(notes), encoding, options)
+    return File(path, format_, compression, tuple(notes), encoding, options, format_ == "csv" and is_guarded(path))
 
 
 def _with_index(path: Path, options: FileOptions) -> list[File]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
 from typing import Any, BinaryIO, NamedTuple
 
+from gptj_ft.data.readers.cells import unguarded
 from gptj_ft.data.readers.encodings import DETECT
 from gptj_ft.data.readers.rows import Findings, Row, numbered_lines, too_long
 from gptj_ft.data.readers.source import File, opened_file
@@ -76,12 +77,18 @@ def read_table(file: File, findings: Findings) -> Iterator[Row]:
         records, header = chain([(number, header)], records), names
     else:
         check_header(file, Header(number, header, _cells(dialect, beginning)[1:], dialect.delimiter), findings)
+    text_of: Callable[[str], str] = str
+    if file.is_guarded:
+        text_of, header = unguarded, [unguarded(name) for name in header]
+        findings.note(f"{file.path} was written by `predict`: its apostrophes before = + - @ are removed")
     for line, cells in records:
         if len(cells) != len(header):
             findings.add(file, line, f"{len(cells)} cells, the header has {len(header)}")
             continue
         # Windows line endings belong to the file: left in the text they would teach the model carriage returns.
-        yield Row(str(file.path), line, {k: v.replace("\r\n", "\n") for k, v in zip(header, cells, strict=True)})
+        yield Row(
+            str(file.path), line, {k: text_of(v).replace("\r\n", "\n") for k, v in zip(header, cells, strict=True)}
+        )
 
 
 def choose_dialect(file: File, beginning: Sequence[str], delimiter: str = DETECT) -> Dialect:
