@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gptj_ft.checkpoints.download import SOURCE, read_origin
 from gptj_ft.checkpoints.weight_file import Shard, TensorInfo, open_shard, write_safetensors
+from gptj_ft.data.tokenization import has_tokenizer, load_tokenizer
 from gptj_ft.data.wordpiece import is_cased, read_vocabulary
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.registry import Architecture, Family, families, full_name
@@ -395,6 +396,8 @@ def write_companions(folder: Path, architecture: Architecture, stored: torch.dty
     name = str(stored).removeprefix("torch.")
     raw = {key: value for key, value in architecture.raw.items() if key != "_name_or_path"}  # may name a local folder
     own = {"architectures": [architecture.class_name], "dtype": name, "torch_dtype": name}
+    if architecture.task is not None and not architecture.family.is_encoder and has_tokenizer(folder):
+        own |= _choose_padding(folder, architecture)
     write_json_file(folder / "config.json", {**raw, **own})
 
 
@@ -413,6 +416,25 @@ def _describe_tokenizer(folder: Path, architecture: Architecture) -> None:
         settings["do_lower_case"] = not is_cased(read_vocabulary(folder / WORD_PIECES))
     if not path.is_file() or settings != read_json(path):
         write_json_file(path, settings)
+
+
+def _choose_padding(folder: Path, architecture: Architecture) -> dict[str, int]:
+    """Complete ``tokenizer_config.json``; return the padding token for ``config.json``.
+
+    `transformers` finds the last token of a padded text by it, so that both files must name the same token.
+    """
+    tokenizer = load_tokenizer(folder)
+    number = tokenizer.pad_token_id
+    if number is None:
+        number = architecture.raw.get("pad_token_id", tokenizer.eos_token_id)
+    token = None if number is None else tokenizer.convert_ids_to_tokens(number)
+    if not isinstance(token, str):
+        return {}
+    path = folder / "tokenizer_config.json"
+    settings: dict[str, Any] = read_json(path) if path.is_file() else {}
+    # Padding on the left would move the learned positions.
+    write_json_file(path, {**settings, "pad_token": token, "padding_side": "right"})
+    return {"pad_token_id": number}
 
 
 def copy_origin(source: Path, folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from support.small_stack import CPU
 from support.tiny_wordpiece import write_vocabulary
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
 
 from gptj_ft.checkpoints.adapter import open_adapter, tuned_architecture
@@ -395,3 +399,28 @@ def test_encoder_adapter_works_from_command_line(shell, tmp_path: Path) -> None:
     assert set(model.config.label2id) == set(dict(WORDS).values())
     done = shell("generate --model run 'the good lift'")
     assert (done.code, "predict" in done.err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("family", "task", "padding"),
+    [("gpt2", "classification", None), ("gpt2", "token-labels", None), ("llama", "classification", "<pad>")],
+)
+def test_tuned_decoder_labels_padded_texts(family: str, task: str, padding: str | None, tmp_path: Path) -> None:
+    base, texts = base_model(tmp_path / "base", family), ["ab", "a b c d e f", "efgh a", "c"]
+    vocabulary = {letter: number for number, letter in enumerate(["<end>", "<pad>", *"abcdefgh"])}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="h"))
+    tokenizer.pre_tokenizer = Whitespace()
+    own = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<end>", pad_token=padding, padding_side="left"
+    )
+    own.save_pretrained(base)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "eos_token_id": 0, "pad_token_id": None}))
+    folder = tune(base, tmp_path / "tuned", family, task)
+    pipe = transformers.pipeline(f"{'token' if task == 'token-labels' else 'text'}-classification", str(folder))
+    answers = (pipe(texts, batch_size=size) for size in (1, 4))
+    alone, together = ([*chain.from_iterable(each)] if task == "token-labels" else each for each in answers)
+    assert pipe.tokenizer.pad_token == (padding or "<end>")
+    assert pipe.model.config.pad_token_id == pipe.tokenizer.pad_token_id
+    for one, other in zip(alone, together, strict=True):
+        assert one == pytest.approx(other, abs=1e-5)
