@@ -395,7 +395,7 @@ def write_companions(folder: Path, architecture: Architecture, stored: torch.dty
     # transformers 5 reads `dtype`, version 4 `torch_dtype`. Written last: a folder without config.json is no model.
     name = str(stored).removeprefix("torch.")
     raw = {key: value for key, value in architecture.raw.items() if key != "_name_or_path"}  # may name a local folder
-    own = {"architectures": [architecture.class_name], "dtype": name, "torch_dtype": name}
+    own: dict[str, Any] = {"architectures": [architecture.class_name], "dtype": name, "torch_dtype": name}
     if architecture.task is not None and not architecture.family.is_encoder and has_tokenizer(folder):
         own |= _choose_padding(folder, architecture)
     write_json_file(folder / "config.json", {**raw, **own})
