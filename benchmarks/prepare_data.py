@@ -234,8 +234,8 @@ def first_batch_here(arguments: argparse.Namespace) -> None:
     start = time.perf_counter()
     files = {"model": str(arguments.work / "model"), "data": str(arguments.work / "dialogues.jsonl")}
     limits = {"batch_size": BATCH_SIZE, "max_length": SHAPE["n_positions"]}
-    recipe = resolve({"recipe": "dialogsum", "cache": False, "holdout": 0.0, **files, **limits}, environment={}).recipe
-    prepared = gather(recipe).train
+    resolved = resolve({"recipe": "dialogsum", "cache": False, "holdout": 0.0, **files, **limits}, environment={})
+    prepared, recipe = gather(resolved).train, resolved.recipe
     rows = Rows.of(prepared.rows)
     batches = rows.batches(rows_of_step(0, len(rows), recipe.batch_size, recipe.seed), recipe.micro_batch_tokens)
     print(sum(len(batch.tokens_T) for batch in batches), flush=True)

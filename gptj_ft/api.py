@@ -88,7 +88,7 @@ def prepare(
     path = None if isinstance(fixed, bool) else Path(fixed)
     targets = Targets.of(str(data), _path(output), fixed is not False, path)
     with stop_message(targets.stopped):
-        done = prepare_rows(fetched(resolved, offline, reporter).recipe, targets, reporter)
+        done = prepare_rows(fetched(resolved, offline, reporter), targets, reporter)
         done.write()
     return done
 

@@ -123,7 +123,9 @@ def test_prepare_data_imports_no_torch(tmp_path: Path) -> None:
     from support.tiny_tokenizer import make_tokenizer
 
     make_tokenizer().save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "gptj", "vocab_size": 60000}', encoding="utf-8")
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "gptj", "n_positions": 2048, "vocab_size": 60000}', encoding="utf-8"
+    )
     (tmp_path / "rows.jsonl").write_text('{"document": "The lift stops.", "summary": "Lift."}\n' * 9, encoding="utf-8")
     code = (
         f"import sys; sys.argv = ['gptj-ft', 'prepare-data', '--model', {str(tmp_path)!r}, '--recipe', 'summarization'"

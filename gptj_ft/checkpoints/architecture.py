@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gptj_ft.errors import DataError, UsageError
-from gptj_ft.models.supported import MODEL_TYPES
+from gptj_ft.models.supported import MODEL_TYPES, context_of
 from gptj_ft.system.digests import check_file
 from gptj_ft.system.files import read_text, require_plain
 
@@ -47,12 +47,24 @@ def vocab_size_of(folder: Path) -> int:
     Raises:
         UsageError, DataError: see `read_architecture`.
     """
+    size = _raw_config(folder).get("vocab_size")
+    return size if type(size) is int and size > 0 else int(read_architecture(folder).config.vocab_size)
+
+
+def context_in(folder: Path) -> int:
+    """Read the context of a model in tokens, if possible without importing torch.
+
+    Raises:
+        UsageError, DataError: see `read_architecture`.
+    """
+    size = context_of(_raw_config(folder))
+    return size if size is not None and size > 0 else int(read_architecture(folder).config.n_positions)
+
+
+def _raw_config(folder: Path) -> dict[str, Any]:
+    """Read the ``config.json`` of a supported family; empty if it is another, or cannot be read."""
     try:
         raw = json.loads(read_text(folder / "config.json"))
     except (ValueError, OSError):
-        raw = None
-    if isinstance(raw, dict) and raw.get("model_type") in MODEL_TYPES:
-        size = raw.get("vocab_size")
-        if type(size) is int and size > 0:
-            return size
-    return int(read_architecture(folder).config.vocab_size)
+        return {}
+    return raw if isinstance(raw, dict) and raw.get("model_type") in MODEL_TYPES else {}

@@ -1,12 +1,14 @@
-"""Complete a recipe with facts of the model: its chat template, and the tokens that end its answers."""
+"""Complete a recipe with facts of the model: its chat template, the tokens that end its answers, its context."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from datetime import date
 from pathlib import Path
 from typing import Any
 
+from gptj_ft.checkpoints.architecture import context_in
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.presets import load_preset
 from gptj_ft.data.chat import MESSAGES, REPLY, is_chat
@@ -61,6 +63,26 @@ def with_model_defaults(recipe: Recipe, folder: Path, data: Path | None = None) 
     if not recipe.generation.end_tokens:
         generation["end_tokens"] = _end_tokens(completed, tokenizer, ends)
     return completed.model_copy(update={"generation": recipe.generation.model_copy(update=generation)})
+
+
+def within_context(recipe: Recipe, folder: Path, typed: Collection[str]) -> tuple[Recipe, str]:
+    """Lower a ``max_length`` that the user did not set to the model's context, and the stride with it.
+
+    Args:
+        folder: model.
+        typed: options that the user set.
+
+    Returns:
+        The recipe, and a note on the change; empty: it is unchanged.
+    """
+    context, length = context_in(folder), recipe.max_length
+    if length <= context or "max_length" in typed:
+        return recipe, ""
+    note, changes = f"max_length is {context:,}, the context of the model, and not {length:,}", {"max_length": context}
+    if recipe.task in ("spans", "token-labels") and "stride" not in typed:
+        changes["stride"] = recipe.stride * context // length
+        note += f"; stride is {changes['stride']:,}, and not {recipe.stride:,}"
+    return recipe.model_copy(update=changes), note
 
 
 def chat_template_of(folder: Path) -> str | None:

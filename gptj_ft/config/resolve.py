@@ -83,6 +83,7 @@ class Resolved:
 
     recipe: Recipe
     origins: Mapping[str, str]
+    typed: frozenset[str] = frozenset()  # options that the user set, and no preset or model
 
 
 def peers_option(name: str) -> tuple[str, str] | None:
@@ -135,6 +136,7 @@ def resolve(
         ("environment", _from_environment(environ)),
         (str(config), load_options(config) if config else {}),
     ]
+    typed = frozenset(key for _, values in sources for key in values)
     name = next((values["recipe"] for _, values in sources if "recipe" in values), None)
     if name is not None and name != "custom":
         sources.append((f"recipe {name}", {**load_preset(str(name)), "recipe": name}))
@@ -156,7 +158,7 @@ def resolve(
             merged[key] = _template_file(str(merged[key])[1:], key, config if origins[key] == str(config) else None)
     if isinstance(merged.get("schedule"), list):
         _drop_stretching_options(merged, origins, sources)
-    return Resolved(build(merged, origins), origins)
+    return Resolved(build(merged, origins), origins, typed)
 
 
 def build(values: Mapping[str, Any], origins: Mapping[str, str] | None = None) -> Recipe:

@@ -14,6 +14,7 @@ MODEL_TYPES = (  # keys of `registry.families`
     "gptj", "gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3", "smollm3", "granite", "phi3", "gemma", "gemma2",
     "gemma3_text", "bert", "roberta", "xlm-roberta",
 )  # fmt: skip
+POSITIONS_BEHIND_PADDING = ("roberta", "xlm-roberta")  # families whose positions start behind the padding token's id
 TINY_MODELS = {  # random models made from the rows of a run: name -> ``model_type``
     "tiny": "gptj", "tiny-gpt2": "gpt2", "tiny-gpt-neox": "gpt_neox",
     "tiny-llama": "llama", "tiny-mistral": "mistral", "tiny-qwen2": "qwen2",
@@ -49,6 +50,14 @@ MISSING: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("olmo2", "olmo3"), "a model with norms behind attention and MLP only", "these blocks are not implemented"),
     (("ministral3",), "a model with queries scaled by position", "this scale is not implemented"),
 )  # fmt: skip
+
+
+def context_of(raw: Mapping[str, Any]) -> int | None:
+    """Return the context of a model in tokens, without importing torch; ``None``: its ``config.json`` lacks it."""
+    size, padding = raw.get("n_positions", raw.get("max_position_embeddings")), raw.get("pad_token_id", 1)
+    if raw.get("model_type") in POSITIONS_BEHIND_PADDING and type(size) is int and type(padding) is int:
+        size -= padding + 1
+    return size if type(size) is int else None
 
 
 def check_supported(config: Path, raw: Mapping[str, Any]) -> None:

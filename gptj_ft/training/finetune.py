@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,8 @@ from gptj_ft.training.trackers import check_tracker
 from gptj_ft.training.verify import Checker
 
 LONG_START_SECONDS = 5.0
-OF_THE_MODEL = ("chat_template", "template_date", "prompt", "completion", "generation")  # options that it may decide
+# Options that the model may decide.
+OF_THE_MODEL = ("chat_template", "template_date", "prompt", "completion", "generation", "max_length", "stride")
 FIRST_ON_DEVICE = "first run on this device: `gptj-ft doctor` checks it in two minutes"
 
 
@@ -97,7 +98,9 @@ def prepare_new_run(
     if recipe.model is not None and is_config(recipe.model):
         reporter.on_message(f"training starts from random weights, since --model names the config {recipe.model}")
     reporter.on_activity("reading the rows")
-    inputs = gather(recipe)
+    inputs = gather(resolved)
+    if inputs.note:
+        reporter.on_message(inputs.note)
     activity = "planning" if target else planning_activity(_choose_device(recipe, parallel, reporter), folder)
     reporter.on_activity(activity)
     final = inputs.recipe.model_copy(update={"model": str(inputs.model.resolve()), "output": str(folder)})
@@ -109,7 +112,7 @@ def prepare_new_run(
     if final.precision == "auto":
         origins["precision"] = "chosen by measuring"
     _measure_network(setup.parallel, reporter)
-    resolved, rows = Resolved(setup.recipe, origins), (inputs.train, inputs.validation)
+    resolved, rows = replace(resolved, recipe=setup.recipe, origins=origins), (inputs.train, inputs.validation)
     return PreparedRun(setup, inputs.report, resolved, rows, None)
 
 

@@ -22,7 +22,7 @@ from gptj_ft.models.trainable import select
 from gptj_ft.planning.devices import is_published_name
 from gptj_ft.planning.machine_profile import rates
 from gptj_ft.planning.plan import DoesNotFit, Plan, choose
-from gptj_ft.planning.resources import Target
+from gptj_ft.planning.resources import Target, check_lengths
 from gptj_ft.planning.workload import RowLengths, StepTokens, Workload
 from gptj_ft.system.machine import choose_device
 from gptj_ft.training.finetune import planning_activity, prepare_new_run, use_threads
@@ -78,6 +78,8 @@ def forecast_run(resolved: Resolved, measure_again: bool = False, reporter: Repo
     architecture = _architecture(recipe, published)
     architecture = architecture.with_head(recipe.task, tuple(recipe.labels.values()) or ("0", "1"))
     architecture = architecture.with_dropout(recipe.dropout, recipe.attention_dropout)
+    if "max_length" in resolved.typed:
+        check_lengths(recipe, architecture)
     target = Target.of(recipe, folder)
     length = min(recipe.max_length, architecture.config.n_positions)
     tokens = recipe.batch_size * length

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from gptj_ft.checkpoints.architecture import read_architecture, vocab_size_of
 from gptj_ft.checkpoints.base_model import choose_model
-from gptj_ft.checkpoints.model_defaults import with_model_defaults
+from gptj_ft.checkpoints.model_defaults import with_model_defaults, within_context
 from gptj_ft.config.options import Recipe
+from gptj_ft.config.resolve import Resolved
 from gptj_ft.data.dataset import Prepared, Report
 from gptj_ft.data.load import data_path, read_or_prepare
 from gptj_ft.data.prepare import TokenizeJob
@@ -22,18 +23,20 @@ from gptj_ft.data.tokenization import load_row_tokenizer
 class Inputs:
     """The model to start from, and its rows."""
 
-    recipe: Recipe  # completed with the model's chat template
+    recipe: Recipe  # completed with the model's chat template and context
     model: Path  # folder
     train: Prepared
     validation: Prepared | None
     report: Report  # on all rows of ``data``, held-out ones included
+    note: str  # on a changed option; usually empty
 
 
-def gather(recipe: Recipe) -> Inputs:
+def gather(resolved: Resolved) -> Inputs:
     """Find the model and prepare the rows; hold some out for validation unless ``val_data`` is set."""
+    recipe = resolved.recipe
     source = identify(data_path(recipe.data), FileOptions.of(recipe))
     model = choose_model(recipe, source)
-    recipe = with_model_defaults(recipe, model, source.path)
+    recipe, note = within_context(with_model_defaults(recipe, model, source.path), model, resolved.typed)
     read_architecture(model).family.head_for(recipe.task)
     tokenizer = load_row_tokenizer(model)
     vocab_size = vocab_size_of(model)
@@ -43,9 +46,9 @@ def gather(recipe: Recipe) -> Inputs:
         path, labels = data_path(recipe.val_data), rows.report.labels
         validation = read_or_prepare(TokenizeJob.of(recipe, tokenizer, path, vocab_size, labels=labels))
         train = warn_of_shared(note_left_out(rows, validation), validation)
-        return Inputs(recipe, model, train, validation, train.report)
+        return Inputs(recipe, model, train, validation, train.report, note)
     train, held_out = split(rows, recipe.holdout, recipe.seed)
-    return Inputs(recipe, model, train, held_out, rows.report)
+    return Inputs(recipe, model, train, held_out, rows.report, note)
 
 
 def note_left_out(train: Prepared, validation: Prepared) -> Prepared:

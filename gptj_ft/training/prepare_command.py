@@ -9,8 +9,9 @@ from typing import Any
 
 from gptj_ft.checkpoints.architecture import vocab_size_of
 from gptj_ft.checkpoints.base_model import choose_model
-from gptj_ft.checkpoints.model_defaults import with_model_defaults
+from gptj_ft.checkpoints.model_defaults import with_model_defaults, within_context
 from gptj_ft.config.options import Recipe
+from gptj_ft.config.resolve import Resolved
 from gptj_ft.data.checks.repair import RepairReport, choose_target, fix_rows
 from gptj_ft.data.dataset import Prepared, save_dataset
 from gptj_ft.data.hub_dataset import HUB_PREFIX, is_reference
@@ -89,8 +90,9 @@ class Preparation:
         save_dataset(self.prepared, self.targets.folder)
 
 
-def prepare_rows(recipe: Recipe, targets: Targets, reporter: Reporter) -> Preparation:
+def prepare_rows(resolved: Resolved, targets: Targets, reporter: Reporter) -> Preparation:
     """Repair the rows that ``data`` names, if ``targets`` says so, and tokenize them."""
+    recipe = resolved.recipe
     source = data_path(recipe.data)
     if is_prepared(source):
         raise UsageError(f"{source} is prepared already: give it to `gptj-ft finetune --data`")
@@ -105,7 +107,9 @@ def prepare_rows(recipe: Recipe, targets: Targets, reporter: Reporter) -> Prepar
         fixes = fix_rows(recipe, rows, targets.fixed, count)
         rows = identify(targets.fixed, FileOptions.of(recipe))
     model = choose_model(recipe, rows)
-    recipe = with_model_defaults(recipe, model)
+    recipe, note = within_context(with_model_defaults(recipe, model), model, resolved.typed)
+    if note:
+        reporter.on_message(note)
     tokenizer = load_row_tokenizer(model)
     prepared = prepare_once(TokenizeJob(recipe, tokenizer, rows, vocab_size_of(model)), count)
     return Preparation(recipe, targets, model, tokenizer, prepared, fixes)

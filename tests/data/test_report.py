@@ -89,10 +89,9 @@ def test_json_report_adds_lengths_and_splits(tmp_path: Path, shell: Any) -> None
 
 
 def test_report_split_equals_the_runs(tmp_path: Path) -> None:
-    recipe = resolve(
-        {"recipe": "summarization", "model": "tiny", "data": "rows.jsonl", "holdout": 0.2}, environment={}
-    ).recipe
-    inputs = gather(recipe)
+    options = {"recipe": "summarization", "model": "tiny", "data": "rows.jsonl", "holdout": 0.2}
+    resolved = resolve(options, environment={})
+    inputs, recipe = gather(resolved), resolved.recipe
     assert inputs.validation is not None
     whole = tokenize_rows(TokenizeJob.of(recipe, make_tokenizer(), tmp_path / "rows.jsonl", 50400))
     splits = data_facts(whole, recipe)["splits"]

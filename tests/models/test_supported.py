@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.family_shapes import FAMILY_SHAPES
 
+from gptj_ft.checkpoints.tiny import FAMILIES
 from gptj_ft.errors import UsageError
 from gptj_ft.models.registry import families
-from gptj_ft.models.supported import MODEL_TYPES, TINY_MODELS, check_supported
+from gptj_ft.models.supported import MODEL_TYPES, TINY_MODELS, check_supported, context_of
 
 CONFIG = Path("config.json")
 
@@ -17,6 +19,13 @@ CONFIG = Path("config.json")
 def test_tables_name_the_same_families() -> None:
     assert set(MODEL_TYPES) == set(families())
     assert set(TINY_MODELS.values()) <= set(MODEL_TYPES)
+
+
+def test_context_is_that_of_family() -> None:
+    named = [{**raw, "model_type": name, "vocab_size": 99} for name, raw in FAMILIES.items()]
+    for raw in (*FAMILY_SHAPES.values(), *named):
+        assert context_of(raw) == families()[raw["model_type"]].read_config(raw).n_positions
+    assert context_of({"model_type": "gpt2"}) is None
 
 
 @pytest.mark.parametrize(

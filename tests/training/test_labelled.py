@@ -17,8 +17,12 @@ import torch
 import transformers
 
 from gptj_ft import api
+from gptj_ft.checkpoints.model_defaults import within_context
+from gptj_ft.checkpoints.tiny import make_tiny
+from gptj_ft.config.resolve import resolve
 from gptj_ft.data.readers.records import read_rows
 from gptj_ft.data.readers.source import identify
+from gptj_ft.errors import UsageError
 from gptj_ft.evaluation.label_evaluation import plan_labelled
 
 COLOURS = {"red": "rose tomato brick cherry", "blue": "sea sky ink jeans", "green": "grass leaf moss lime"}
@@ -98,6 +102,46 @@ def test_evaluation_in_several_passes_covers_all_rows(shell: Any, rows: Path, tm
     assert done == [(number, 96) for number in range(1, 97)]
     assert evaluation.places == one.run().places == [f"{rows}:{line}" for line in range(2, 98)]
     assert evaluation.scores == pytest.approx(one.run().scores)
+
+
+def test_preset_length_becomes_models_context(shell: Any, rows: Path, tmp_path: Path) -> None:
+    make_tiny(tmp_path / "small", ["rose sea grass"], 0, model_type="bert", max_position_embeddings=32)
+    line = "--data rows.csv --recipe classification --set fields.label=[label] --model small"
+    done = shell(f"finetune {line} --max-steps 1 --output run")
+    assert done.code == 0, done.said
+    assert "max_length is 32, the context of the model, and not 512" in " ".join(done.said.split())
+    assert "\nmax_length: 32  # the model\n" in (tmp_path / "run/recipe.yaml").read_text()
+    prepared = shell(f"prepare-data {line} --output rows")
+    assert "max_length is 32, the context of the model, and not 512" in " ".join(prepared.said.split())
+    again = shell(f"plan {line.replace('rows.csv', 'rows')} --json")
+    assert again.code == 0, again.said
+
+
+@pytest.mark.parametrize("way", ["flag", "--set", "file", "environment", "api"])
+def test_typed_length_above_context_is_rejected(way, shell: Any, rows: Path, tmp_path: Path, monkeypatch) -> None:
+    make_tiny(tmp_path / "small", ["rose sea grass"], 0, model_type="bert", max_position_embeddings=32)
+    (tmp_path / "c.yaml").write_text("max_length: 64\n")
+    if way == "environment":
+        monkeypatch.setenv("GPTJ_FT_MAX_LENGTH", "64")
+    if way == "api":
+        options = {"fields": {"label": ["label"]}, "model": "small", "data": "rows.csv", "max_length": 64}
+        with pytest.raises(UsageError, match="max_length 64 is above the model's context of 32 tokens"):
+            api.prepare_run("classification", **options)
+        return
+    more = {"flag": "--max-length 64", "--set": "--set max_length=64", "file": "--config c.yaml"}.get(way, "")
+    done = shell(f"plan --data rows.csv --recipe classification --set fields.label=[label] --model small {more}")
+    assert done.code == 2
+    assert "max_length 64 is above the model's context of 32 tokens" in done.said
+
+
+def test_stride_follows_lowered_length(tmp_path: Path) -> None:
+    model = make_tiny(tmp_path / "small", ["rose sea grass"], 0, model_type="roberta", max_position_embeddings=34)
+    resolved = resolve({"recipe": "squad-bert"}, environment={})
+    lowered, note = within_context(resolved.recipe, model, resolved.typed)
+    assert (lowered.max_length, lowered.stride) == (32, 10)
+    assert note == "max_length is 32, the context of the model, and not 384; stride is 10, and not 128"
+    typed = resolve({"recipe": "squad-bert", "stride": 4}, environment={})
+    assert within_context(typed.recipe, model, typed.typed)[0].stride == 4
 
 
 def test_pair_classification_end_to_end(shell: Any, rows: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gptj_ft.config.resolve import Resolved
@@ -78,7 +78,7 @@ def asking(resolved: Resolved, out: Output, work: Callable[[Resolved], _T]) -> _
             print_note(str(error).partition("\n")[0])
             columns = {**resolved.recipe.map, error.field: _ask_for_column(error.field, error.choices)}
             recipe = resolved.recipe.model_copy(update={"map": columns})
-            resolved = Resolved(recipe, {**resolved.origins, "map": "asked"})
+            resolved = replace(resolved, recipe=recipe, origins={**resolved.origins, "map": "asked"})
 
 
 def _ask_for_column(field: str, columns: Sequence[str]) -> str:
