@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -132,7 +132,7 @@ def open_trial(
     dtypes = training_dtypes(PRECISIONS[trial.precision])
     budget = BufferBudget(num_chunks=NUM_CHUNKS, chunk_numel=CHUNK_NUMEL, num_kept_layers=trial.num_kept)
     places = trial.placement
-    on_device = Placement(places.weights, places.optimizer_state, "device", places.frozen)
+    on_device = replace(places, boundaries="device")
     with tempfile.TemporaryDirectory() as temporary, open_checkpoint(model.folder) as checkpoint:
         folder = Path(temporary) / "state"
         offloaded = open_for_training(
@@ -140,7 +140,7 @@ def open_trial(
             recipe.clip_norm is not None or places.is_durable, selection=select(architecture, recipe),
         )  # fmt: skip
         try:
-            open_frozen(offloaded, architecture, checkpoint, places.of("frozen"))
+            open_frozen(offloaded, architecture, checkpoint, places)
             load_weights(offloaded, architecture, checkpoint, recipe.seed)
             wrapped = {id(store): wrap(store) for store in offloaded.stores.values()}
             offloaded.stores.update({kind: wrapped[id(store)] for kind, store in offloaded.stores.items()})

@@ -100,7 +100,7 @@ class NodeRequirements(Requirements):
         own = ("ranks", "layers", "device_bytes", "host_bytes", "disk_bytes", "memory_bytes", "sent", "received")
         return {
             **{name: getattr(self, name) for name in own},
-            "placement": asdict(self.plan.placement),
+            "placement": self.plan.placement.to_dict(),
             "needs": [asdict(need) for need in self.needs],
             "forward": self.forward.to_dict(),
             "backward": self.backward.to_dict(),

@@ -27,6 +27,9 @@ SUMMED = 3  # passes over a gradient by which autograd adds one micro-batch
 ONCE_A_STEP = 6  # passes over a gradient per step: zeroing, four times as slow as a copy, and the norm
 INNER = 4  # width of the MLP, in model widths
 
+# Left free in host memory beside a device: a plan may pin the rest, which the system cannot swap out.
+SYSTEM_BYTES = 2 * 2**30
+
 # Memory of a process on a CPU: peak of the kernel's counters over the runs of forecast.py and full_size.py.
 PROCESS_BYTES = 560 * 2**20  # interpreter, torch, transformers, rows
 FREE_SHARE = 0.8  # of the free memory that kept activations may take

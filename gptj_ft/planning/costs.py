@@ -5,7 +5,7 @@ A pass takes as long as the slower of its computation and its transfers. `timeli
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -163,13 +163,14 @@ def cost(workload: Workload, recipe: Recipe, schedule: ScheduleInputs, rates: Ra
     forward, backward, flush = training_passes(workload, schedule)
     passes = forward, backward
     state = {kind: stored[kind] for kind in state_kinds(stored)}
-    state_by_place = _bytes_by_place(placement, state, workload.stored_elements)
+    trained, frozen = ([layout.numel for layout in layouts] for layouts in (workload.layouts, workload.frozen))
+    state_by_place = _bytes_by_place(placement, state, trained)
     state_bytes = workload.stored_elements * sum(dtype.itemsize for dtype in state.values())
     model_bytes = exported_elements(recipe, workload) * torch.float32.itemsize
     num_read, filled = 0 if recipe.method == "lora" else workload.stored_elements, state_by_place
-    if placement.of("frozen") != "disk":  # else it stays in the model folder
-        num_read += workload.frozen_elements
-        filled = _added(filled, _bytes_by_place(placement, {"frozen": workload.dtype}, workload.frozen_elements))
+    copied = placement.elements("frozen", frozen)
+    num_read += sum(copied.values()) - copied.get("disk", 0)  # those on disk stay in the model folder
+    filled = _added(filled, {"host": copied.get("host", 0) * workload.dtype.itemsize})
     filling = Pass(read={"disk": num_read * torch.float32.itemsize}, written=filled)
     saving = Pass(read=state_by_place, written={"disk": state_bytes})
     writing = Pass(written={"disk": model_bytes})
@@ -206,9 +207,9 @@ def seconds_per_validation(
     tokens, targets = workload.validation
     passes = -(-tokens // pass_tokens)
     flops = 2.0 * workload.block_parameters * tokens + 2.0 * workload.head_parameters * targets
-    numel = workload.stored_elements + workload.lent_elements
-    weights = _bytes_by_place(placement, {"weight": workload.dtype}, passes * numel)
-    frozen = _bytes_by_place(placement, {"frozen": workload.dtype}, passes * sum(workload.frozen_per_pass))
+    trained = [*(layout.numel for layout in workload.layouts), workload.lent_elements]
+    weights = _bytes_by_place(placement, {"weight": workload.dtype}, trained, passes)
+    frozen = _bytes_by_place(placement, {"frozen": workload.dtype}, workload.frozen_per_pass, passes)
     layers = 0.0
     if workload.times.layers:
         layers = tokens / workload.step.mean * workload.forward_seconds + workload.head_seconds(targets, trains=False)
@@ -223,12 +224,15 @@ def num_checkpoints(recipe: Recipe, workload: Workload, seconds_per_step: float)
     return max(by_steps, int(steps * seconds_per_step / (recipe.save_minutes * 60)))
 
 
-def _bytes_by_place(placement: Placement, kinds: Mapping[Kind, torch.dtype], numel: int) -> Bytes:
-    """Return the bytes of this many elements of each kind, by place off the device."""
+def _bytes_by_place(
+    placement: Placement, kinds: Mapping[Kind, torch.dtype], numels: Sequence[int], times: int = 1
+) -> Bytes:
+    """Return the bytes of each kind by place off the device, given the elements of each layer."""
     moved: Bytes = {}
     for kind, dtype in kinds.items():
-        if (place := placement.of(kind)) != "device":
-            moved[place] = moved.get(place, 0) + numel * dtype.itemsize
+        for place, numel in placement.elements(kind, numels).items():
+            if place != "device":
+                moved[place] = moved.get(place, 0) + times * numel * dtype.itemsize
     return moved
 
 

@@ -33,6 +33,7 @@ from gptj_ft.planning.constants import (
     PACKED_SHARE,
     PROCESS_BYTES,
     SAVED_PER_TOKEN,
+    SYSTEM_BYTES,
     TOKEN_BYTES,
     UPDATE_BYTES,
 )
@@ -58,9 +59,9 @@ class Free:
     is_shared: bool  # device and host are the same memory, as on a CPU
 
     def capped(self, recipe: Recipe) -> Free:
-        """Apply the caps of a recipe; on shared memory the smaller one."""
+        """Apply the caps of a recipe; on shared memory the smaller one. Beside a device, the system keeps a reserve."""
         device = _least(self.device, device_cap(recipe, self.is_shared))
-        host = device if self.is_shared else _least(self.host, recipe.host_memory)
+        host = device if self.is_shared else _least(max(0, self.host - SYSTEM_BYTES), recipe.host_memory)
         return Free(device, host, _least(self.disk, recipe.disk_space), self.is_shared)
 
 
@@ -311,11 +312,13 @@ def forecast_memory(placement: Placement, workload: Workload, recipe: Recipe, ha
     total, largest = workload.stored_elements, max(layout.numel for layout in workload.layouts)
     by_place: dict[Place, int] = {"device": 0, "host": 0, "disk": 0}
     for kind, dtype in stored.items():
-        by_place[placement.of(kind)] += total * dtype.itemsize
-    if placement.of("frozen") != "disk":
-        by_place[placement.of("frozen")] += workload.frozen_elements * workload.dtype.itemsize
-    elif workload.frozen_elements:  # stays in the model folder
-        by_place["host"] += STAGING_BYTES
+        for place, numel in placement.elements(kind, [layout.numel for layout in workload.layouts]).items():
+            by_place[place] += numel * dtype.itemsize
+    for place, numel in placement.elements("frozen", [layout.numel for layout in workload.frozen]).items():
+        if place != "disk":
+            by_place[place] += numel * workload.dtype.itemsize
+        elif numel:  # they stay in the model folder
+            by_place["host"] += STAGING_BYTES
     by_place[placement.boundaries] += workload.boundary_bytes()
     demand = _Demand(placement, workload, recipe, stored)
     is_measured = bool(workload.layers) and not have.is_shared

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.errors import ResourceError
+from gptj_ft.models.layout import FROZEN
 from gptj_ft.planning.costs import Costs, Pass, cost
 from gptj_ft.planning.machine_profile import reason_for
 from gptj_ft.planning.memory import Free, MemoryForecast, forecast_memory, stored_kinds
@@ -144,7 +147,7 @@ class Plan(MemoryForecast):
     def to_dict(self) -> dict[str, Any]:
         workload = self.workload
         own = {
-            "placement": asdict(self.placement),
+            "placement": self.placement.to_dict(),
             "precision": self.precision,
             "reason": self.reason,
             "num_parameters": workload.num_parameters,
@@ -211,7 +214,8 @@ def choose(recipe: Recipe, workload: Workload, free: Free, rates: Rates, has_beg
         (too_large if each.lack else fitting).append(each)
         # Candidates come fastest first: unless replays compare them, the first that fits is the choice.
         if fitting and not _compares_replays(free, workload):
-            return _plan(each, workload, recipe, rates)
+            plans = [_plan(memory, workload, recipe, rates) for memory in with_layers_in_memory(each, workload, recipe)]
+            return min(reversed(plans), key=lambda plan: plan.costs.seconds_per_step)
     if fitting:
         return _fastest(fitting, workload, recipe, rates)
     best = min(too_large, key=lambda each: each.lack)
@@ -236,7 +240,10 @@ def _fastest(fitting: Sequence[MemoryForecast], workload: Workload, recipe: Reci
     """
     # `candidates` puts kinds on disk last, so the first that fits has the fewest there.
     least_on_disk = kinds_on_disk(fitting[0].placement)
-    plans = [_plan(each, workload, recipe, rates) for each in fitting if kinds_on_disk(each.placement) <= least_on_disk]
+    closest = (each for each in fitting if kinds_on_disk(each.placement) <= least_on_disk)
+    # Layers in host memory take nothing from the device, so as many as fit are best.
+    filled = (with_layers_in_memory(each, workload, recipe)[-1] for each in closest)
+    plans = [_plan(each, workload, recipe, rates) for each in filled]
     by_seconds = sorted(range(len(plans)), key=lambda number: plans[number].estimate.seconds_per_step)
     # In the order of the candidates again: of equally fast ones, the first moves the fewest bytes.
     replayed = [plans[number] for number in sorted(by_seconds[:NUM_REPLAYED])]
@@ -273,6 +280,41 @@ def candidates(recipe: Recipe, free: Free) -> list[Placement]:
         for boundaries in PLACES_FASTEST_FIRST
         if allows(recipe.boundaries, boundaries)
     ]
+
+
+def with_layers_in_memory(memory: MemoryForecast, workload: Workload, recipe: Recipe) -> list[MemoryForecast]:
+    """Return a forecast, and those with blocks in memory instead of on disk: few that take nothing from others, most.
+
+    Args:
+        memory: forecast of a placement that fits.
+    """
+    placement, have = memory.placement, memory.have
+    stored = [*stored_kinds(placement, workload, recipe), *([FROZEN] if workload.frozen_elements else [])]
+    kinds = [kind for kind in stored if placement.splits(kind)]
+    blocks = [
+        layer for layer in range(1, len(workload.layouts) - 1)
+        if workload.layouts[layer].numel or (workload.frozen and workload.frozen[layer].numel)
+    ]  # fmt: skip
+    choices = [recipe.weights if kind in ("weight", FROZEN) else recipe.optimizer_state for kind in kinds]
+    if set(choices) != {"auto"}:  # nothing can be split, or the user wants all of it on disk
+        return [memory]
+
+    def forecast_with(number: int) -> MemoryForecast:
+        # Spread evenly over the depth, so that the disk always has work.
+        ends = [at * number // len(blocks) for at in range(len(blocks) + 1)]
+        chosen = [layer for layer, (start, end) in zip(blocks, pairwise(ends), strict=True) if end > start]
+        place: Place = "device" if have.is_shared else "host"
+        return forecast_memory(replace(placement, in_memory=tuple(chosen), memory=place), workload, recipe, have)
+
+    def most(fits: Callable[[MemoryForecast], bool]) -> int:
+        return bisect_left(range(1, len(blocks) + 1), True, key=lambda number: not fits(forecast_with(number)))
+
+    def leaves_rest(each: MemoryForecast) -> bool:
+        same = replace(each.budget, pass_tokens=memory.budget.pass_tokens, forward_bytes=memory.budget.forward_bytes)
+        return not each.lack and same == memory.budget
+
+    numbers = sorted({most(leaves_rest), most(lambda each: not each.lack)} - {0})
+    return [memory, *map(forecast_with, numbers)]
 
 
 def forecast(placement: Placement, workload: Workload, recipe: Recipe, rates: Rates, have: Free) -> Plan:

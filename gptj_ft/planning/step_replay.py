@@ -32,6 +32,7 @@ from gptj_ft.streaming.stores.base import LayerStore
 from gptj_ft.streaming.stores.device import DeviceStore
 from gptj_ft.streaming.stores.fake import CountingStore
 from gptj_ft.streaming.stores.placement import Place, Placement
+from gptj_ft.streaming.stores.split import SplitStore
 from gptj_ft.streaming.update_pump import Updated
 from gptj_ft.system.accelerator import META
 
@@ -177,7 +178,7 @@ class StepReplay:
         self,
         workload: Workload,
         schedule: ScheduleInputs,
-        store_of: Callable[[Kind], LayerStore],
+        store_of: Callable[[Kind, Place], LayerStore],
         device: UntimedDevice | None = None,
     ) -> None:
         self._stored = dict(schedule.stored)
@@ -288,7 +289,7 @@ def count_step(
     workload = Workload(layouts, width, dtype, StepTokens(1, 1, 1.0, 1.0), None, frozen=frozen)
     schedule = replace(schedule, budget=_in_whole_layers(schedule.budget, layouts))
     counters: dict[Place, CountingStore] = {"host": CountingStore(), "disk": CountingStore()}
-    replay = StepReplay(workload, schedule, lambda kind: counters[schedule.placement.of(kind)])
+    replay = StepReplay(workload, schedule, lambda _, place: counters[place])
     replay.counters = counters
     replay.optimizer.end_step()  # all updates are pending, as after a step
     for _ in range(STEPS_TO_STEADY):
@@ -308,20 +309,25 @@ def _in_whole_layers(budget: BufferBudget, layouts: Sequence[Layout]) -> BufferB
 
 
 def model_without_data(
-    workload: Workload, schedule: ScheduleInputs, store_of: Callable[[Kind], LayerStore]
+    workload: Workload, schedule: ScheduleInputs, store_of: Callable[[Kind, Place], LayerStore]
 ) -> OffloadedModel:
-    """Return the model of a workload on the meta device; ``store_of`` returns the stores off the device."""
-    placement, stored = schedule.placement, dict(schedule.stored)
-    resident = {kind: dtype for kind, dtype in stored.items() if placement.of(kind) == "device"}
-    on_device = DeviceStore(workload.layouts, resident, META)
-    stores: dict[Kind, LayerStore] = {kind: on_device if kind in resident else store_of(kind) for kind in stored}
+    """Return the model of a workload on the meta device; ``store_of`` returns the store of a kind off the device."""
+    placement = schedule.placement
+
+    def open_store(kind: Kind, dtype: torch.dtype, layouts: Sequence[Layout]) -> LayerStore:
+        def open_at(place: Place) -> LayerStore:
+            return DeviceStore(layouts, {kind: dtype}, META) if place == "device" else store_of(kind, place)
+
+        if placement.in_memory and placement.splits(kind):
+            return SplitStore(open_at(placement.memory), open_at("disk"), placement.in_memory)
+        return open_at(placement.of(kind))
+
+    stores = {kind: open_store(kind, dtype, workload.layouts) for kind, dtype in schedule.stored}
     if workload.frozen_elements:
-        is_resident = placement.of("frozen") == "device"
-        own = {FROZEN: workload.dtype}
-        stores["frozen"] = DeviceStore(workload.frozen, own, META) if is_resident else store_of(FROZEN)
+        stores[FROZEN] = open_store(FROZEN, workload.dtype, workload.frozen)
     layers = [_embedding(workload), *(nn.Identity() for _ in workload.layouts[1:])]
     budget = replace(schedule.budget, forward_bytes=None)
-    return OffloadedModel(layers, stored, stores, META, budget, workload.layouts, workload.frozen)
+    return OffloadedModel(layers, dict(schedule.stored), stores, META, budget, workload.layouts, workload.frozen)
 
 
 def _embedding(workload: Workload) -> nn.Module:

@@ -195,9 +195,9 @@ class VirtualDevice(UntimedDevice):
                 for pieces, times in zip(self._layers[1:-1], workload.times.layers[1:-1], strict=True)
             ]
 
-    def store(self, kind: Kind) -> VirtualStore:
-        """Return the store of a kind that is not on the device."""
-        place, clock = self._schedule.placement.of(kind), self._clock
+    def store(self, kind: Kind, place: Place) -> VirtualStore:
+        """Return the store of a kind in a place off the device."""
+        clock = self._clock
         if kind == FROZEN:
             queue = VirtualQueue(clock, FOLDER_TRANSFERS if place == "disk" else HOST_TRANSFERS)
         elif place == "host" and kind == "grad":

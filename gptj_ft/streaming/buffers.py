@@ -297,7 +297,8 @@ class BufferPools:
         """Allocate the slots of streamed weights now instead of at their first use."""
         slots: tuple[tuple[Kind, str], ...] = (("weight", "weights"), ("frozen", "frozen"))
         for kind, name in slots:
-            if kind in self._stores and self._stores[kind].own(kind, TIED_SOURCE_LAYER) is None:
+            layers = range(len(self._layouts))
+            if kind in self._stores and any(self._stores[kind].own(kind, layer) is None for layer in layers):
                 _ = self[name]
 
     def free(self, names: Iterable[str]) -> None:

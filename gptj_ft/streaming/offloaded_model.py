@@ -79,11 +79,9 @@ class OffloadedModel:
         """Kinds that an update changes."""
         return tuple(dict.fromkeys(("weight", self.parameter, *MOMENTS)))
 
-    @property
-    def updates_in_place(self) -> bool:
-        """Whether an update changes a store's own memory."""
-        first = self.trained[:1]
-        return any(self.stores[kind].own(kind, layer) is not None for kind in self.updated_kinds for layer in first)
+    def updates_in_place(self, layer: int) -> bool:
+        """Tell whether an update of a layer changes a store's own memory."""
+        return any(self.stores[kind].own(kind, layer) is not None for kind in self.updated_kinds)
 
     def is_tied_source(self, layer: int) -> bool:
         """Tell whether another layer computes with trained parameters of this one."""

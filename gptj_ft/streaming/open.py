@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,8 @@ from gptj_ft.streaming.stores.base import Span
 from gptj_ft.streaming.stores.device import DeviceStore
 from gptj_ft.streaming.stores.folder import FolderStore
 from gptj_ft.streaming.stores.host import HostStore
-from gptj_ft.streaming.stores.placement import Place, Placement, open_boundaries, open_stores
+from gptj_ft.streaming.stores.placement import Place, Placement, memory_store, open_boundaries, open_stores
+from gptj_ft.streaming.stores.split import SplitStore, split_layouts
 from gptj_ft.system.digests import check_weights
 from gptj_ft.system.machine import free_memory
 
@@ -70,25 +71,31 @@ def open_for_training(
     return model
 
 
-def open_frozen(model: OffloadedModel, architecture: Architecture, checkpoint: Checkpoint, place: Place) -> None:
+def open_frozen(
+    model: OffloadedModel, architecture: Architecture, checkpoint: Checkpoint, placement: Placement
+) -> None:
     """Open the store of the frozen weights, if the model has any.
 
     Args:
-        place: place of the weights; ``disk``: read them from the checkpoint each time.
+        placement: places of the weights; on disk, they are read from the checkpoint each time.
     """
-    find = partial(tensor_source, architecture, checkpoint)
-    if any(layout.numel for layout in model.frozen):
-        model.stores["frozen"] = FolderStore(model.frozen, find, model.device)
-        if place != "disk":
-            _copy_frozen(model, place)
+    find, place = partial(tensor_source, architecture, checkpoint), placement.of(FROZEN)
+    if not any(layout.numel for layout in model.frozen):
+        return
+    model.stores[FROZEN] = folder = FolderStore(model.frozen, find, model.device)
+    if place != "disk":
+        model.stores[FROZEN] = _copy_frozen(model, place, model.frozen)
+        folder.close()
+    elif placement.in_memory:
+        memory, _ = split_layouts(model.frozen, placement.in_memory)
+        model.stores[FROZEN] = SplitStore(_copy_frozen(model, placement.memory, memory), folder, placement.in_memory)
 
 
-def _copy_frozen(model: OffloadedModel, place: Place) -> None:
-    """Copy the frozen weights from the model folder to a store on the device or in host memory."""
-    source, kinds = model.stores["frozen"], {FROZEN: model.compute_dtype}
-    kind_of_store = DeviceStore if place == "device" else HostStore
-    store = kind_of_store(model.frozen, kinds, model.device)
-    for layer, layout in enumerate(model.frozen):
+def _copy_frozen(model: OffloadedModel, place: Place, layouts: Sequence[Layout]) -> DeviceStore | HostStore:
+    """Copy frozen weights from the model folder to a new store on the device or in host memory."""
+    source = model.stores[FROZEN]
+    store = memory_store(place, layouts, {FROZEN: model.compute_dtype}, model.device)
+    for layer, layout in enumerate(layouts):
         if not layout.numel:
             continue
         own = store.own(FROZEN, layer)
@@ -101,8 +108,7 @@ def _copy_frozen(model: OffloadedModel, place: Place) -> None:
         slot.transfers.append(store.write(Span(FROZEN, layer, 0, tuple(slot.transfers)), values))
         slot.release()
     store.drain()
-    source.close()
-    model.stores[FROZEN] = store
+    return store
 
 
 def load_weights(
@@ -275,7 +281,8 @@ def open_for_inference(
         budget = BufferBudget(read_ahead)
         model = OffloadedModel(selection.build(), dtypes, {}, device, budget, selection.trained, selection.frozen)
         try:
-            open_frozen(model, architecture, checkpoint, cast("Place", weights))
+            place = cast("Place", weights)
+            open_frozen(model, architecture, checkpoint, Placement(place, place))
             if adapter:
                 load_adapter(model, architecture, adapter, checkpoint)
             yield architecture, model

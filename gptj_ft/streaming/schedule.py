@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Literal
 
 from gptj_ft.streaming.offloaded_model import OffloadedModel
@@ -55,8 +56,9 @@ class PendingUpdates:
         """
         # Never the last block: backward starts with its weights. Nor where updates change a store's memory in place:
         # a second update would start from the result of the first.
-        blocks = tuple(layer for layer in model.local_layers if 1 <= layer < len(model.layers) - 2)
-        return cls(step, set(), "grad" in model.stores, () if model.updates_in_place else blocks[:num_deferred])
+        blocks = [layer for layer in model.local_layers if 1 <= layer < len(model.layers) - 2]
+        deferrable = (layer for layer in blocks if not model.updates_in_place(layer))
+        return cls(step, set(), "grad" in model.stores, tuple(islice(deferrable, num_deferred)))
 
 
 def training_tasks(model: OffloadedModel, pending: PendingUpdates) -> list[LayerTask]:

@@ -80,9 +80,9 @@ class Transfers:
         for store in self._unique(kinds):
             store.commit(layer, step)
 
-    def digests_by_chunk(self, kind: Kind) -> bool:
+    def digests_by_chunk(self, kind: Kind, layer: int) -> bool:
         """Tell whether the store accepts a digest per chunk, computed while the chunk is in a processor's cache."""
-        return self._device.type == "cpu" and self._stores[kind].digest_numel == self._chunk_numel
+        return self._device.type == "cpu" and self._stores[kind].part(layer).digest_numel == self._chunk_numel
 
     def drain(self) -> None:
         """Wait until every store has completed its writes."""

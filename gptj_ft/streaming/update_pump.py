@@ -147,7 +147,7 @@ class UpdatePump:
             tensors["grad"] = self._gradient.flat[chunk.span]
         tensors |= {kind: lease.tensor for kind, lease in chunk.leases.items()}
         writes = model.updated_kinds if task.writes else ()
-        digests = {kind: ChunkDigest() for kind in writes if model.transfers.digests_by_chunk(kind)}
+        digests = {kind: ChunkDigest() for kind in writes if model.transfers.digests_by_chunk(kind, task.layer)}
 
         def add(kind: Kind, block: Tensor) -> None:
             if kind in digests:

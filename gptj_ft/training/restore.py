@@ -136,7 +136,7 @@ def open_offloaded(setup: TrainSetup, run: Run, placement: Placement) -> Offload
     )
     try:
         weights = open_checkpoint(setup.model)
-        open_frozen(offloaded, setup.architecture, weights, placement.of("frozen"))
+        open_frozen(offloaded, setup.architecture, weights, placement)
     except BaseException:
         offloaded.close()
         raise

@@ -123,7 +123,7 @@ def tune(base: Path, folder: Path, family: str, task: str, **options: Any) -> Pa
         selection=selection,
     )  # fmt: skip
     with open_checkpoint(base) as checkpoint:
-        open_frozen(stack, architecture, checkpoint, "device")
+        open_frozen(stack, architecture, checkpoint, Placement("device", "device"))
         load_weights(stack, architecture, checkpoint, recipe.seed)
     optimizer, objective = AdamW(stack, optimizer_config(recipe)), objective_of(recipe)
     for _ in range(3):

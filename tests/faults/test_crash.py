@@ -117,18 +117,23 @@ def check(session: TrainSetup, straight, folder: Path, cuts: list[int]) -> None:
     shutil.rmtree(run.folder)
 
 
-@pytest.fixture(scope="module", params=["disk", "host", "device"])
+@pytest.fixture(scope="module", params=["disk", "host", "device", "split"])
 def keeping_session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TrainSetup:
-    """Return a run that validates and keeps checkpoints; without state on disk it checkpoints after each step."""
-    return small_session(
+    """Return a run that validates and keeps checkpoints; without all state on disk it checkpoints after each step."""
+    weights, state = ("device", "disk") if request.param == "split" else (request.param, request.param)
+    session = small_session(
         tmp_path_factory.mktemp("model"),
         num_steps=4,
         keep="best,1",
         validate_every=1,
         save_every=2 if request.param == "disk" else 1,
-        weights=request.param,
-        optimizer_state=request.param,
+        weights=weights,
+        optimizer_state=state,
     )
+    if request.param != "split":
+        return session
+    placement = replace(session.plan.placement, in_memory=(1,), memory="device")
+    return replace(session, plan=replace(session.plan, placement=placement))
 
 
 @pytest.fixture(scope="module")

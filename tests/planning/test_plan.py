@@ -18,9 +18,9 @@ from gptj_ft.config.options import Recipe
 from gptj_ft.errors import ResourceError
 from gptj_ft.models.batch import rounded_up
 from gptj_ft.models.gptj import GPTJConfig, build_layers
-from gptj_ft.models.layout import Layout
+from gptj_ft.models.layout import NO_PARAMETERS, Layout
 from gptj_ft.models.published import CEREBRAS_GPT, find_published
-from gptj_ft.planning.constants import LOGITS, PACKED_SHARE
+from gptj_ft.planning.constants import LOGITS, PACKED_SHARE, SYSTEM_BYTES
 from gptj_ft.planning.costs import Pass, cost
 from gptj_ft.planning.memory import Free
 from gptj_ft.planning.plan import FASTEST_FIRST, Plan, candidates, choose, forecast
@@ -70,7 +70,40 @@ def test_model_streams_from_fastest_place_with_room(six_b: Workload) -> None:
         (24, 16, ("disk", "disk")),
     ):
         free = replace(PLENTY, device=device * GB, host=host * GB)
-        assert choose(Recipe(), six_b, free, RATES).placement == Placement(*expected), (device, host)
+        placement = choose(Recipe(), six_b, free, RATES).placement
+        assert replace(placement, in_memory=()) == Placement(*expected), (device, host)
+
+
+def test_layers_fill_memory_before_the_disk(six_b: Workload) -> None:
+    plans = [
+        choose(Recipe(), six_b, replace(PLENTY, device=48 * GB, host=host * GB), RATES) for host in (16, 32, 48, 64)
+    ]
+    for plan, host in zip(plans, (16, 32, 48, 64), strict=True):
+        placement, of_block = plan.placement, 16 * six_b.layouts[1].numel  # gradient, two moments, weights' master
+        assert placement == replace(Placement("device", "disk"), in_memory=placement.in_memory)
+        assert plan.host_bytes <= host * GB - SYSTEM_BYTES < plan.host_bytes + of_block
+        assert not {0, len(six_b.layouts) - 1} & {*placement.in_memory}, "vocabularies stay on disk"
+    seconds = [plan.costs.seconds_per_step for plan in plans]
+    assert seconds == sorted(seconds, reverse=True)
+    written = [plan.costs.disk_bytes_written_per_step for plan in plans]
+    assert written[-1] < 0.4 * written[0]
+    recipe = Recipe(optimizer_state="disk")
+    assert choose(recipe, six_b, plans[0].have, RATES).placement.in_memory == (), "the user wants all of it on disk"
+
+
+def test_frozen_layers_fill_memory_of_a_cpu(six_b: Workload) -> None:
+    # As for adapters: the top block is trained, all others stay as they are.
+    whole, none = six_b.layouts, NO_PARAMETERS
+    trained, frozen = [none] * 28 + [whole[28], none], [*whole[:28], none, whole[29]]
+    workload = replace(six_b, layouts=trained, frozen=frozen)
+    recipe, free = Recipe(method="lora"), Free(16 * GB, 16 * GB, 10**14, is_shared=True)
+    plan = choose(recipe, workload, free, RATES)
+    assert plan.placement == Placement("disk", "disk", "device", "disk", plan.placement.in_memory, "device")
+    assert len(plan.placement.in_memory) >= 8
+    assert plan.placement.of("frozen", plan.placement.in_memory[0]) == "device"
+    assert plan.placement.of("exp_avg", plan.placement.in_memory[0]) == "disk", "each step stays saved"
+    assert plan.placement.is_durable
+    assert not plan.lack
 
 
 def test_cpu_uses_host_stores_only_if_told(six_b: Workload) -> None:
@@ -418,7 +451,7 @@ def test_refusal_admits_that_no_option_suffices(six_b: Workload) -> None:
 )
 def test_caps_below_free_memory_decide_placement(caps: dict[str, str], expected, six_b: Workload) -> None:
     plan = choose(Recipe(**caps), six_b, PLENTY, RATES)
-    assert plan.placement == Placement(*expected)
+    assert replace(plan.placement, in_memory=()) == Placement(*expected)
     assert choose(Recipe(**dict.fromkeys(caps, "900TB")), six_b, PLENTY, RATES).placement == Placement(
         "device", "device"
     )

@@ -43,7 +43,7 @@ def small_model(store: CountingStore) -> OffloadedModel:
     config = GPTJConfig(n_layer=2, n_embd=32, n_head=2, rotary_dim=4, vocab_size=90)
     layouts = [Layout.of(layer) for layer in build_layers(config)]
     workload = Workload(layouts, 32, torch.float32, StepTokens(40, 74, 74.0, 50.0), 3)
-    return model_without_data(workload, schedule("disk", torch.float32), lambda _: store)
+    return model_without_data(workload, schedule("disk", torch.float32), lambda *_: store)
 
 
 def flush(model: OffloadedModel, layers: set[int]) -> None:
@@ -77,7 +77,7 @@ def test_failing_store_stops_the_pass(operation: str, kind: str) -> None:
 def test_update_state_is_requested_before_the_gradient() -> None:
     workload = gptj(torch.bfloat16)
     host, gradients = CountingStore(), {}
-    model = model_without_data(workload, schedule("host", torch.bfloat16, clips=False), lambda _: host)
+    model = model_without_data(workload, schedule("host", torch.bfloat16, clips=False), lambda *_: host)
     updates = ReplayedOptimizer(model, UntimedDevice(), 0)
     for layer in Prefetcher(model, training_tasks(model, updates.updates), updates):
         if layer.task.gradient:
@@ -92,7 +92,7 @@ def test_update_state_is_requested_before_the_gradient() -> None:
 
 
 def test_resident_gradients_need_no_buffers() -> None:
-    steps = StepReplay(gptj(torch.float32), schedule("device", torch.float32), lambda _: CountingStore())
+    steps = StepReplay(gptj(torch.float32), schedule("device", torch.float32), lambda *_: CountingStore())
     steps.run_step()
     assert not steps.model.pools.allocated
 
@@ -105,7 +105,7 @@ def test_count_equals_replay_in_chunks(num_chunks: int) -> None:
         inputs = replace(inputs, budget=BufferBudget(num_chunks=num_chunks, chunk_numel=16), num_deferred=late)
         store = CountingStore()
         workload = Workload(layouts, 8, torch.bfloat16, StepTokens(1, 1, 1.0, 1.0), None)
-        steps = StepReplay(workload, inputs, lambda _, store=store: store)
+        steps = StepReplay(workload, inputs, lambda *_, store=store: store)
         steps.counters = {place: store}
         passes = [steps.count_step() for _ in range(STEPS_TO_STEADY + 1)]  # nothing is pending before the first
         assert count_step(layouts, (), 8, torch.bfloat16, inputs) == (*passes[-1], steps.count_flush())

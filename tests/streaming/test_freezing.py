@@ -73,7 +73,7 @@ def open_training(
         boundary=boundary_layout(sum(LENGTHS), architecture.config.n_embd, len(LENGTHS)), selection=selection,
     )  # fmt: skip
     checkpoint = open_checkpoint(folder)
-    open_frozen(stack, architecture, checkpoint, placement.of("frozen"))
+    open_frozen(stack, architecture, checkpoint, placement)
     load_weights(stack, architecture, checkpoint)
     return stack
 
@@ -131,6 +131,8 @@ def test_placement_and_recomputation_change_no_bit(shape: str, patterns, folder:
             (Placement("device", "disk", "host", frozen="disk"), replace(LITTLE, read_ahead=3), 0),
             (Placement("disk", "host", frozen="device"), replace(LITTLE, num_kept_layers=1), 1),
             (Placement("host", "device", frozen="disk"), replace(LITTLE, num_kept_layers=3), 0),
+            (Placement("disk", "disk", in_memory=(1, 3)), LITTLE, 1),
+            (Placement("host", "disk", frozen="disk", in_memory=(2,), memory="device"), LITTLE, 1),
         ]
     ):
         stack = open_training(folder, tmp_path / str(number), patterns, placement, budget)

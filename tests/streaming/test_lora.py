@@ -89,7 +89,7 @@ def open_training(folder: Path, tmp: Path, recipe: Recipe, placement=("device", 
         selection=select(architecture, recipe),
     )  # fmt: skip
     checkpoint = open_checkpoint(folder)
-    open_frozen(stack, architecture, checkpoint, where.of("frozen"))
+    open_frozen(stack, architecture, checkpoint, where)
     load_weights(stack, architecture, checkpoint, recipe.seed)
     return stack
 
@@ -210,6 +210,8 @@ def test_placement_and_recomputation_change_no_bit(
             (("disk", "disk", "disk"), {"frozen": "host"}, replace(LITTLE, read_ahead=0), 0),
             (("device", "device", "host"), {"frozen": "disk"}, replace(LITTLE, read_ahead=3, num_kept_layers=1), 0),
             (("host", "host"), {"frozen": "device"}, replace(LITTLE, num_kept_layers=3), 2),
+            (("disk", "disk"), {"frozen": "disk", "in_memory": (1, 3), "memory": "device"}, LITTLE, 0),
+            (("disk", "disk"), {"frozen": "disk", "in_memory": (2,)}, LITTLE, 0),
         ]
     ):
         stack = open_training(folders[shape], tmp_path / str(number), recipe, placement, budget, **places)

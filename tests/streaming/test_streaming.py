@@ -10,8 +10,10 @@ import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -55,7 +57,7 @@ from gptj_ft.streaming.loaded_layer import LoadedLayer
 from gptj_ft.streaming.objective import CrossEntropy
 from gptj_ft.streaming.open import load_weights, open_for_inference, open_for_training
 from gptj_ft.streaming.prefetch import Prefetcher
-from gptj_ft.streaming.schedule import LayerTask, inference_tasks, training_tasks
+from gptj_ft.streaming.schedule import LayerTask, PendingUpdates, inference_tasks, training_tasks
 from gptj_ft.streaming.scoring import evaluate_losses
 from gptj_ft.streaming.step import train_step
 from gptj_ft.streaming.stores.base import LayerStore, Span
@@ -84,8 +86,9 @@ def open_training(
 ):  # fmt: skip
     """Open a model for training; chunks are small, so that a layer has more chunks than the pool has buffers."""
     architecture = read_architecture(folder)
+    places = placement if isinstance(placement, Placement) else Placement(*placement)
     stack = open_for_training(
-        architecture, Placement(*placement), dtypes, CPU, tmp / "-".join(placement), budget,
+        architecture, places, dtypes, CPU, tmp / f"{places.weights}-{places.optimizer_state}", budget,
         keep_gradients=recipe.clip_norm is not None,
         boundary=boundary_layout(sum(LENGTHS), architecture.config.n_embd, len(LENGTHS)),
     )  # fmt: skip
@@ -252,6 +255,43 @@ def test_placement_and_room_never_change_a_bit(
 ) -> None:
     stack = open_training(narrow_folder, tmp_path, (weights, state), budget=ROOMS[name])
     assert_identical(train(stack, Recipe()), resident_run)
+
+
+SPLITS = (Placement("device", "disk"), Placement("host", "disk"), Placement("disk", "host"))
+
+
+@pytest.mark.parametrize("memory", ["device", "host"])
+@both_families
+def test_layers_in_memory_change_no_bit(memory: Any, narrow_folder: Path, resident_run, tmp_path: Path) -> None:
+    room = ROOMS["little" if memory == "device" else "much"]
+    for late, (placement, in_memory) in enumerate(zip(SPLITS, ((1, 3), (2,), (1, 2, 3)), strict=True)):
+        places = replace(placement, in_memory=in_memory, memory=memory)
+        stack = open_training(narrow_folder, tmp_path / str(late), places, budget=room)
+        parts = {type(stack.stores["exp_avg"].part(layer)) for layer in range(5)}
+        assert len(parts) == 1 + (places.optimizer_state == "disk"), parts
+        assert_identical(train(stack, Recipe(), late=late), resident_run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", ["device", "host"])
+@pytest.mark.parametrize("placement", SPLITS, ids=str)
+def test_every_split_of_six_layers(placement: Placement, memory: Any, tmp_path: Path) -> None:
+    random_gptj(**{**SHAPES["narrow"], "n_layer": 4}).save_pretrained(tmp_path / "model")
+    expected = train(open_training(tmp_path / "model", tmp_path), Recipe())
+    for number in range(1, 2**6):
+        chosen = tuple(layer for layer in range(6) if number >> layer & 1)
+        places = replace(placement, in_memory=chosen, memory=memory)
+        stack = open_training(tmp_path / "model", tmp_path / str(number), places)
+        assert_identical(train(stack, Recipe(), late=number % 3), expected)
+        stack.close()
+
+
+def test_deferred_updates_spare_layers_in_place(narrow_folder: Path, tmp_path: Path) -> None:
+    for memory, expected in (("device", (2,)), ("host", (1, 2))):
+        places = Placement("host", "disk", in_memory=(1, 3), memory=memory)  # type: ignore[arg-type]
+        stack = open_training(narrow_folder, tmp_path / memory, places)
+        assert PendingUpdates.of(stack, 0, 2).deferred == expected
+        stack.close()
 
 
 @both_families

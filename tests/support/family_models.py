@@ -60,7 +60,7 @@ class FamilyModel:
             boundary=boundary_layout(sum(LENGTHS), self.architecture.config.n_embd, len(LENGTHS)),
         )  # fmt: skip
         checkpoint = open_checkpoint(self.folder)
-        open_frozen(stack, self.architecture, checkpoint, places.of("frozen"))
+        open_frozen(stack, self.architecture, checkpoint, places)
         load_weights(stack, self.architecture, checkpoint)
         return stack
 

@@ -115,6 +115,8 @@ class Training:
     late: int = 0  # blocks whose updates are deferred
     fp16_exponent: int = 18  # of the loss scale, which doubles after every step until one is skipped
     micro_batch_tokens: int = MICRO_BATCH_TOKENS
+    in_memory: tuple[int, ...] = ()  # layers in `memory` instead of on disk
+    memory: str = "host"
 
     def __call__(self, device: torch.device) -> Any:
         """Train; return losses, gradient norms and digests of the state."""
@@ -157,7 +159,7 @@ class Training:
 
         folder, recipe = model_folder(self.model), build(self.options)
         architecture = read_architecture(folder)
-        placement = Placement(*self.places, frozen=self.frozen)  # type: ignore[arg-type]
+        placement = Placement(*self.places, self.frozen, self.in_memory, self.memory)  # type: ignore[arg-type]
         moments = torch.bfloat16 if self.narrow else torch.float32
         gradients = torch.float32 if recipe.clip_norm is None else moments
         with tempfile.TemporaryDirectory(dir=memory()) as tmp, open_checkpoint(folder) as checkpoint:
@@ -168,7 +170,7 @@ class Training:
                 boundary_layout(sum(LENGTHS), architecture.config.n_embd, len(LENGTHS)), select(architecture, recipe),
             )  # fmt: skip
             try:
-                open_frozen(model, architecture, checkpoint, placement.of("frozen"))
+                open_frozen(model, architecture, checkpoint, placement)
                 load_weights(model, architecture, checkpoint, recipe.seed)
                 optimizer = AdamW(model, optimizer_config(recipe), num_deferred=self.late)
                 if optimizer.loss_scale:
@@ -242,6 +244,25 @@ def part(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[Case]
         options = {"train": ["h.1.*", "h.2.mlp.*", "ln_f.*"]}
         run = Training("gptj", options, (state, state, "host"), frozen, dtype, fp16_exponent=20)
         yield from _cases("part", dtype, f"frozen on {frozen}, state on {state}", run, schedules)
+
+
+def split(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[Case]:
+    """Some layers in memory and the others on disk: state, or frozen weights."""
+    places = [("device", "disk", "device"), ("host", "disk", "host"), ("disk", "host", "device")]
+    for dtype, model in product(dtypes, ("gptj", "gpt2")):
+        for number, (of_kinds, memory) in enumerate(product(places, ("host", "device"))):
+            for in_memory in ((), (1,), (2,)):
+                options = {"clip_norm": 0.1}
+                run = Training(model, options, of_kinds, None, dtype, dtype != "fp32", number % 2, 1,
+                               in_memory=in_memory, memory=memory, fp16_exponent=19)  # fmt: skip
+                label = f"{'/'.join(of_kinds)}, {in_memory} in {memory}"
+                yield from _cases("split", f"{model}, {dtype}", label, run, schedules)
+    for dtype, memory in product(dtypes, ("host", "device")):
+        options = {"method": "lora", "lora": LORA}
+        for in_memory in ((), (1,), (2,)):
+            run = Training("gptj", options, ("disk", "disk", "device"), "disk", dtype, fp16_exponent=20,
+                           in_memory=in_memory, memory=memory)  # fmt: skip
+            yield from _cases("split", f"adapters, {dtype}", f"{in_memory} in {memory}", run, schedules)
 
 
 def newer(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[Case]:
@@ -396,7 +417,8 @@ def _cases(
 
 
 SCENARIOS = {
-    "full": full, "tied": tied, "lora": lora, "part": part, "newer": newer, "read": read, "write": write, "run": runs,
+    "full": full, "tied": tied, "lora": lora, "part": part, "split": split, "newer": newer, "read": read,
+    "write": write, "run": runs,
 }  # fmt: skip
 
 
@@ -410,8 +432,9 @@ def reduced() -> list[Case]:
     found: list[Case] = []
     for name, scenario in SCENARIOS.items():
         cases = list(scenario(tuple(DTYPES), ("late",)))
-        step = {"full": 17, "tied": 9, "lora": 5, "part": 7, "newer": 61, "read": 8, "write": 8, "run": 4}[name]
-        for number, case in enumerate(cases[::step]):
+        steps = {"full": 17, "tied": 9, "lora": 5, "part": 7, "newer": 61, "read": 8, "write": 8, "run": 4}
+        # Of the splits, one group: it has 18 cases.
+        for number, case in enumerate(cases[18:36:4] if name == "split" else cases[:: steps[name]]):
             schedule = SCHEDULES[number // 2 % len(SCHEDULES)] if number % 2 else "late"
             found.append(replace(case, schedule=schedule))
     return found

@@ -11,8 +11,10 @@ from rich.console import Console
 from gptj_ft.cli.terminal.screen import next_steps, panel, say, time_after, whole
 from gptj_ft.config.options import Recipe
 from gptj_ft.distributed.environment import thread_warning
+from gptj_ft.planning.constants import SYSTEM_BYTES
 from gptj_ft.planning.costs import WARRANTED_BYTES, Costs
 from gptj_ft.planning.inference_plan import InferencePlan
+from gptj_ft.planning.memory import Requirements
 from gptj_ft.planning.plan import Plan
 from gptj_ft.planning.scaling_law import CONFIRMED_FLOPS, FITTED_FLOPS, TOKENS_PER_PARAMETER, ScalingForecast
 from gptj_ft.system.dtypes import PRECISIONS
@@ -100,7 +102,7 @@ def plan_rows(plan: Plan, notes: Sequence[str] = (), verbose: bool = True) -> li
         *((("device", f"{plan.device}, by its published rates"),) if plan.device else ()),
         ("precision", f"{plan.precision}: {plan.reason}"),
         ("placement", str(plan.placement)),
-        *((each.resource, f"needs about {gigabytes(each.need)} of {gigabytes(each.have)}") for each in plan.needs),
+        *_needs(plan),
         *_transfers(plan.costs),
         *_times(plan),
         *_stall(plan),
@@ -128,7 +130,7 @@ def show_reading(
     together = plan.together
     rows = [
         ("weights", f"{_WHERE[plan.weights]}, in {plan.precision}"),
-        *((each.resource, f"needs about {gigabytes(each.need)} of {gigabytes(each.have)}") for each in plan.needs),
+        *_needs(plan),
         ("batch", f"{together.written:,} tokens while generating, {together.read:,} while only reading")
         if writes
         else ("batch", f"{together.read:,} tokens"),
@@ -165,6 +167,13 @@ def show_outlook(console: Console, outlook: ScalingForecast, published: Publishe
         lines.append(f"{published.repository} was {trained}: loss on the Pile {published.pile_loss}.")
     for line in lines:
         say(console, line)
+
+
+def _needs(plan: Requirements) -> Iterator[tuple[str, str]]:
+    """Yield a row for each resource: bytes that are needed and available."""
+    for each in plan.needs:
+        kept = f" ({gigabytes(SYSTEM_BYTES)} more are left to the system)" if each.resource == "host memory" else ""
+        yield each.resource, f"needs about {gigabytes(each.need)} of {gigabytes(each.have)}{kept}"
 
 
 def _share_trained(plan: Plan) -> str:

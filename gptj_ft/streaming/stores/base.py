@@ -37,6 +37,10 @@ class LayerStore:
 
     digest_numel: int = 0  # elements per digest; 0: the store keeps no digests
 
+    def part(self, layer: int) -> LayerStore:
+        """Return the store that holds a layer: this one, unless it is split by layer."""
+        return self
+
     def own(self, kind: Kind, layer: int) -> Tensor | None:
         """Return the store's flat tensor on the device, to use and change in place; None: read and write instead."""
         return None

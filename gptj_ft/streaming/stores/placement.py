@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -15,6 +15,7 @@ from gptj_ft.streaming.stores.device import DeviceStore
 from gptj_ft.streaming.stores.disk import DiskStore, replaced_files
 from gptj_ft.streaming.stores.host import HostStore
 from gptj_ft.streaming.stores.queue import TransferQueue
+from gptj_ft.streaming.stores.split import SplitStore, split_layouts
 from gptj_ft.system.direct_io import TRANSFERS
 from gptj_ft.system.files import keep_folder
 
@@ -29,21 +30,55 @@ class Placement:
     optimizer_state: Place  # gradients, moments and master weights
     boundaries: Place = "device"  # layer inputs for backward
     frozen: Place | None = None  # frozen weights; "disk": in the base model's folder; None: as `weights`
+    in_memory: tuple[int, ...] = ()
+    """Layers whose tensors are in `memory` although their kind is on disk. The state of a durable run stays on disk."""
+    memory: Place = "host"
 
-    def of(self, kind: Kind) -> Place:
+    def of(self, kind: Kind, layer: int = -1) -> Place:
+        """Return the place of a kind in a layer; default: in layers that are not `in_memory`."""
         if kind == "boundary":
             return self.boundaries
         if kind == "frozen":
-            return self.frozen or self.weights
-        return self.weights if kind == "weight" else self.optimizer_state
+            place = self.frozen or self.weights
+        else:
+            place = self.weights if kind == "weight" else self.optimizer_state
+        return self.memory if layer in self.in_memory and self.splits(kind) else place
+
+    def splits(self, kind: Kind) -> bool:
+        """Tell whether a kind can be on disk in some layers and in memory in others."""
+        # Boundaries have no layers that stay: each is read once a step.
+        is_state = kind not in ("frozen", "boundary")
+        return self.of(kind) == "disk" and kind != "boundary" and not (is_state and self.is_durable)
+
+    def elements(self, kind: Kind, numels: Sequence[int]) -> dict[Place, int]:
+        """Sum elements of layers by the place of a kind.
+
+        Args:
+            numels: elements of each layer.
+        """
+        sums: dict[Place, int] = {}
+        for layer, numel in enumerate(numels):
+            place = self.of(kind, layer)
+            sums[place] = sums.get(place, 0) + numel
+        return sums
 
     @property
     def is_durable(self) -> bool:
         """Whether the whole state is on disk, so that the stores are a checkpoint themselves."""
         return self.weights == self.optimizer_state == "disk"
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the places under their names in `--json`; without layers in memory if there are none."""
+        places = asdict(self)
+        if not self.in_memory:
+            del places["in_memory"], places["memory"]
+        return places
+
     def __str__(self) -> str:
         away = f", layer inputs on {self.boundaries}" if self.boundaries != "device" else ""
+        if self.in_memory:
+            memory = "memory" if self.memory == "device" else "host memory"
+            away = f" ({len(self.in_memory)} layers in {memory} instead of on disk){away}"
         if self.frozen is not None:
             return f"model on {self.frozen}, adapters and their state on {self.optimizer_state}{away}"
         return f"weights on {self.weights}, optimizer state on {self.optimizer_state}{away}"
@@ -80,16 +115,26 @@ def open_stores(
         keep_folder(folder)
     for (place, is_gradient), kinds in groups.items():
         store: LayerStore
-        if place == "device":
-            store = DeviceStore(layouts, kinds, device)
-        elif place == "host":
-            store = HostStore(layouts, kinds, device)
-        else:
+        if place == "disk":
+            is_split = bool(placement.in_memory) and all(map(placement.splits, kinds))
+            memory, rest = split_layouts(layouts, placement.in_memory if is_split else ())
             prefix = folder / ("gradient" if is_gradient else "layer")
-            replaced = replaced_files(prefix, layouts)
-            store = DiskStore(prefix, layouts, kinds, queue, placement.is_durable, chunk_numel, replaced)
+            replaced = replaced_files(prefix, rest)
+            store = DiskStore(prefix, rest, kinds, queue, placement.is_durable, chunk_numel, replaced)
+            if is_split:
+                in_memory = memory_store(placement.memory, memory, kinds, device)
+                store = SplitStore(in_memory, store, placement.in_memory)
+        else:
+            store = memory_store(place, layouts, kinds, device)
         stores.update(dict.fromkeys(kinds, store))
     return stores
+
+
+def memory_store(
+    place: Place, layouts: Sequence[Layout], kinds: Mapping[Kind, torch.dtype], device: torch.device
+) -> DeviceStore | HostStore:
+    """Open a store on the device or in host memory."""
+    return (DeviceStore if place == "device" else HostStore)(layouts, kinds, device)
 
 
 def open_boundaries(
