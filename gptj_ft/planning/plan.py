@@ -201,23 +201,13 @@ def choose(recipe: Recipe, workload: Workload, free: Free, rates: Rates, has_beg
         DoesNotFit: no allowed placement fits. The message names the missing bytes and two options that help.
     """
 
-    def forecasts(recipe: Recipe, workload: Workload) -> Iterator[MemoryForecast]:
-        have = free.capped(recipe)
-        return (forecast_memory(placement, workload, recipe, have) for placement in candidates(recipe, free))
+    if chosen := fastest_within(recipe, workload, free.capped(recipe), rates):
+        return chosen
 
     def lack(recipe: Recipe, workload: Workload) -> int:
-        return min(each.lack for each in forecasts(recipe, workload))
+        return min(each.lack for each in _forecasts(recipe, workload, free.capped(recipe)))
 
-    too_large: list[MemoryForecast] = []
-    fitting: list[MemoryForecast] = []
-    for each in forecasts(recipe, workload):
-        (too_large if each.lack else fitting).append(each)
-        # Candidates come fastest first: unless replays compare them, the first that fits is the choice.
-        if fitting and not _compares_replays(free, workload):
-            plans = [_plan(memory, workload, recipe, rates) for memory in with_layers_in_memory(each, workload, recipe)]
-            return min(reversed(plans), key=lambda plan: plan.costs.seconds_per_step)
-    if fitting:
-        return _fastest(fitting, workload, recipe, rates)
+    too_large = [*_forecasts(recipe, workload, free.capped(recipe))]
     best = min(too_large, key=lambda each: each.lack)
     nearest = _plan(best, workload, recipe, rates)
     only_disk = [each for each in too_large if [need.resource for need in each.lacking] == ["disk"]]
@@ -225,6 +215,24 @@ def choose(recipe: Recipe, workload: Workload, free: Free, rates: Rates, has_beg
     elsewhere = [f"--output on a disk with {gigabytes(least)} free"] if least > free.disk else []
     hint = suggest(Candidate(recipe, workload), HARMLESS if has_begun else TRAINING, lack, elsewhere)
     raise DoesNotFit(nearest, f"does not fit: with {nearest.placement} {nearest.shortage(free)}; {hint}")
+
+
+def fastest_within(recipe: Recipe, workload: Workload, have: Free, rates: Rates) -> Plan | None:
+    """Choose the fastest placement within capped resources; None if none fits."""
+    fitting: list[MemoryForecast] = []
+    for each in _forecasts(recipe, workload, have):
+        if each.lack:
+            continue
+        fitting.append(each)
+        # Candidates come fastest first: unless replays compare them, the first that fits is the choice.
+        if not _compares_replays(have, workload):
+            plans = [_plan(memory, workload, recipe, rates) for memory in with_layers_in_memory(each, workload, recipe)]
+            return min(reversed(plans), key=lambda plan: plan.costs.seconds_per_step)
+    return _fastest(fitting, workload, recipe, rates) if fitting else None
+
+
+def _forecasts(recipe: Recipe, workload: Workload, have: Free) -> Iterator[MemoryForecast]:
+    return (forecast_memory(placement, workload, recipe, have) for placement in candidates(recipe, have))
 
 
 def _compares_replays(have: Free, workload: Workload) -> bool:
@@ -283,7 +291,7 @@ def candidates(recipe: Recipe, free: Free) -> list[Placement]:
 
 
 def with_layers_in_memory(memory: MemoryForecast, workload: Workload, recipe: Recipe) -> list[MemoryForecast]:
-    """Return a forecast, and those with blocks in memory instead of on disk: few that take nothing from others, most.
+    """Return a forecast, and those with blocks in memory instead of on disk: from few to many.
 
     Args:
         memory: forecast of a placement that fits.
@@ -313,8 +321,9 @@ def with_layers_in_memory(memory: MemoryForecast, workload: Workload, recipe: Re
         same = replace(each.budget, pass_tokens=memory.budget.pass_tokens, forward_bytes=memory.budget.forward_bytes)
         return not each.lack and same == memory.budget
 
-    numbers = sorted({most(leaves_rest), most(lambda each: not each.lack)} - {0})
-    return [memory, *map(forecast_with, numbers)]
+    # Between them, memory for blocks is taken from kept activations: a third plan is in the middle.
+    few, many = most(leaves_rest), most(lambda each: not each.lack)
+    return [memory, *(forecast_with(number) for number in sorted({few, (few + many) // 2, many} - {0}))]
 
 
 def forecast(placement: Placement, workload: Workload, recipe: Recipe, rates: Rates, have: Free) -> Plan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from gptj_ft.models.published import Published, find_published
 from gptj_ft.models.registry import Architecture
 from gptj_ft.models.supported import DEFAULT_REPOSITORY, TINY_MODELS
 from gptj_ft.models.trainable import select
+from gptj_ft.planning.advice import Advice, advise
 from gptj_ft.planning.devices import is_published_name
 from gptj_ft.planning.machine_profile import rates
 from gptj_ft.planning.plan import DoesNotFit, Plan, choose
@@ -39,11 +41,17 @@ class Forecast:
     notes: tuple[str, ...] = ()  # on the treatment of the model and the rows
     published: Published | None = None  # facts of a model known by name
 
+    @cached_property
+    def advice(self) -> list[Advice]:
+        """Options that make the run much faster, at a cost in exactness."""
+        return [] if self.problem else advise(self.plan)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the object of `--json`."""
         published = self.published.to_dict() if self.published else None
         problem = {"error": str(self.problem), "exit_code": self.problem.exit_code} if self.problem else {}
-        return {**self.plan.to_dict(), "notes": list(self.notes), "published": published, **problem}
+        advice = {"advice": [each.to_dict() for each in self.advice]} if self.advice else {}
+        return {**self.plan.to_dict(), "notes": list(self.notes), "published": published, **advice, **problem}
 
 
 def forecast_run(resolved: Resolved, measure_again: bool = False, reporter: Reporter | None = None) -> Forecast:

@@ -70,7 +70,7 @@ def plan(
         if isinstance(forecast, SharedForecast):
             show_machines(console, forecast.machines, forecast.notes)
         else:
-            show_plan(console, forecast.plan, forecast.notes)
+            show_plan(console, forecast.plan, forecast.notes, forecast.advice)
         if scaling_law:
             show_outlook(console, forecast.plan.outlook, forecast.published)
 

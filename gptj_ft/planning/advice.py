@@ -1,0 +1,68 @@
+"""Find options that make a run much faster, and state their cost in exactness."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+from gptj_ft.planning.plan import Plan, fastest_within
+
+MUCH = 1.5  # times as many tokens per second: less is not worth other numbers
+WAITS = 1 / 3  # of a step: with less waiting, fewer bytes cannot make it that much faster
+SHORT = 600.0  # seconds of a run that is not worth advice
+ROUNDED = {
+    "moments": "Adam's moments are rounded stochastically to bf16",
+    "gradients": "stored gradients are rounded to bf16",
+}
+
+
+@dataclass(frozen=True)
+class Advice:
+    """An option and its effect."""
+
+    typed: str  # as on the command line
+    speedup: float  # tokens per second, as a multiple of the plan's
+    cost: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return f"{self.typed}: {self.speedup:.1f} times as fast; {self.cost}"
+
+
+def advise(plan: Plan) -> list[Advice]:
+    """Return the options that each make a run at least `MUCH` times as fast, the fastest first.
+
+    Empty for a short run, or one that hardly waits for transfers, without further forecasts.
+    """
+    timeline, costs = plan.timeline, plan.costs
+    is_short = costs.seconds_per_step < 1 if costs.seconds is None else costs.seconds < SHORT
+    if plan.lack or is_short or timeline is None or timeline.stall < WAITS:
+        return []
+    now = plan.workload.step.mean / plan.costs.seconds_per_step
+    found = []
+    for typed, cost, other in _candidates(plan):
+        better = fastest_within(other.recipe, other.workload, plan.have, plan.rates)
+        if better is not None:
+            speedup = better.workload.step.mean / better.costs.seconds_per_step / now
+            found.append(Advice(typed, speedup, cost))
+    return sorted((each for each in found if each.speedup >= MUCH), key=lambda each: -each.speedup)
+
+
+def _candidates(plan: Plan) -> Iterator[tuple[str, str, Plan]]:
+    """Yield options as typed, their cost, and a plan with them, whose placement is not chosen yet."""
+    recipe, workload = plan.recipe, plan.workload
+    wide = [name for name in ROUNDED if getattr(recipe, name) == "fp32"] if recipe.method == "full" else []
+    chosen = [[name] for name in wide] + ([wide] if len(wide) > 1 else [])
+    for names in chosen:
+        typed = " ".join(f"--set {name}=bf16" for name in names)
+        costs = " and ".join(ROUNDED[name] for name in names)
+        narrow = recipe.model_copy(update=dict.fromkeys(names, "bf16"))
+        yield typed, f"{costs}: other numbers than in fp32", replace(plan, recipe=narrow)
+    rows = 4 * recipe.batch_size
+    step = workload.step.scaled(Fraction(4), workload.rows.longest)
+    larger = replace(plan, recipe=recipe.model_copy(update={"batch_size": rows}), workload=replace(workload, step=step))
+    yield f"--batch-size {rows}", "a fourth of the updates per epoch", larger
