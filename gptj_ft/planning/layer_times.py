@@ -41,6 +41,7 @@ class Seconds(NamedTuple):
 
     forward: float  # without a graph
     backward: float  # training, less one such pass
+    load: float = 0.0  # of the cores by other programs
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,8 @@ class Timing:
         }
         sizes = self._head_sizes
         head = _through(sizes, [timed[self._head(n).name] for n in sizes]) if sizes else NOTHING
-        return ModelTimes((NOTHING, *(by_first[index] for index in firsts), head))
+        load = max((each.load for each in timed.values()), default=0.0)
+        return ModelTimes((NOTHING, *(by_first[index] for index in firsts), head), load=load)
 
     @property
     def _firsts(self) -> list[int]:
@@ -207,7 +209,8 @@ def _around(number: float) -> tuple[int, int]:
 def _through(sizes: Sequence[int], timed: Sequence[Seconds]) -> LayerTimes:
     """Return the lines through two timed sizes."""
     few, many = sizes
-    return LayerTimes(*(_line(few, low, many, high) for low, high in zip(*timed, strict=True)))
+    (few_forward, few_backward, _), (many_forward, many_backward, _) = timed
+    return LayerTimes(_line(few, few_forward, many, many_forward), _line(few, few_backward, many, many_backward))
 
 
 def _line(few: int, low: float, many: int, high: float) -> SecondsByTokens:

@@ -10,7 +10,7 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -54,6 +54,9 @@ class MachineProbe:
     def core_load(self) -> float:
         return probe.core_load()
 
+    def meter_others(self) -> Callable[[], float]:
+        return probe.meter_others()
+
     def free_disk(self, folder: Path) -> int:
         return free_disk(folder)
 
@@ -93,7 +96,9 @@ def compute_rates(device: torch.device, again: bool = False, machine: MachinePro
     key = _device_key(device)
     known = None if again else _recall("compute", key, ComputeRates)
     if known is None or _is_outdated(known.load, machine):
+        others = machine.meter_others()
         known = machine.compute(device)
+        known = replace(known, load=max(known.load, others()))
         _keep("compute", key, asdict(known))
     return known
 
@@ -108,12 +113,14 @@ def disk_rates(folder: Path, again: bool = False, machine: MachineProbe = MACHIN
     folder = existing_folder(folder)
     key = _file_system(folder)
     known = None if again else _recall("disk", key, DiskRates)
-    if known:
+    if known and not _is_outdated(known.load, machine):
         return known
     if machine.free_disk(folder) < 3 * FILE_BYTES:
         return ASSUMED_DISK
     try:
-        known = machine.disk(folder)
+        others = machine.meter_others()
+        measured = machine.disk(folder)
+        known = replace(measured, load=others())
     except (OSError, ResourceError):  # writing the run will fail with a better message
         return ASSUMED_DISK
     _keep("disk", key, asdict(known))
@@ -168,10 +175,12 @@ def layer_seconds(
     missing = {kind.name: kind for kind in kinds if seconds[kind.name] is None}
     if missing:
         # Before measuring, which itself loads the cores.
-        load = machine.core_load()
+        load, others = machine.core_load(), machine.meter_others()
         measured = dict(zip(missing, machine.layers(list(missing.values())), strict=True))
         # Dictionaries keep the order of insertion, so the oldest layers go first.
-        newest = list({**known, **{name: [*each, load] for name, each in measured.items()}}.items())[-MOST_LAYERS:]
+        load = max(load, others())
+        measured = {name: each._replace(load=load) for name, each in measured.items()}
+        newest = list({**known, **{name: [*each] for name, each in measured.items()}}.items())[-MOST_LAYERS:]
         _keep("layers", key, dict(newest))
         seconds |= measured
     return {name: each for name, each in seconds.items() if each is not None}
@@ -181,8 +190,8 @@ def _read_seconds(entry: object, machine: MachineProbe) -> Seconds | None:
     """Read cached seconds of a layer; None if they are implausible or outdated."""
     if not isinstance(entry, list) or len(entry) != 3 or not all(isinstance(each, float) for each in entry):
         return None
-    seconds, load = Seconds(*entry[:2]), entry[2]
-    if _is_outdated(load, machine):
+    seconds = Seconds(*entry)
+    if _is_outdated(seconds.load, machine):
         return None
     is_plausible = LEAST_SECONDS <= seconds.forward <= MOST_SECONDS and 0.0 <= seconds.backward <= MOST_SECONDS
     return seconds if is_plausible else None

@@ -16,7 +16,7 @@ from gptj_ft.config.options import Recipe
 from gptj_ft.errors import ResourceError
 from gptj_ft.models.layout import FROZEN
 from gptj_ft.planning.costs import Costs, Pass, cost
-from gptj_ft.planning.machine_profile import reason_for
+from gptj_ft.planning.machine_profile import QUIET, reason_for
 from gptj_ft.planning.memory import Free, MemoryForecast, forecast_memory, stored_kinds
 from gptj_ft.planning.probe import Rates
 from gptj_ft.planning.scaling_law import ScalingForecast
@@ -65,6 +65,11 @@ class Plan(MemoryForecast):
         is_unclipped = self.workload.dtype == torch.float16 and self.recipe.clip_norm is None
         waiting = "; gradients are stored though none is clipped: any may overflow" if is_unclipped else ""
         return reason_for(self.recipe.precision, self.workload, self.rates.compute) + waiting
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether other programs slowed its measurements, so that its seconds are too long."""
+        return max(self.rates.compute.load, self.rates.disk.load, self.workload.times.load) > QUIET
 
     @property
     def outlook(self) -> ScalingForecast:
@@ -161,7 +166,8 @@ class Plan(MemoryForecast):
         }
         more = {"tokens_to_hide_stall": self.tokens_to_hide_stall}
         replayed = {"timeline": self.timeline.to_dict() | more} if self.timeline else {}
-        return {**own, **self.costs.to_dict(), **replayed, **({"device": self.device} if self.device else {})}
+        named = {"device": self.device} if self.device else {}
+        return {**own, **self.costs.to_dict(), **replayed, **named, **({"is_busy": True} if self.is_busy else {})}
 
 
 class _Timed(NamedTuple):

@@ -86,6 +86,7 @@ class DiskRates:
     read_cpu: float = 0.0  # core seconds per byte read
     write_cpu: float = 0.0  # core seconds per byte written, digest included
     update_delay: float = 0.0  # seconds by which a byte moved delays concurrent AdamW updates on a CPU
+    load: float = 0.0  # of the cores by other programs, when it was measured
 
     def seconds(self, read: float, written: float) -> float:
         """Return the seconds to read and write, in parallel as long as both last."""
@@ -122,6 +123,28 @@ class Rates:
 def core_load() -> float:
     """Return the load per core in the last minute, this program included; 0: unknown."""
     return os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0
+
+
+def meter_others() -> Callable[[], float]:
+    """Return a function that gives the share of the cores that other programs have used since this call."""
+    # The load average lags by a minute: programs that have just started slow a measurement without showing in it.
+    before, own, start = _busy_seconds(), time.process_time(), time.perf_counter()
+
+    def share() -> float:
+        others = _busy_seconds() - before - (time.process_time() - own)
+        return max(0.0, others) / (max(1e-3, time.perf_counter() - start) * (os.cpu_count() or 1))
+
+    return share
+
+
+def _busy_seconds() -> float:
+    """Return the seconds that all cores have worked since the system started; 0: unknown. Source: proc_stat(5)."""
+    try:
+        first = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()
+    except OSError:
+        return 0.0
+    user, nice, system, _, _, irq, softirq, steal = map(int, first[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
 def measure_compute(device: torch.device) -> ComputeRates:

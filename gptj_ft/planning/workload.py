@@ -119,6 +119,7 @@ class ModelTimes(NamedTuple):
 
     layers: tuple[LayerTimes, ...] = ()  # empty: computed from rates
     gain: float = 0.0  # speed in bf16 relative to fp32; 0: not compared
+    load: float = 0.0  # of the cores by other programs, when the layers were timed
 
 
 @dataclass(frozen=True)

@@ -129,6 +129,14 @@ def test_quiet_machine_repeats_busy_layer_timings(machine: FakeMachine) -> None:
     assert counts == [4, 4, 8, 8]
 
 
+def test_new_programs_make_timings_outdated(machine: FakeMachine) -> None:
+    machine.others = 0.8  # the load average does not show them yet
+    assert with_times(make_workload(), "fp32", CPU, PLENTY, machine).times.load == 0.8
+    machine.others = 0.0
+    assert with_times(make_workload(), "fp32", CPU, PLENTY, machine).times.load == 0.0
+    assert len(machine.timed) == 8
+
+
 @pytest.mark.parametrize(
     "entry", [[0.0, 1.0, 0.0], [1.0, 1.0], [1.0, -1.0, 0.0], ["a", 1.0, 0.0], [1e9, 1e9, 0.0], None, {"forward": 1.0}]
 )

@@ -7,6 +7,8 @@ import json
 import math
 import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,6 +37,9 @@ from gptj_ft.system.paths import home
 
 CPU = torch.device("cpu")
 MB = 2**20
+
+
+METER_OTHERS = probe.meter_others  # before the tests' rates replace it
 
 
 def without_layers(dtype: torch.dtype) -> Workload:
@@ -89,12 +94,23 @@ def test_halved_update_rate_delays_by_half() -> None:
     assert 0.5 * 0.05 / 10 <= delay < 0.5 * 0.5 / 10
 
 
-def test_quiet_machine_repeats_busy_measurements(fixed_rates: Rates) -> None:
+def test_quiet_machine_repeats_busy_measurements(fixed_rates: Rates, tmp_path: Path) -> None:
     machine = FakeMachine(replace(fixed_rates, compute=replace(fixed_rates.compute, load=0.9)))
     for load, count in ((0.9, 1), (0.8, 1), (0.1, 2)):
         machine.load = load
+        machine.others = load
         compute_rates(CPU, machine=machine)
         assert machine.counts["compute"] == count, load
+        disk_rates(tmp_path, machine=machine)
+        assert machine.counts["disk"] == count, load
+
+
+@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="no /proc")
+def test_work_of_other_programs_is_metered() -> None:
+    spin = "import time\nwhile time.process_time() < 0.2: pass"
+    start, share = time.perf_counter(), METER_OTHERS()
+    subprocess.run([sys.executable, "-S", "-c", spin], check=True)
+    assert share() * (time.perf_counter() - start) * (os.cpu_count() or 1) > 0.15
 
 
 def test_matmul_rate_counts_two_flops_per_weight() -> None:

@@ -31,6 +31,8 @@ def set_rates(patch: pytest.MonkeyPatch, rates: Rates) -> None:
     """Make measurements of the machine return these rates."""
     patch.setattr(probe, "measure_compute", lambda device: rates.compute)
     patch.setattr(probe, "measure_disk", lambda folder: rates.disk)
+    patch.setattr(probe, "core_load", lambda: 0.0)
+    patch.setattr(probe, "meter_others", lambda: lambda: 0.0)  # other tests are no load
     patch.setattr(layer_times, "time_kinds", layers_by(rates.compute))
 
 
@@ -56,6 +58,7 @@ class FakeMachine(MachineProbe):
 
     def __init__(self, rates: Rates, load: float = 0.0, free: int = 10**13, has_bf16: bool = True) -> None:
         self.rates, self.load, self.free, self.has_bf16 = rates, load, free, has_bf16
+        self.others = 0.0  # share of the cores that other programs use while it measures
         self.counts = Counter[str]()
         self.timed: list[LayerKind] = []
         self.time_layers = layers_by(rates.compute)
@@ -74,6 +77,9 @@ class FakeMachine(MachineProbe):
 
     def core_load(self) -> float:
         return self.load
+
+    def meter_others(self) -> Callable[[], float]:
+        return lambda: self.others
 
     def free_disk(self, folder: Path) -> int:
         return self.free

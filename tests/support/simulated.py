@@ -456,6 +456,7 @@ def prepare() -> None:
     probe.measure_compute = lambda device: rates.compute  # type: ignore[assignment]
     layer_times.time_kinds = layers_by(rates.compute)
     probe.measure_disk = lambda folder: rates.disk  # type: ignore[assignment]
+    probe.core_load, probe.meter_others = (lambda: 0.0), (lambda: lambda: 0.0)  # other tests are no load
     gc.freeze()
 
 

@@ -91,6 +91,7 @@ def main() -> None:
     probe._block_rates = lambda *_: (1e18, 1e18)
     probe.COPY_BYTES = LINK_BYTES
     probe.measure_disk = lambda folder: DiskRates(read=2e9, write=1e9, mixed=1.5e9)
+    probe.core_load, probe.meter_others = (lambda: 0.0), (lambda: lambda: 0.0)  # other tests are no load
     checkup.MODEL = "cerebras/Cerebras-GPT-111M"  # faster to plan than GPT-J
     speed.LINK_BYTES, parity.SHAPES, trial.CHUNK_NUMEL = LINK_BYTES, SHAPES, CHUNK_NUMEL
     found = check_up(DEVICE, effort=QUICK)

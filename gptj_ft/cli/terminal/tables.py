@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 FEW_TRAINING_ROWS, FEW_VALIDATION_ROWS = 100, 20
 EXAMPLE_DEVICE = "RTX 4090 24GB"
 STALL_NOTICED = 0.01  # fraction of a step
-BUSY = 0.5  # average load per core above which measured rates are unreliable
 
 
 def show_prepared_run(console: Console, prepared: PreparedRun, verbose: bool = False) -> None:
@@ -114,6 +113,10 @@ def plan_rows(plan: Plan, notes: Sequence[str] = (), verbose: bool = True) -> li
         *_transfers(plan.costs),
         *_times(plan),
         *_stall(plan),
+        *(
+            [("busy", "other programs slowed the measurements: the seconds are too long; plan again later")]
+            * plan.is_busy
+        ),
         ("published" if plan.device else "measured", _measured(plan)),
         ("training", _amount(plan.outlook)),
         *(("note", note) for note in notes),
@@ -299,10 +302,9 @@ def _measured(plan: Plan) -> str:
         product_text += f", memory {memory}, link {link} each way: fractions of published rates, see docs/devices.md"
     if plan.rates.is_disk_assumed:
         return f"{product_text}; disk {disk.mixed / 1e9:.1f} GB/s assumed: too little free space to measure it"
-    busy = "; measured on a busy machine" if plan.rates.compute.load > BUSY else ""
     return (
         f"{product_text}; disk reads {disk.read / 1e9:.1f} GB/s, writes {disk.write / 1e9:.1f}, "
-        f"both at once {disk.mixed / 1e9:.1f}{busy} (remeasure: gptj-ft plan --measure)"
+        f"both at once {disk.mixed / 1e9:.1f} (remeasure: gptj-ft plan --measure)"
     )
 
 
