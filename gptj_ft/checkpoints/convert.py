@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
@@ -45,6 +44,7 @@ from gptj_ft.system.dtypes import PRECISIONS
 from gptj_ft.system.files import files_in, remove
 from gptj_ft.system.machine import free_disk
 from gptj_ft.system.paths import is_adapter
+from gptj_ft.system.scratch import scratch_folder
 
 DtypeChoice = Literal["keep", "fp32", "bf16", "fp16", "q8_0"]
 OutputFormat = Literal["folder", "huggingface", "mesh", "gguf"]
@@ -178,8 +178,8 @@ def _convert_to_gguf(
     if is_adapter(source):
         return _adapter_to_gguf(source, target, conversion)
     with (
-        TemporaryDirectory(prefix="gptj-ft-gguf-") as scratch,
-        open_source(source, conversion.format, conversion.config, Path(scratch) / UNPACKED) as opened,
+        scratch_folder() as scratch,
+        open_source(source, conversion.format, conversion.config, scratch / UNPACKED) as opened,
     ):
         opened, dropped = _merged(opened, conversion.merge)
         done = 0

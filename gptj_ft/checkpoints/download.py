@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from gptj_ft.system.hub import is_offline
 from gptj_ft.system.hub_download import HubFile, Repository, fetch_files, is_fetched, look_up, writing
 from gptj_ft.system.machine import free_disk
 from gptj_ft.system.paths import home, make_home, part_of_home
+from gptj_ft.system.scratch import scratch_folder
 
 Variant = Literal["fp32", "fp16"]
 _CONFIG = "config.json"
@@ -84,12 +84,12 @@ def fetch_config(repository: Repository) -> dict[str, Any]:
     Raises:
         NetworkError: see `fetch_files`.
     """
-    with tempfile.TemporaryDirectory() as temporary:
-        fetch_files(repository, [repository.files[_CONFIG]], Path(temporary))
+    with scratch_folder() as temporary:
+        fetch_files(repository, [repository.files[_CONFIG]], temporary)
         try:
-            return dict(read_architecture(Path(temporary)).raw)
+            return dict(read_architecture(temporary).raw)
         except (UsageError, DataError) as error:
-            raise UsageError(str(error).replace(temporary, repository.name)) from error
+            raise UsageError(str(error).replace(str(temporary), repository.name)) from error
 
 
 def _with_variant_files(repository: Repository, variant: Variant) -> Repository | None:

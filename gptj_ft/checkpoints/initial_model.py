@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from gptj_ft.models.registry import Architecture, architecture_of
 from gptj_ft.system.files import read_bytes, read_text
 from gptj_ft.system.machine import free_disk
 from gptj_ft.system.paths import TOKENIZER_FILES, is_model, make_home, models, part_of_home
+from gptj_ft.system.scratch import scratch_folder
 
 COPIED = (*TOKENIZER_FILES, GENERATION_CONFIG, "chat_template.jinja")
 
@@ -74,11 +74,11 @@ def initial_model(config: Path, seed: int) -> Path:
             "GPTJ_FT_HOME to a folder on another disk"
         )
     layers = (initial_layer(architecture, layer, seed) for layer in range(len(architecture.skeleton)))
-    with tempfile.TemporaryDirectory() as temporary:
+    with scratch_folder() as temporary:
         # The model card and the origin of the config's folder describe other weights.
-        copy_files(source, Path(temporary), COPIED)
+        copy_files(source, temporary, COPIED)
         try:
-            write_model(folder, architecture, layers, dtype=torch.float32, source=Path(temporary))
+            write_model(folder, architecture, layers, dtype=torch.float32, source=temporary)
         except UsageError:
             if not is_model(folder):  # else another process was faster
                 raise

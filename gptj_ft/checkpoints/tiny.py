@@ -6,7 +6,6 @@ Nothing is downloaded. The same texts and seed give the same bytes.
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor
 from gptj_ft.checkpoints.model_folder import write_model
 from gptj_ft.checkpoints.published_configs import GPT2, GPTJ_6B
 from gptj_ft.models.registry import Architecture, families
+from gptj_ft.system.scratch import scratch_folder
 
 VOCAB_TARGET = 1536  # maximum vocabulary; a small corpus gives a smaller one
 TINY_SIZES: Mapping[str, int | float] = {
@@ -122,10 +122,10 @@ def make_tiny(
     ids = {**ends, "vocab_size": -(-num_tokens // VOCAB_MULTIPLE) * VOCAB_MULTIPLE}
     raw = {**FAMILIES[model_type], **ids, **sizes}
     architecture = Architecture(family, family.read_config(raw), raw)
-    with tempfile.TemporaryDirectory() as temporary:
-        _save_tokenizer(Path(temporary), tokenizer, architecture.config.n_positions)
+    with scratch_folder() as temporary:
+        _save_tokenizer(temporary, tokenizer, architecture.config.n_positions)
         write_model(
-            folder, architecture, _random_layers(architecture, seed), dtype=torch.float32, source=Path(temporary)
+            folder, architecture, _random_layers(architecture, seed), dtype=torch.float32, source=temporary
         )
     return folder
 

@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import socket
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from gptj_ft.planning.probe import Rates
 from gptj_ft.system.accelerator import has_streams, is_accelerator, module_of, supports_bf16
 from gptj_ft.system.paths import RUNS
 from gptj_ft.system.plain_text import HIDDEN
+from gptj_ft.system.scratch import scratch_folder
 from gptj_ft.system.units import gigabytes
 from gptj_ft.training.forecast import forecast_run
 from gptj_ft.training.reporter import Reporter
@@ -119,11 +119,11 @@ def check_up(device: torch.device, reporter: Reporter | None = None, effort: Eff
     effort = effort or (Effort() if is_accelerator(device) else QUICK)
     # cuBLAS reads this at its first product. Without it, products on several streams are not reproducible.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    with tempfile.TemporaryDirectory(prefix="gptj-ft-") as folder, logged() as messages:
+    with scratch_folder() as folder, logged() as messages:
         reporter.on_activity("reading the machine")
         known = facts.collect(device, RUNS)
         parts = []
-        for name, (activity, work) in Checkup(device, effort, Path(folder)).parts().items():
+        for name, (activity, work) in Checkup(device, effort, folder).parts().items():
             reporter.on_activity(activity)
             parts.append(run_part(name, work))
     return Diagnosis(str(device), known, parts, verdict(device, known, parts), tuple(messages))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -46,6 +45,7 @@ from gptj_ft.system.accelerator import (
 from gptj_ft.system.dtypes import PRECISIONS
 from gptj_ft.system.machine import free_memory
 from gptj_ft.system.memory import allocate
+from gptj_ft.system.scratch import scratch_folder
 from gptj_ft.system.units import gigabytes
 from gptj_ft.training.restore import optimizer_config
 
@@ -166,9 +166,9 @@ class Blocks:
         """Open the blocks with random weights under a plan."""
         recipe, most = self.recipe(), max(self.tokens)
         dtypes = training_dtypes(PRECISIONS[self.precision], PRECISIONS[recipe.moments], PRECISIONS[recipe.gradients])
-        with tempfile.TemporaryDirectory() as folder:
+        with scratch_folder() as folder:
             model = open_for_training(
-                self.architecture, plan.placement, dtypes, self.device, Path(folder), plan.budget,
+                self.architecture, plan.placement, dtypes, self.device, folder, plan.budget,
                 boundary=boundary_layout(most_padded(most), self.width, -(-most // LONGEST_ROW)),
             )  # fmt: skip
             try:

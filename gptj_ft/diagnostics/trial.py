@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -30,6 +29,7 @@ from gptj_ft.streaming.stores.base import LayerStore
 from gptj_ft.streaming.stores.placement import Placement, open_boundaries, training_dtypes
 from gptj_ft.system.accelerator import CPU
 from gptj_ft.system.dtypes import PRECISIONS
+from gptj_ft.system.scratch import scratch_folder
 from gptj_ft.training.restore import optimizer_config
 
 LENGTHS, PROMPTS, MICRO_BATCH = (5, 17, 9, 30, 2, 11), (2, 3, 1, 10, 0, 5), 40  # tokens
@@ -133,8 +133,8 @@ def open_trial(
     budget = BufferBudget(num_chunks=NUM_CHUNKS, chunk_numel=CHUNK_NUMEL, num_kept_layers=trial.num_kept)
     places = trial.placement
     on_device = replace(places, boundaries="device")
-    with tempfile.TemporaryDirectory() as temporary, open_checkpoint(model.folder) as checkpoint:
-        folder = Path(temporary) / "state"
+    with scratch_folder() as temporary, open_checkpoint(model.folder) as checkpoint:
+        folder = temporary / "state"
         offloaded = open_for_training(
             architecture, on_device, dtypes, device, folder, budget,
             recipe.clip_norm is not None or places.is_durable, selection=select(architecture, recipe),

@@ -18,7 +18,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -33,6 +32,7 @@ from gptj_ft.distributed.process_group import NCCL, NO_TIMEOUT, ProcessGroup
 from gptj_ft.errors import UsageError
 from gptj_ft.system.group import ALONE, Group
 from gptj_ft.system.paths import make_home
+from gptj_ft.system.scratch import scratch_folder
 
 START_SECONDS = float(os.environ.get("GPTJ_FT_START_SECONDS", "300"))  # until every rank has connected
 STORE = "GPTJ_FT_STORE"  # rendezvous file of --nproc
@@ -170,8 +170,8 @@ def joined(num_processes: int | None = None, arguments: Sequence[str] = ()) -> I
             yield group
         return
     assert num_processes is not None
-    with tempfile.TemporaryDirectory(prefix="gptj-ft-") as folder:
-        member = Membership(0, num_processes, num_processes, None, Path(folder) / "store")
+    with scratch_folder() as folder:
+        member = Membership(0, num_processes, num_processes, None, folder / "store")
         token = secrets.token_hex(16)
         children = start_others(member, token, arguments)
 

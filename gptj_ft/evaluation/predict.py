@@ -8,7 +8,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +33,7 @@ from gptj_ft.planning.inference_plan import InferencePlan
 from gptj_ft.planning.resources import check_lengths
 from gptj_ft.streaming.objective import objective_of
 from gptj_ft.system.files import discard, replace_text
+from gptj_ft.system.scratch import scratch_folder
 
 FILE_AND_LINE = ("file", "line")
 FORMS = (".jsonl", ".csv", ".json")
@@ -199,8 +199,8 @@ def label_texts(setup: InferenceSetup, texts: Sequence[Mapping[str, Any]]) -> li
             which = f"text {number} of {len(texts)}" if len(texts) > 1 else "the text"
             raise DataError(f"{which} is empty: there is nothing to label")
     columns = {field: column_of(recipe, field) for field in {field for text in texts for field in text}}
-    with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch) / "rows.jsonl"
+    with scratch_folder() as scratch:
+        path = scratch / "rows.jsonl"
         rows = [{columns[field]: value for field, value in text.items()} for text in texts]
         # Through a file, because then texts take the same path as rows, with the same checks.
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
@@ -25,6 +24,7 @@ from gptj_ft.models.registry import NAMES_SHOWN
 from gptj_ft.system import paths
 from gptj_ft.system.machine import free_disk
 from gptj_ft.system.plain_text import command_line, quoted
+from gptj_ft.system.scratch import scratch_folder
 from gptj_ft.system.signals import stop_message
 from gptj_ft.system.units import gigabytes
 
@@ -107,9 +107,9 @@ def compare_checkpoints(
     if first is None or second is None:
         raise UsageError("--check needs two checkpoints: gptj-ft convert --check SRC DEST")
     with (
-        TemporaryDirectory(dir=paths.make_home(), prefix="unpacked-") as scratch,
-        open_source(first, format, config, Path(scratch) / "a") as a,
-        open_source(second, None, config, Path(scratch) / "b") as b,
+        scratch_folder(paths.make_home()) as scratch,
+        open_source(first, format, config, scratch / "a") as a,
+        open_source(second, None, config, scratch / "b") as b,
         out.bar("comparing") as advance,
     ):
         result = diff_checkpoints(a, b, advance)
