@@ -16,7 +16,7 @@ from typing import Any
 
 from gptj_ft.data.readers.cells import settings_file
 from gptj_ft.errors import DataError, UsageError
-from gptj_ft.system.files import SHARED_FILE, disk_errors, keep_folder, open_file, read_text, write_file
+from gptj_ft.system.files import disk_errors, keep_folder, open_file, read_text, write_file
 from gptj_ft.system.jsonl import JsonLines
 from gptj_ft.system.lock import take
 from gptj_ft.system.paths import make_home, part_of_home
@@ -65,13 +65,13 @@ class OutputFile:
     done: set[int]  # rows in the file
 
     def __init__(self, path: Path, settings: Mapping[str, Any], output: Path | None = None) -> None:
-        self.path, self._lines = path, JsonLines(path, mode=SHARED_FILE)
+        self.path, self._lines = path, JsonLines(path)
         self._output = output or path
         self._settings_path = settings_file(self._output)
         self._text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
         self._check_settings()
         with disk_errors(path, other=UsageError):
-            self._descriptor = open_file(path, os.O_RDWR | os.O_CREAT, SHARED_FILE)
+            self._descriptor = open_file(path, os.O_RDWR | os.O_CREAT)
         # Hold the lock as long as the descriptor is open: two processes would append each row twice.
         if not take(self._descriptor):
             os.close(self._descriptor)
@@ -149,7 +149,7 @@ class OutputFile:
             raise UsageError(f"{self._output} exists and was not made by this command; name a new --output")
         # Settings first: a crash here leaves settings without an output, which the next run may overwrite.
         with disk_errors(self._settings_path, other=UsageError):
-            write_file(self._settings_path, self._text, SHARED_FILE)
+            write_file(self._settings_path, self._text)
 
     def _rows(self) -> list[tuple[int, bytes]]:
         """Return row number and text of each whole line; a crash may have cut the last line short."""

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from gptj_ft.errors import UsageError
 from gptj_ft.system.files import (
-    SHARED_FILE,
+    PRIVATE_FILE,
     SHARED_FOLDER,
     create_file,
     discard,
@@ -39,8 +39,11 @@ def require_new(*paths: Path) -> None:
 
 
 @contextmanager
-def atomic_files(*paths: Path) -> Iterator[list[TextIO]]:
+def atomic_files(*paths: Path, mode: int = PRIVATE_FILE) -> Iterator[list[TextIO]]:
     """Open new text files; sync and name them when the block ends, or remove all of them on an error.
+
+    Args:
+        mode: permissions, before the umask.
 
     Raises:
         UsageError: one exists, or cannot be written.
@@ -54,7 +57,7 @@ def atomic_files(*paths: Path) -> Iterator[list[TextIO]]:
             with ExitStack() as stack:
                 files: list[TextIO] = []
                 for draft in drafts:
-                    descriptor = create_file(draft, SHARED_FILE)
+                    descriptor = create_file(draft, mode)
                     files.append(stack.enter_context(os.fdopen(descriptor, "w", encoding="utf-8", newline="\n")))
                 yield files
                 for file in files:

@@ -11,7 +11,7 @@ from typing import Any
 
 from gptj_ft.errors import DataError
 from gptj_ft.system.digests import sealed, unsealed
-from gptj_ft.system.files import PRIVATE_FILE, disk_errors, hidden_name, open_file, read_bytes, sync_path, write_file
+from gptj_ft.system.files import disk_errors, hidden_name, open_file, read_bytes, sync_path, write_file
 
 
 @dataclass(frozen=True)
@@ -20,14 +20,13 @@ class JsonLines:
 
     path: Path  # may not exist yet
     is_sealed: bool = False  # each object contains its own checksum
-    mode: int = PRIVATE_FILE  # permissions of a new file, before the umask
 
     def append(self, *values: Mapping[str, Any]) -> None:
         """Append objects durably, replacing a last line that a crash has truncated."""
         lines = (json.dumps(sealed(each) if self.is_sealed else each, ensure_ascii=False) for each in values)
         text = memoryview("".join(f"{line}\n" for line in lines).encode("utf-8", "surrogatepass"))
         with disk_errors(self.path, "make room, then repeat the command to continue"):
-            descriptor = open_file(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, self.mode)
+            descriptor = open_file(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
             try:
                 size = os.fstat(descriptor).st_size
                 if size and os.pread(descriptor, 1, size - 1) != b"\n":  # a crash truncated the last line
@@ -57,6 +56,6 @@ class JsonLines:
         """Replace all lines atomically."""
         new = hidden_name(self.path, "sorted")
         with disk_errors(self.path):
-            write_file(new, b"".join(line + b"\n" for line in lines), self.mode)
+            write_file(new, b"".join(line + b"\n" for line in lines))
             new.replace(self.path)
             sync_path(self.path.parent)

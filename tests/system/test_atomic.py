@@ -57,6 +57,7 @@ def test_several_files_appear_together(tmp_path: Path) -> None:
         second.write("2")
         assert len(list(leftovers_in(tmp_path))) == 2
     assert [path.read_text() for path in paths] == ["1", "2"]
+    assert [path.stat().st_mode & 0o777 for path in paths] == [0o600, 0o600]
 
 
 def test_every_name_of_something_unfinished_is_known(tmp_path: Path) -> None:

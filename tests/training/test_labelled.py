@@ -300,6 +300,8 @@ def test_odd_rows_are_labelled_or_counted(shell: Any, rows: Path, tmp_path: Path
         assert (line[expected[0]], line["n"]) == (expected[1], "-1")
         (row,) = read_rows(identify(tmp_path / name))
         assert row.values["=a"] == "@b\rc"
+    outputs = [path for name in ("out*", "guarded*", "raw*") for path in tmp_path.glob(name)]
+    assert {path.stat().st_mode & 0o777 for path in outputs} == {0o600}, "they hold texts"
     assert {path.name for path in tmp_path.glob("out.csv*")} == {"out.csv", "out.csv.settings.json"}
     (tmp_path / "table.csv").write_text("mine")
     for line, code, message in (

@@ -16,6 +16,7 @@ from gptj_ft.config import yaml
 from gptj_ft.config.options import GROUPS, meaning_of
 from gptj_ft.config.resolve import Resolved, resolve
 from gptj_ft.system.atomic import atomic_files
+from gptj_ft.system.files import SHARED_FILE
 from gptj_ft.system.plain_text import command_line
 
 WIDTH, COMMENTS_FROM = 80, 34
@@ -91,6 +92,6 @@ def copy_recipe(
 
     target = target or Path(f"{name}.yaml")
     text = preset_file(name).read_text(encoding="utf-8")
-    with atomic_files(target) as (file,):
+    with atomic_files(target, mode=SHARED_FILE) as (file,):
         file.write(text)
     print_result(f"wrote {target}; edit it, then\nnext: {command_line('finetune', '--config', target, '--data')} FILE")
