@@ -40,6 +40,7 @@ from gptj_ft.cli.terminal.output import print_json, print_note
 from gptj_ft.errors import GptjFtError, Interrupted, ResourceError, in_words
 from gptj_ft.system.hub import close_network
 from gptj_ft.system.machine import bound_kernel_caches
+from gptj_ft.system.paths import home_warning
 from gptj_ft.system.signals import StopRequest
 from gptj_ft.system.streams import lasting_streams
 
@@ -104,6 +105,9 @@ def _global(version: Annotated[bool, flag("print the version and exit", "--versi
     if version:
         print(__version__)
         raise typer.Exit
+    # Only the first rank prints.
+    if os.environ.get("RANK", "0") == "0" and (warning := home_warning()):
+        print_note(f"warning: {warning}")
 
 
 def main() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import stat
 import sys
 from contextlib import suppress
 from pathlib import Path
 
 from gptj_ft.errors import DataError, GptjFtError
 from gptj_ft.system.files import keep_folder, read_text, replace_text
+from gptj_ft.system.plain_text import quoted
 
 RUNS = Path("runs")
 ADAPTER_CONFIG = "adapter_config.json"
@@ -41,6 +43,24 @@ def make_home() -> Path:
     if not folder.is_dir():  # it may be a link to another disk
         keep_folder(folder)
     return folder
+
+
+def home_warning() -> str | None:
+    """Describe a home folder that other users may change: they could replace models, rows and the run to use."""
+    folder = home()
+    try:
+        status = folder.stat()
+    except OSError:
+        return None
+    if not hasattr(os, "geteuid"):  # no POSIX permissions
+        return None
+    if status.st_uid not in (0, os.geteuid()):
+        return f"{folder} belongs to another user, who can replace models in it; set GPTJ_FT_HOME to one of yours"
+    # In a sticky folder others cannot rename or remove files.
+    if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
+        others = "every user" if status.st_mode & 0o002 else "its group"
+        return f"{folder} can be written by {others}, who could replace models in it: chmod go-w {quoted(folder)}"
+    return None
 
 
 def part_of_home(name: str) -> Path:
