@@ -2,8 +2,8 @@
 
 A power cut leaves the old or the new state. And a folder may come from a stranger, so no access leads out of it: files
 are opened without following symbolic links, temporary files are removed and then created exclusively, and
-`require_plain` rejects folders with pipes, devices or links out of them. Files of a run are readable for their owner
-only (`PRIVATE_FILE`); the umask decides about outputs that users name (`SHARED_FILE`).
+`require_plain` rejects folders with pipes, devices or links out of them. Files of a run and outputs with texts are
+readable for their owner only (`PRIVATE_FILE`); the umask decides about models (`SHARED_FILE`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TextIO
 
 from gptj_ft.errors import DataError, GptjFtError, ResourceError
+from gptj_ft.system.plain_text import quoted
 
 # Errors of file systems without hard links (FAT, some network and FUSE file systems), or with no room for one more.
 NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK, errno.EACCES}
@@ -56,6 +57,8 @@ def is_leftover(name: str) -> bool:
 def open_file(path: Path, flags: int, mode: int = PRIVATE_FILE) -> int:
     """Open a regular file without following a symbolic link; raise `DataError` if it is anything else.
 
+    A file with other hard links is opened for reading only.
+
     Args:
         flags: flags of `os.open`.
         mode: permissions of a new file, before the umask.
@@ -68,10 +71,16 @@ def open_file(path: Path, flags: int, mode: int = PRIVATE_FILE) -> int:
             raise DataError(_not_a_file(path)) from error
         raise
     # Check the open file, not its name, which may mean another file by now.
-    kind = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(kind):
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
         raise DataError(_not_a_file(path))
+    if status.st_nlink > 1 and flags & os.O_ACCMODE != os.O_RDONLY:
+        os.close(descriptor)
+        raise DataError(
+            f"{path} is hard-linked: writing to it would change a file elsewhere, and nothing was written; replace it by "
+            f"a copy: cp -p {quoted(path)} copy && mv copy {quoted(path)}"
+        )
     return descriptor
 
 
