@@ -16,6 +16,7 @@ import pytest
 
 from gptj_ft.config.resolve import resolve
 from gptj_ft.data.readers.records import read_rows
+from gptj_ft.data.readers.rows import Findings
 from gptj_ft.data.readers.source import FileOptions, ReadLimits, identify
 from gptj_ft.errors import DataError, UsageError
 
@@ -67,6 +68,14 @@ def test_oversized_record_is_rejected_in_little_memory(name: str, packing: str, 
     assert rest.startswith("record longer than 65536 bytes; ")
     assert rest.endswith("--set max_record=131072")
     assert peak < MANY
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.txt"])
+def test_many_blank_lines_are_rejected_soon(name: str, tmp_path: Path) -> None:
+    (path := tmp_path / name).write_bytes({"a.csv": TABLE}.get(name, GOOD) + (b"\n" * 10 + GOOD) + b" \n" * 12)
+    options = FileOptions(encoding="utf-8", limits=ReadLimits(blank_lines=11))
+    with pytest.raises(DataError, match=rf"{name}:\d+: 11 blank lines in succession; the file may be damaged: remove"):
+        list(read_rows(identify(path, options), Findings(9)))
 
 
 def test_record_limit_is_an_option(tmp_path: Path) -> None:

@@ -121,14 +121,22 @@ def _pieces(file: File) -> Iterator[bytes]:
 
 def numbered_lines(file: File, findings: Findings) -> Iterator[tuple[int, str]]:
     """Yield (number, line with its ending). Lines end at ``\\n`` only, as in JSON lines."""
-    number = blank = 0
+    number = blank = blank_lines = 0
     most = file.options.max_record
     with opened_text(file, findings) as opened:
         # One byte above the limit shows that a line is too long without reading all of it.
         while raw := opened.readline(most + 1):
             number += 1
             # A few compressed kilobytes can hold gigabytes of blank lines: limit them like a record.
-            blank = blank + len(raw) if raw.isspace() else 0
+            if raw.isspace():
+                blank, blank_lines = blank + len(raw), blank_lines + 1
+                if blank_lines > file.options.limits.blank_lines:
+                    raise DataError(
+                        f"{file.path}:{number}: {blank_lines - 1:,} blank lines in succession; the file may be damaged: "
+                        "remove them"
+                    )
+            else:
+                blank = blank_lines = 0
             if len(raw) > most or blank > most:
                 raise too_long(file, number)
             line = _without_mark(raw, file, findings) if number == 1 else raw

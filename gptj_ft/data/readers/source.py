@@ -150,6 +150,7 @@ class ReadLimits:
     sheet_piece: int = 2**24  # bytes of a row or text
     other_parts: int = 2**26  # bytes of all other parts
     document: int = 2**28  # bytes of a Word document with its pictures
+    blank_lines: int = 2**22  # in succession, a second or two
     parquet: int = 2**30  # bytes of a compressed Parquet file, which is decompressed in memory
 
 
