@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from itertools import islice
+from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ COMMIT = "commit.json"  # last step of a run from disk, in its state folder
 MERGED = "merged"  # model with the adapter merged in, next to the adapter
 MANIFEST = "manifest.json"  # written last: marks a checkpoint as complete
 STEP_FOLDER = re.compile(r"step-([0-9]{1,18})")  # folder of a checkpoint
+MOST_GAPS = 9  # in a message
 START = "start"  # reserved name: the state before step 1
 
 
@@ -179,9 +180,14 @@ class Run:
                 problems.append(f"{self.metrics_file}:{number}: damaged line after step {before}")
             else:
                 before = line["step"]
-        # The first nine, without listing all: a damaged step may be huge.
-        if missing := [*islice((at for at in range(1, max([step, *steps]) + 1) if at not in steps), 9)]:
-            problems.append(f"{self.metrics_file}: no line for step {', '.join(map(str, missing))}")
+        # Gaps between steps, without listing them: a damaged step may be huge.
+        ends = sorted({0, *steps, max([step, *steps]) + 1})
+        gaps = [(last + 1, first - 1) for last, first in pairwise(ends) if first > last + 1]
+        if gaps:
+            named = ", ".join(f"{first} to {last}" if last > first else str(first) for first, last in gaps[:MOST_GAPS])
+            many, count = "" if gaps == [(gaps[0][0],) * 2] else "s", sum(last - first + 1 for first, last in gaps)
+            total = f"{', ...' * (len(gaps) > MOST_GAPS)} ({count:,} of {ends[-1] - 1:,})"
+            problems.append(f"{self.metrics_file}: no line for step{many} {named}{total}")
         return problems
 
     def _metrics_lines(self) -> Iterator[tuple[bytes, dict[str, Any] | None]]:

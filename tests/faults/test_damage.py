@@ -171,9 +171,21 @@ def test_damaged_metrics_line_is_kept_and_reported(here: Path, shell: Shell) -> 
     done = shell("finetune --resume disk")
     assert done.code == 0, done.err
     assert "disk/metrics.jsonl:3: damaged line after step 1" in done.err
-    assert "disk/metrics.jsonl: no line for step 2" in done.err
+    assert "disk/metrics.jsonl: no line for step 2 (1 of " in done.err
     assert file.read_bytes().split(b"\n")[2] == damaged
     assert_same_weights(weights_of(here / "disk/model"), weights_of(here / "disk-done/model"))
+
+
+@pytest.mark.parametrize(
+    ("left", "message"),
+    [([1, 2, 3, 40], "steps 4 to 39 (36 of 40)"), ([], "steps 1 to 30 (30 of 30)"), ([*range(2, 31)], "step 1 (1 of 30)"),
+     ([*range(1, 40, 2)], "steps 2, 4, 6, 8, 10, 12, 14, 16, 18, ... (19 of 39)"), ([*range(1, 31)], "")],
+)  # fmt: skip
+def test_missing_steps_are_named(tmp_path: Path, left: list[int], message: str) -> None:
+    run = Run(tmp_path)
+    lines = [json.dumps({"step": step, "loss": 1.0}) + "\n" for step in left]
+    run.metrics_file.write_text("".join(lines))
+    assert run.metrics_problems(30) == [f"{run.metrics_file}: no line for {message}"][: bool(message)]
 
 
 def test_altered_tuned_model_is_rejected(here: Path, shell: Shell) -> None:
