@@ -124,9 +124,7 @@ def make_tiny(
     architecture = Architecture(family, family.read_config(raw), raw)
     with scratch_folder() as temporary:
         _save_tokenizer(temporary, tokenizer, architecture.config.n_positions)
-        write_model(
-            folder, architecture, _random_layers(architecture, seed), dtype=torch.float32, source=temporary
-        )
+        write_model(folder, architecture, _random_layers(architecture, seed), dtype=torch.float32, source=temporary)
     return folder
 
 

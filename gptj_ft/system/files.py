@@ -78,8 +78,8 @@ def open_file(path: Path, flags: int, mode: int = PRIVATE_FILE) -> int:
     if status.st_nlink > 1 and flags & os.O_ACCMODE != os.O_RDONLY:
         os.close(descriptor)
         raise DataError(
-            f"{path} is hard-linked: writing to it would change a file elsewhere, and nothing was written; replace it by "
-            f"a copy: cp -p {quoted(path)} copy && mv copy {quoted(path)}"
+            f"{path} is hard-linked: writing to it would change a file elsewhere, and nothing was written; replace it "
+            f"by a copy: cp -p {quoted(path)} copy && mv copy {quoted(path)}"
         )
     return descriptor
 

@@ -178,7 +178,8 @@ def test_damaged_metrics_line_is_kept_and_reported(here: Path, shell: Shell) -> 
 
 @pytest.mark.parametrize(
     ("left", "message"),
-    [([1, 2, 3, 40], "steps 4 to 39 (36 of 40)"), ([], "steps 1 to 30 (30 of 30)"), ([*range(2, 31)], "step 1 (1 of 30)"),
+    [([1, 2, 3, 40], "steps 4 to 39 (36 of 40)"), ([], "steps 1 to 30 (30 of 30)"),
+     ([*range(2, 31)], "step 1 (1 of 30)"),
      ([*range(1, 40, 2)], "steps 2, 4, 6, 8, 10, 12, 14, 16, 18, ... (19 of 39)"), ([*range(1, 31)], "")],
 )  # fmt: skip
 def test_missing_steps_are_named(tmp_path: Path, left: list[int], message: str) -> None:

@@ -24,7 +24,7 @@ def test_killed_process_leaves_no_scratch_folder(tmp_path: Path) -> None:
             os.kill(os.getpid(), 9)
     os.read(reader, 1)
     os.waitpid(child, 0)
-    (left,) = tmp_path.iterdir()
+    assert [path.name for path in next(tmp_path.iterdir()).iterdir()] == ["text"], "killed"
     with scratch_folder(tmp_path) as folder:
         assert list(tmp_path.iterdir()) == [folder]
         assert folder.stat().st_mode & 0o777 == 0o700
@@ -47,19 +47,20 @@ def test_foreign_folders_are_never_scratch(tmp_path: Path) -> None:
     remove_abandoned(tmp_path / "missing")
 
 
-@pytest.mark.parametrize("name", [LOCK, "log.txt", "metrics.jsonl"])
+WRITES = {
+    LOCK: lambda path: locked(path.parent, "training").__enter__(),
+    "log.txt": appending,
+    "metrics.jsonl": lambda path: JsonLines(path).append({"step": 1}),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
 def test_hard_linked_file_is_not_written(tmp_path: Path, name: str) -> None:
     (tmp_path / "run").mkdir()
     (outside := tmp_path / "outside").write_text("kept\n")
     os.link(outside, path := tmp_path / "run" / name)
     with pytest.raises(DataError, match=rf"{name} is hard-linked: .*cp -p .*/{name} copy && mv copy .*/{name}$"):
-        if name == LOCK:
-            with locked(path.parent, "training"):
-                pass
-        elif name == "log.txt":
-            appending(path)
-        else:
-            JsonLines(path).append({"step": 1})
+        WRITES[name](path)
     assert outside.read_text() == "kept\n"
 
 

@@ -132,8 +132,8 @@ def numbered_lines(file: File, findings: Findings) -> Iterator[tuple[int, str]]:
                 blank, blank_lines = blank + len(raw), blank_lines + 1
                 if blank_lines > file.options.limits.blank_lines:
                     raise DataError(
-                        f"{file.path}:{number}: {blank_lines - 1:,} blank lines in succession; the file may be damaged: "
-                        "remove them"
+                        f"{file.path}:{number}: {blank_lines - 1:,} blank lines in succession; the file may be "
+                        "damaged: remove them"
                     )
             else:
                 blank = blank_lines = 0
