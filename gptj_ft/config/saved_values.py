@@ -138,6 +138,51 @@ class BaseDigests(Saved):
     __pydantic_extra__: dict[Name, _SampledFile] = Field(init=False)
 
 
+class _Occurrences(Saved):
+    """See `rows.Occurrences`."""
+
+    count: Count
+    first: Annotated[list[Text], Field(max_length=1000)]
+
+
+class _Settings(Saved):
+    """See `dataset.settings_of`; most are only compared with those of a recipe, which are checked."""
+
+    model_config = ConfigDict(extra="allow")
+    max_length: Annotated[int, Field(ge=1, lt=2**31)]
+    template_date: Name = ""
+
+
+class RowsCount(Saved):
+    """Size of prepared rows, in manifests of earlier versions, too."""
+
+    model_config = ConfigDict(extra="allow")
+    windows: Count
+
+
+class RowsReport(RowsCount):
+    """Manifest of prepared rows, see `dataset.Report`."""
+
+    files: Annotated[list[Text], Field(max_length=1_000_000)]
+    rows_read: Count
+    rows_kept: Count
+    rows_skipped: Annotated[dict[Text, _Occurrences], Field(max_length=10_000)]
+    warnings: Annotated[dict[Text, _Occurrences], Field(max_length=10_000)]
+    rows_cut: Count
+    tokens_cut: Count
+    tokens: Count
+    target_tokens: Count
+    longest: Count
+    columns: Annotated[dict[Text, Text], Field(max_length=10_000)]
+    data_sha256: Name
+    tokenizer_sha256: Name
+    notes: Annotated[list[Text], Field(max_length=10_000)]
+    settings: _Settings
+    labels: Annotated[list[Text], Field(max_length=100_000)] = []
+    label_counts: Annotated[list[Count], Field(max_length=100_000)] = []
+    rows_xxh3_128: Annotated[dict[Name, Name], Field(min_length=1, max_length=1)]
+
+
 def is_valid(kind: type[Saved], values: Mapping[str, Any]) -> bool:
     """Tell whether values are of their declared types, ranges and lengths."""
     try:
@@ -147,8 +192,13 @@ def is_valid(kind: type[Saved], values: Mapping[str, Any]) -> bool:
     return True
 
 
-def checked(kind: type[Saved], values: dict[str, Any], path: Path) -> dict[str, Any]:
+def checked(
+    kind: type[Saved], values: dict[str, Any], path: Path, advice: str = "restore it from a copy"
+) -> dict[str, Any]:
     """Return values of a file unchanged.
+
+    Args:
+        advice: end of the message.
 
     Raises:
         DataError: a value is not of its declared type, range or length.
@@ -158,7 +208,7 @@ def checked(kind: type[Saved], values: dict[str, Any], path: Path) -> dict[str, 
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]
         where = shortened(".".join(map(str, problem["loc"])), 80)
-        raise DataError(f"{path} is damaged: {where}: {problem['msg']}; restore it from a copy") from error
+        raise DataError(f"{path} is damaged: {where}: {problem['msg']}; {advice}") from error
     except (OverflowError, RecursionError) as error:
-        raise DataError(f"{path} is damaged: {error}; restore it from a copy") from error
+        raise DataError(f"{path} is damaged: {error}; {advice}") from error
     return values

@@ -12,6 +12,7 @@ from typing import Any
 import xxhash
 
 from gptj_ft.config.options import Recipe
+from gptj_ft.config.saved_values import RowsReport, checked
 from gptj_ft.data.chat_template import has_template
 from gptj_ft.data.columns import is_column_for
 from gptj_ft.data.readers.rows import Occurrences
@@ -133,7 +134,8 @@ def load_dataset(folder: Path) -> Prepared:
         manifest = read_json(folder / ROWS_MANIFEST)
         if manifest.get("version") not in READABLE:
             raise DataError(f"{folder}: prepared by version {manifest.get('version')}, this is {VERSION}; {again}")
-        report = Report.from_dict(unsealed(manifest, folder / ROWS_MANIFEST))
+        path = folder / ROWS_MANIFEST
+        report = Report.from_dict(checked(RowsReport, unsealed(manifest, path), path, again))
         ((name, digest),) = manifest[ROWS_DIGESTS].items()
         # Verify before opening: Arrow trusts the offsets in a file.
         if Path(name).name != name or not (folder / name).is_file() or digest_of_file(folder / name) != digest:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gptj_ft.config.run_folder import COMMIT, MANIFEST, Run
+from gptj_ft.config.saved_values import RowsCount, checked
 from gptj_ft.errors import GptjFtError, UsageError
 from gptj_ft.system import files
 from gptj_ft.system.digests import read_json
@@ -89,10 +90,10 @@ def summarize_run(run: Run) -> Summary:
         recipe = run.recipe()
         name = recipe.recipe
         rows = run.data / "train" / MANIFEST
-        steps = recipe.num_steps(read_json(rows)["windows"]) if rows.is_file() else None
+        steps = recipe.num_steps(checked(RowsCount, read_json(rows), rows)["windows"]) if rows.is_file() else None
         commit = run.last_commit()
         step = commit["step"] if commit else max(checkpoints, default=0)
-    except (GptjFtError, KeyError) as error:
+    except GptjFtError as error:
         problem = str(error)
     # While a process trains, metrics are newer than the last checkpoint.
     if is_finished or worker:

@@ -30,7 +30,7 @@ HOSTILE = (
     None, True, [], [1], [[]], {}, {"a": 1}, {"step": 10**12},
 )  # fmt: skip
 LIMIT_SECONDS = 30
-CHECKED = ("metrics.jsonl", "commit.json", "run.json", "base.json", "environment.json")
+CHECKED = ("metrics.jsonl", "commit.json", "run.json", "base.json", "environment.json", "manifest.json")
 COMMANDS = (
     "runs verify {run}", "runs list {run} --json", "report {run}", "runs export {run} --output exported",
     "finetune --resume {run} --quiet",
@@ -97,6 +97,9 @@ FOUND = [
     ("host", "checkpoints/step-000002/manifest.json", ("facts", "loss_scale", "growth_tracker"), "9", "growth_tracker"),
     ("host", "run.json", ("saved",), "../../x", "run.json is damaged: saved: "),
     ("host", "base.json", ("config.json",), [], "base.json is damaged: config.json: "),
+    ("host", "data/train/manifest.json", ("windows",), -1, "manifest.json is damaged: windows: "),
+    ("host", "data/train/manifest.json", ("settings", "max_length"), "x", "damaged: settings.max_length: "),
+    ("host", "data/train/manifest.json", ("rows_skipped",), {"a": {"count": [], "first": []}}, "skipped.a.count: "),
 ]
 
 
@@ -122,6 +125,17 @@ def test_scores_of_no_items_are_not_damage(made: Path, tmp_path: Path, monkeypat
     for command in ("runs verify", "finetune --resume"):
         outcome = shell(f"{command} disk")
         assert outcome.code == 0, outcome.said
+
+
+@pytest.mark.parametrize("value", ["x", [], -1, 10**400])
+def test_listed_runs_have_checked_sizes(value: Any, made: Path, tmp_path: Path, monkeypatch: Any, shell: Shell) -> None:
+    monkeypatch.setenv("GPTJ_FT_HOME", str(made / "home"))
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(made / "host", "host")
+    set_value(Path("host/data/train/manifest.json"), -1, ("windows",), value)
+    (listed,) = shell("runs list host --json").json["runs"]
+    assert listed["steps"] is None
+    assert "manifest.json is damaged: windows: " in listed["problem"]
 
 
 @pytest.mark.slow
