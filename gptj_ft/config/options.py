@@ -44,6 +44,9 @@ def parse_duration(value: object) -> object:
 Duration = Annotated[float, BeforeValidator(parse_duration), Field(gt=0.0)]
 
 
+# Bounds that no run reaches; beyond them, a recipe from somebody else could exhaust the memory or overflow.
+MOST_STEPS, MOST_EPOCHS = 10**9, 10**6
+MOST_THREADS, MOST_RANKS = 4096, 10_000
 # A thousand times GPT-J's context; published corpora that are one long line are not larger.
 MOST_RECORD_BYTES = 256 * 2**20
 SIZE_UNITS = {"": 1, "B": 1, "MB": 10**6, "MiB": 2**20, "GB": 10**9, "GiB": 2**30, "TB": 10**12, "TiB": 2**40}
@@ -111,7 +114,7 @@ _NOT_OF_TRANSFORMERS = {"temperature", "top_p", "top_k", "min_p", "stop", "end_t
 class Generation(Options):
     """Generation settings: defaults of `evaluate` and `generate`."""
 
-    max_new_tokens: int = Field(128, ge=1)
+    max_new_tokens: int = Field(128, ge=1, lt=2**31)
     """maximum number of generated tokens"""
     temperature: float = Field(0.0, ge=0.0)
     """0 decodes greedily; above 0 samples"""
@@ -196,7 +199,7 @@ class SchedulePiece(Options):
     """fraction of lr at the first step of the piece; null: the end of the previous piece, or 0"""
     end: Fraction
     """fraction of lr after the last step of the piece; kept if no piece follows"""
-    steps: int = Field(ge=1)
+    steps: int = Field(ge=1, le=MOST_STEPS)
     """optimizer steps of the piece"""
 
     @model_validator(mode="after")
@@ -357,10 +360,10 @@ class Recipe(Options):
     """fill windows of max_length with several documents of plain text; apart: attention stays inside each document;
     joined: it crosses them
     """
-    max_length: Annotated[int, FlagSpec(set_by_presets=True)] = Field(2048, ge=2)
+    max_length: Annotated[int, FlagSpec(set_by_presets=True)] = Field(2048, ge=2, lt=2**31)
     """maximum tokens of prompt, answer and EOS together; for rows of token ids, of inputs"""
 
-    stride: int = Field(128, ge=0)
+    stride: int = Field(128, ge=0, lt=2**31)
     """tokens shared by consecutive windows of a long text, for token-labels and spans"""
 
     # Reading the head's output
@@ -392,13 +395,13 @@ class Recipe(Options):
     lora: LoRA = Field(default_factory=LoRA)  # type: ignore[arg-type]
     train: Annotated[Names, FlagSpec(metavar="PATTERN", in_more=True)] = ()
     """parameters to train, as shell patterns of Hugging Face's names (h.2[0-7].*,lm_head.*); empty: all"""
-    epochs: Annotated[float, FlagSpec(set_by_presets=True)] = Field(1.0, gt=0.0)
+    epochs: Annotated[float, FlagSpec(set_by_presets=True)] = Field(1.0, gt=0.0, le=MOST_EPOCHS)
     """passes over the rows; a fraction of a step rounds up"""
-    max_steps: Annotated[int | None, FlagSpec(set_by_presets=True)] = Field(None, ge=1)
+    max_steps: Annotated[int | None, FlagSpec(set_by_presets=True)] = Field(None, ge=1, le=MOST_STEPS)
     """optimizer steps; overrides epochs"""
-    batch_size: Annotated[int, FlagSpec(set_by_presets=True)] = Field(16, ge=1)
+    batch_size: Annotated[int, FlagSpec(set_by_presets=True)] = Field(16, ge=1, le=MOST_STEPS)
     """rows per optimizer step"""
-    micro_batch_tokens: int = Field(2048, ge=1)
+    micro_batch_tokens: int = Field(2048, ge=1, lt=2**31)
     """tokens computed at once; changes memory and rounding, never the batch"""
     lr: Annotated[float, FlagSpec(set_by_presets=True)] = Field(1e-5, gt=0.0)
     """peak learning rate"""
@@ -413,7 +416,7 @@ class Recipe(Options):
     """linear, cosine, constant or inverse_sqrt after the warm-up; or a list of pieces (shape, start, end, steps),
     which replace warmup and final_lr
     """
-    warmup: float = Field(0.1, ge=0.0)
+    warmup: float = Field(0.1, ge=0.0, le=MOST_STEPS)
     """below 1: fraction of all steps; from 1: number of steps"""
     final_lr: Fraction = 0.1
     """learning rate at the last step, as a fraction of the peak; 0 would be reached a step later, so that each step
@@ -476,7 +479,7 @@ class Recipe(Options):
     """where the inputs of recomputed layers wait for backward"""
     read_ahead: int = Field(1, ge=0, le=8)
     """layers read ahead"""
-    threads: int | None = Field(None, ge=1)
+    threads: int | None = Field(None, ge=1, le=MOST_THREADS)
     """CPU threads per process, which decide the last bits; null: the cores, divided among the processes of a
     machine
     """
@@ -484,11 +487,11 @@ class Recipe(Options):
     """work of each process, if there are several: some layers with their state, or some rows of each step and a
     whole model
     """
-    replicas: int | None = Field(None, ge=1)
+    replicas: int | None = Field(None, ge=1, le=MOST_RANKS)
     """with share: layers, number of process groups that each have the whole model and share the rows of a step;
     null: 1
     """
-    lanes: int | None = Field(None, ge=1)
+    lanes: int | None = Field(None, ge=1, le=MOST_RANKS)
     """partial sums of a step's gradient, a multiple of replicas; decides the last bits; null: one per replica"""
 
     mirror: bool = False
@@ -497,7 +500,7 @@ class Recipe(Options):
     """
 
     # Output
-    validate_every: Annotated[int, FlagSpec(in_more=True)] = Field(0, ge=0)
+    validate_every: Annotated[int, FlagSpec(in_more=True)] = Field(0, ge=0, le=MOST_STEPS)
     """steps between validations; 0: only before and after training"""
     sample_rows: int = Field(0, ge=0)
     """validation rows answered and scored by `metrics` at each validation; 0: none"""
@@ -505,7 +508,7 @@ class Recipe(Options):
     """criterion of the best state: validation_loss, or a score of the sample_rows"""
     patience: int | None = Field(None, ge=1)
     """stop after this many validations without a better state; null: never"""
-    save_every: Annotated[int, FlagSpec(in_more=True)] = Field(0, ge=0)
+    save_every: Annotated[int, FlagSpec(in_more=True)] = Field(0, ge=0, le=MOST_STEPS)
     """steps between checkpoints; 0: by time only. A run from disk never loses a step"""
     keep: Annotated[Keep, FlagSpec(in_more=True)] = ("last",)
     """checkpoints to keep: last, best (see best_by), all of save_every, or the newest N of them"""

@@ -12,10 +12,10 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from gptj_ft.config.options import MOST_STEPS
 from gptj_ft.errors import DataError
 from gptj_ft.system.plain_text import shortened
 
-MOST_STEPS = 10**9  # of a run; at a millisecond each, 12 days
 Step = Annotated[int, Field(ge=0, le=MOST_STEPS)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Positive = Annotated[float, Field(ge=0.0)]

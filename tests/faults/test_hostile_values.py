@@ -138,6 +138,25 @@ def test_listed_runs_have_checked_sizes(value: Any, made: Path, tmp_path: Path, 
     assert "manifest.json is damaged: windows: " in listed["problem"]
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("threads", 10**9), ("replicas", 10**18), ("epochs", 1e308), ("max_steps", 10**12), ("max_length", 2**40)],
+)
+def test_hostile_option_of_run_is_named(
+    option: str, value: float, made: Path, tmp_path: Path, monkeypatch: Any, shell: Shell
+) -> None:
+    monkeypatch.setenv("GPTJ_FT_HOME", str(made / "home"))
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(made / "host", "host")
+    file = Path("host/recipe.yaml")
+    lines = [line for line in file.read_text().splitlines() if not line.startswith(f"{option}:")]
+    file.unlink()
+    file.write_text("\n".join([*lines, f"{option}: {value}", ""]))
+    done = shell("finetune --resume host")
+    assert (done.code, f"recipe: {option}: Input should be less than" in done.said) == (2, True), done.said
+    assert f"{option}: Input should be" in shell("runs list host --json").json["runs"][0]["problem"]
+
+
 @pytest.mark.slow
 def test_random_hostile_values_end_in_a_line(made: Path, tmp_path: Path, monkeypatch: Any, shell: Shell) -> None:
     monkeypatch.setenv("GPTJ_FT_HOME", str(made / "home"))
