@@ -76,11 +76,43 @@ class SavedState(Saved):
     update: _Update | None = None
 
 
+SavedName = Annotated[str, Field(pattern=r"^(state/commit|checkpoints/step-[0-9]{1,18}/manifest)[.]json$")]
+LayerName = Annotated[str, Field(pattern=r"^[0-9]{1,5}$")]
+Layers = Annotated[list[Annotated[int, Field(ge=0, lt=100_000)]], Field(max_length=100_000)]
+
+
 class Record(Saved):
     """``run.json``."""
 
     recipe: dict[Name, Any]  # compared with the recipe of the run, which is checked
-    saved: Annotated[str, Field(pattern=r"^(state/commit|checkpoints/step-[0-9]{1,18}/manifest)[.]json$")] | None
+    saved: SavedName | None
+
+
+class PeerStates(Saved):
+    """States of a run on another rank, see `migrate`."""
+
+    commit: SavedState | None
+    manifests: dict[Annotated[str, Field(pattern=r"^[0-9]{1,18}$")], SavedState]
+    noted: SavedName | None
+
+
+class PeerLayers(Saved):
+    """Layers of which another rank has a file."""
+
+    has: Layers
+
+
+class PeerStamps(Saved):
+    """Steps of the files of layers on another rank."""
+
+    layer: dict[LayerName, Step]
+    gradient: dict[LayerName, Step] = {}
+
+
+class PeerBest(Saved):
+    """Manifest of the best checkpoint on another rank."""
+
+    manifest: SavedState | None
 
 
 class MetricsLine(Saved):
@@ -193,11 +225,12 @@ def is_valid(kind: type[Saved], values: Mapping[str, Any]) -> bool:
 
 
 def checked(
-    kind: type[Saved], values: dict[str, Any], path: Path, advice: str = "restore it from a copy"
+    kind: type[Saved], values: dict[str, Any], path: Path | str, advice: str = "restore it from a copy"
 ) -> dict[str, Any]:
     """Return values of a file unchanged.
 
     Args:
+        path: file, or other source of the values, for the message.
         advice: end of the message.
 
     Raises:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from gptj_ft.config.run_folder import COMMIT, MANIFEST, Run, owner_of
+from gptj_ft.config.saved_values import PeerBest, PeerLayers, PeerStamps, PeerStates, Saved, checked
 from gptj_ft.distributed.files import recv_file, send_file
 from gptj_ft.distributed.pipeline import Partition
 from gptj_ft.errors import DataError
@@ -45,7 +47,7 @@ class Migration:
         commit, checkpoints = run.last_commit(), run.whole_checkpoints()
         manifests = {str(step): run.manifest(step) for step in checkpoints}
         noted = run.record()["saved"] if run.record_file.is_file() else None
-        messages = group.gather("saved", {"commit": commit, "manifests": manifests, "noted": noted})
+        messages = self._gather("saved", PeerStates, {"commit": commit, "manifests": manifests, "noted": noted})
         commits = [each["commit"] for each in messages if each["commit"]]
         last = max(commits, key=lambda each: int(each["step"]), default=None)
         lost = dict[Path, tuple[int, list[int]]]()  # incomplete states, newest first: step and missing layers
@@ -92,6 +94,16 @@ class Migration:
             raise DataError(self._lost_message(path.parent, step, missing))
         return ResumePoint(None, None)
 
+    def _gather(self, topic: str, kind: type[Saved], facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the facts of every rank.
+
+        Raises:
+            DataError: a value of a rank is not of its declared type, range or length.
+        """
+        advice = "start the run again, and check that rank's machine"
+        messages = enumerate(self._group.gather(topic, facts))
+        return [checked(kind, each, f"the message '{topic}' of rank {rank}", advice) for rank, each in messages]
+
     def _stamps(self, folder: Path, prefix: str) -> dict[int, int]:
         """Return the step of each layer file in a local folder."""
         stamps = ((layer, stamp_of(layer_path(folder / prefix, layer))) for layer in self._trained)
@@ -100,7 +112,7 @@ class Migration:
     def _missing_layers(self, folder: Path, steps: Sequence[int]) -> list[int]:
         """Return the layers of which no rank has a file of one of these steps."""
         local = [layer for layer, stamp in self._stamps(folder, "layer").items() if stamp in steps]
-        messages = self._group.gather("layers of a step", {"has": local})
+        messages = self._gather("layers of a step", PeerLayers, {"has": local})
         return sorted(set(self._trained) - {layer for each in messages for layer in each["has"]})
 
     def _fetch_best(self, saved: Mapping[str, object]) -> int:
@@ -110,7 +122,7 @@ class Migration:
             return 0
         folder = run.checkpoint(best.step)
         is_local = (folder / MANIFEST).is_file()
-        messages = self._group.gather("best state", {"manifest": run.manifest(best.step) if is_local else None})
+        messages = self._gather("best state", PeerBest, {"manifest": run.manifest(best.step) if is_local else None})
         manifest = next((each["manifest"] for each in messages if each["manifest"]), None)
         if manifest is None or self._missing_layers(folder, (best.step,)):
             return 0
@@ -133,9 +145,8 @@ class Migration:
         """
         group, moved = self._group, 0
         local = {prefix: self._stamps(folder, prefix) for prefix in prefixes}
-        stamps_by_rank = group.gather(
-            "layers", {prefix: {str(at): stamp for at, stamp in stamps.items()} for prefix, stamps in local.items()}
-        )
+        facts = {prefix: {str(at): stamp for at, stamp in stamps.items()} for prefix, stamps in local.items()}
+        stamps_by_rank = self._gather("layers", PeerStamps, facts)
         valid = (step, step - 1) if "gradient" in prefixes else (step,)
         newest, sources = dict[int, int](), dict[int, int]()
         for layer in self._trained:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from support.family_shapes import FIRST_SHAPES
 from support.small_run import assert_same_weights, weights_of
 from support.thread_group import Member, together
 
+from gptj_ft.config.options import Recipe
 from gptj_ft.config.resolve import build
 from gptj_ft.config.run_folder import Run
 from gptj_ft.data.batches import Rows
@@ -833,3 +835,30 @@ def test_shared_session_works_like_command(models, tmp_path) -> None:
     results = together(2, work)
     assert results[0].loss_after == results[1].loss_after
     assert results[0].steps == STEPS
+
+
+STATE = {"step": 3, "facts": {}}
+SOUND = {"commit": None, "manifests": {}, "noted": None}
+
+
+@pytest.mark.parametrize(
+    ("topic", "message", "where"),
+    [
+        ("saved", {**SOUND, "commit": {"step": 10**12, "facts": {}}}, "commit.step"),
+        ("saved", {**SOUND, "commit": {**STATE, "facts": {"updates_before": "x"}}}, "commit.facts.updates_before"),
+        ("saved", {**SOUND, "manifests": {"../3": STATE}}, "manifests.../3.[key]"),
+        ("saved", {**SOUND, "noted": "../../run"}, "noted"),
+        ("saved", {"commit": None}, "manifests"),
+        ("layers of a step", {"has": ["x"]}, "has.0"),
+    ],
+)
+def test_hostile_state_of_peer_is_named(topic: str, message: Any, where: str, tmp_path: Path) -> None:
+    def gather(name: str, facts: Any) -> list[Any]:
+        others = {"saved": {**SOUND, "commit": STATE}}.get(name, facts)
+        return [facts, message if name == topic else others]
+
+    partition = SimpleNamespace(group=SimpleNamespace(gather=gather))
+    setup = SimpleNamespace(whole=SimpleNamespace(trained=[]), recipe=Recipe())
+    migration: Any = migrate.Migration(setup, Run(tmp_path), partition)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=re.escape(f"the message '{topic}' of rank 1 is damaged: {where}: ")):
+        migration.find_resume_point()
