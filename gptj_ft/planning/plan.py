@@ -111,11 +111,13 @@ class Plan(MemoryForecast):
         """Bytes and seconds by rates alone, with the best number of deferred blocks; good enough to rank placements."""
         placement, workload, rates = self.placement, self.workload, self.rates
         costs = self._cost(0)
-        can_defer = placement.weights != "device" and placement.optimizer_state != "device"  # see `PendingUpdates`
+        # See `OffloadedModel.can_defer`: weights are written only, if a master copy is read instead.
+        has_master = "master" in stored_kinds(placement, workload, self.recipe)
+        can_defer = placement.optimizer_state != "device" and (placement.weights != "device" or has_master)
         if not can_defer or costs.forward.transfer_seconds(rates) <= costs.forward.compute_seconds(workload, rates):
             return costs
-        # Embedding, head and last block are never deferred.
-        every = self._cost(max(len(workload.layouts) - 3, 0))
+        # Embedding, head and last block are never deferred, and blocks in memory gain little.
+        every = self._cost(max(len(workload.layouts) - 3 - len(placement.in_memory), 0))
         options = [costs, every, *map(self._cost, _balanced(costs, every, workload, rates))]
         return min(options, key=lambda costs: costs.seconds_per_step)
 

@@ -79,9 +79,15 @@ class OffloadedModel:
         """Kinds that an update changes."""
         return tuple(dict.fromkeys(("weight", self.parameter, *MOMENTS)))
 
-    def updates_in_place(self, layer: int) -> bool:
-        """Tell whether an update of a layer changes a store's own memory."""
-        return any(self.stores[kind].own(kind, layer) is not None for kind in self.updated_kinds)
+    def can_defer(self, layer: int) -> bool:
+        """Tell whether a layer's update can be applied twice: it changes nothing that it reads before it writes."""
+        # Weights beside a master copy are only written: both updates write the same ones.
+        read: tuple[Kind, ...] = (self.parameter, *MOMENTS)
+        return all(self.stores[kind].own(kind, layer) is None for kind in read)
+
+    def is_split_off(self, layer: int) -> bool:
+        """Tell whether a layer stays in memory while others of a kind are on disk."""
+        return any(store.keeps(layer) for store in self.stores.values())
 
     def is_tied_source(self, layer: int) -> bool:
         """Tell whether another layer computes with trained parameters of this one."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Literal
 
 from gptj_ft.streaming.offloaded_model import OffloadedModel
@@ -54,11 +53,13 @@ class PendingUpdates:
                 applied again from there.
             num_deferred: number of leading local blocks to defer.
         """
-        # Never the last block: backward starts with its weights. Nor where updates change a store's memory in place:
-        # a second update would start from the result of the first.
-        blocks = [layer for layer in model.local_layers if 1 <= layer < len(model.layers) - 2]
-        deferrable = (layer for layer in blocks if not model.updates_in_place(layer))
-        return cls(step, set(), "grad" in model.stores, tuple(islice(deferrable, num_deferred)))
+        # Never the last block: backward starts with its weights. Those on disk first: they gain most.
+        blocks = (layer for layer in model.local_layers if 1 <= layer < len(model.layers) - 2)
+        stores = model.stores.values()
+        deferrable = sorted(
+            filter(model.can_defer, blocks), key=lambda layer: any(each.keeps(layer) for each in stores)
+        )
+        return cls(step, set(), "grad" in model.stores, tuple(sorted(deferrable[:num_deferred])))
 
 
 def training_tasks(model: OffloadedModel, pending: PendingUpdates) -> list[LayerTask]:

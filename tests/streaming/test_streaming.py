@@ -287,11 +287,23 @@ def test_every_split_of_six_layers(placement: Placement, memory: Any, tmp_path: 
 
 
 def test_deferred_updates_spare_layers_in_place(narrow_folder: Path, tmp_path: Path) -> None:
-    for memory, expected in (("device", (2,)), ("host", (1, 2))):
+    for memory, number, expected in (("device", 2, (2,)), ("host", 1, (2,)), ("host", 2, (1, 2))):
         places = Placement("host", "disk", in_memory=(1, 3), memory=memory)  # type: ignore[arg-type]
-        stack = open_training(narrow_folder, tmp_path / memory, places)
-        assert PendingUpdates.of(stack, 0, 2).deferred == expected
+        stack = open_training(narrow_folder, tmp_path / f"{memory}-{number}", places)
+        assert PendingUpdates.of(stack, 0, number).deferred == expected
         stack.close()
+
+
+@pytest.mark.parametrize("place", ["host", "disk"])
+@both_families
+def test_deferred_updates_rewrite_resident_weights(place: str, narrow_folder: Path, tmp_path: Path) -> None:
+    dtypes = training_dtypes(torch.bfloat16)
+    expected = train(open_training(narrow_folder, tmp_path, dtypes=dtypes), Recipe())
+    stack = open_training(narrow_folder, tmp_path, ("device", place), dtypes=dtypes)
+    assert PendingUpdates.of(stack, 0, 2).deferred == (1, 2)
+    assert_identical(train(stack, Recipe(), late=2), expected)
+    in_fp32 = open_training(narrow_folder, tmp_path / "fp32", ("device", place))
+    assert PendingUpdates.of(in_fp32, 0, 2).deferred == (), "the update reads the weights that it changes"
 
 
 @both_families

@@ -37,6 +37,10 @@ class LayerStore:
 
     digest_numel: int = 0  # elements per digest; 0: the store keeps no digests
 
+    def keeps(self, layer: int) -> bool:
+        """Tell whether a store that is split by layer keeps this one in memory."""
+        return False
+
     def part(self, layer: int) -> LayerStore:
         """Return the store that holds a layer: this one, unless it is split by layer."""
         return self

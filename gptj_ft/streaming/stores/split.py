@@ -29,6 +29,9 @@ class SplitStore(LayerStore):
     def __init__(self, memory: LayerStore, disk: LayerStore, in_memory: Container[int]) -> None:
         self._memory, self._disk, self._in_memory = memory, disk, in_memory
 
+    def keeps(self, layer: int) -> bool:
+        return layer in self._in_memory
+
     def part(self, layer: int) -> LayerStore:
         return self._memory if layer in self._in_memory else self._disk
 
