@@ -70,16 +70,21 @@ def setup_of(model: Path, folder: Path, group: Group = ALONE, **options: Any) ->
 
 
 def train_alone(model: Path, folder: Path, **options: Any) -> TrainResult:
-    run = begun(model, folder, **options)
-    return train(setup_of(model, folder, **options), run)
+    setup = setup_of(model, folder, **options)
+    return train(setup, started(Run(folder), setup))
 
 
 def begun(model: Path, folder: Path, **options: Any) -> Run:
     """Make the run folder unless it exists."""
     run = Run(folder)
+    return run if run.record_file.is_file() else started(run, setup_of(model, folder, **options))
+
+
+def started(run: Run, setup: TrainSetup) -> Run:
+    """Make the run folder with this setup's options unless it exists."""
     if not run.record_file.is_file():
-        folder.mkdir()
-        run.start_record(setup_of(model, folder, **options).recipe)
+        run.folder.mkdir()
+        run.start_record(setup.recipe)
     return run
 
 
