@@ -170,6 +170,40 @@ class BaseDigests(Saved):
     __pydantic_extra__: dict[Name, _SampledFile] = Field(init=False)
 
 
+Score = Annotated[float, Field(allow_inf_nan=True)] | None
+
+
+class _Evaluated(Saved):
+    """Scores of a model, see `Evaluation.to_dict`."""
+
+    model_config = ConfigDict(extra="allow")
+    model: Text
+    rows: Count
+    notes: Annotated[list[Text], Field(max_length=10_000)]
+    scores: dict[Name, Score]
+    intervals: dict[Name, Annotated[list[Score], Field(min_length=2, max_length=2)]]
+
+
+class _Sample(Saved):
+    """See `evaluation_page.row_samples`."""
+
+    place: Text
+    change: Text
+    texts: dict[Name, Text]
+
+
+class RecordedEvaluation(Saved):
+    """``evaluation.json``."""
+
+    model_config = ConfigDict(extra="allow")
+    model: _Evaluated
+    baseline: _Evaluated | None
+    differences: dict[Name, Annotated[dict[Name, Score], Field(min_length=3, max_length=3)]]
+    by_row: dict[Name, Any] | None
+    samples: dict[Name, Annotated[list[_Sample], Field(max_length=1000)]]
+    command: Text
+
+
 class _Occurrences(Saved):
     """See `rows.Occurrences`."""
 

@@ -444,6 +444,13 @@ def test_report_is_a_command(shell, tmp_path: Path) -> None:
         (runs[0] / "evaluation.json").write_text(text, encoding="utf-8")
         assert shell(f"report {runs[0]}").code == 3
         assert shell(f"report {runs[0]} {runs[1]} --output new.html").code == 3
+    model = {"model": "m", "rows": 1, "notes": [], "scores": {}, "intervals": {}}
+    sound = {"baseline": None, "differences": {}, "by_row": None, "samples": {}, "command": ""}
+    for part in ({"rows": 10**400}, {"scores": {"loss": "x"}}, {"intervals": {"loss": []}}, {"notes": ["x" * 10**6]}):
+        hostile = {**sound, "model": {**model, **part}}
+        (runs[0] / "evaluation.json").write_text(json.dumps(hostile), encoding="utf-8")
+        done = shell(f"report {runs[0]}")
+        assert (done.code, f"evaluation.json is damaged: model.{next(iter(part))}" in done.said) == (3, True), done.said
     (runs[0] / "evaluation.json").unlink()
     (runs[0] / "environment.json").write_text('{"command": 5}', encoding="utf-8")
     assert shell(f"report {runs[0]}").code == 3

@@ -18,6 +18,7 @@ from gptj_ft.cli.html.charts import Change, change_strip
 from gptj_ft.cli.html.label_tables import label_facts
 from gptj_ft.cli.html.names import apart_names, model_name, place_name, portable
 from gptj_ft.config.run_folder import write_json
+from gptj_ft.config.saved_values import RecordedEvaluation, checked
 from gptj_ft.evaluation.comparison import LOWER_IS_BETTER, ModelComparison
 from gptj_ft.evaluation.metrics import main_score
 from gptj_ft.evaluation.metrics.label_scores import LabelScores
@@ -166,7 +167,8 @@ def recorded_facts(run: Path) -> dict[str, Any] | None:
     """Return the evaluation recorded in a run folder, or ``None``."""
     if not (run / RECORD).is_file():
         return None
-    record = read_json(run / RECORD)
+    advice = "evaluate again, or remove it to get a page without scores"
+    record = checked(RecordedEvaluation, read_json(run / RECORD), run / RECORD, advice)
     comparison, model, baseline = comparison_in(record), record["model"], record["baseline"]
     return {
         **_compared_facts(comparison, record["by_row"], model["rows"]),
