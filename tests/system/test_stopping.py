@@ -623,3 +623,10 @@ def test_exploding_run_warns_terminal_and_log(model: Path, tmp_path: Path) -> No
     loop.train(session, run, TerminalReporter(Console(file=screen, width=500)))
     assert screen.getvalue().count("warning: the ") == 1
     assert "start a new one with a lower --lr" in (run.folder / "log.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_tests_reset_ignored_signals() -> None:
+    command = f"trap '' HUP INT TERM USR1; exec '{sys.executable}' -m pytest -q '{__file__}' -k second"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:]
