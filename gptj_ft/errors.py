@@ -135,3 +135,15 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return `` (did you mean 'x'?)`` for the nearest known name, or an empty string."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" (did you mean '{near[0]}'?)" if near else ""
+
+
+def panic_in_words(error: BaseException, place: object = "use") -> DataError | None:
+    """Return the error for a panic of the Rust library for tokenizers, which is no `Exception`; else ``None``.
+
+    Args:
+        place: folder of the tokenizer.
+    """
+    if type(error).__name__ != "PanicException":
+        return None
+    reason = " ".join(str(error).split())[:200] or "unknown"
+    return DataError(f"the tokenizer in {place} failed: {reason}; use the tokenizer.json of the original model")

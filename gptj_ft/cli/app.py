@@ -37,7 +37,7 @@ from gptj_ft.cli.commands import (
 from gptj_ft.cli.help import Command, Commands
 from gptj_ft.cli.options import flag
 from gptj_ft.cli.terminal.output import print_json, print_note
-from gptj_ft.errors import GptjFtError, Interrupted, ResourceError, in_words
+from gptj_ft.errors import GptjFtError, Interrupted, ResourceError, in_words, panic_in_words
 from gptj_ft.system.hub import close_network
 from gptj_ft.system.machine import bound_kernel_caches
 from gptj_ft.system.paths import home_warning
@@ -147,8 +147,10 @@ def _run(stop: StopRequest) -> int:
         if stop.has_become(error):
             return _fail(Interrupted(STOPPED))
         raise
-    except SystemExit:
-        if stop.requested:  # Typer turned the signal into an exit code
+    except BaseException as error:
+        if panic := panic_in_words(error):
+            return _fail(panic)
+        if isinstance(error, SystemExit) and stop.requested:  # Typer turned the signal into an exit code
             return _fail(Interrupted(STOPPED))
         raise
     return 0

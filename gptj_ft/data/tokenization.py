@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import pre_tokenizers
 
+from gptj_ft.data.untrusted_tokenizer import check_growth
 from gptj_ft.data.wordpiece import CLASSES, VOCABULARY, load_wordpiece, normalizer_of, splits_at_blanks
-from gptj_ft.errors import UsageError
+from gptj_ft.errors import GptjFtError, UsageError, panic_in_words
 from gptj_ft.system.digests import check_file
 from gptj_ft.system.files import read_text, require_plain
 from gptj_ft.system.paths import TOKENIZER_FILES
@@ -85,13 +86,19 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     present = {path.name for path in folder.iterdir()}
     for name in TOKENIZER_FILES:
         check_file(folder / name)
+    if "tokenizer.json" in present:
+        check_growth(folder / "tokenizer.json")
     try:
         tokenizer = _read(folder, present)
-    except UsageError:
+    except GptjFtError:
         raise
     except Exception as error:  # The Rust library raises bare Exception on a broken tokenizer.json.
         reason = str(error).strip().split("\n")[0]
         raise UsageError(f"cannot read the tokenizer in {folder}: {reason}") from error
+    except BaseException as error:
+        if panic := panic_in_words(error, folder):
+            raise panic from error
+        raise
     if not tokenizer.is_fast:
         raise UsageError(f"{folder}: {type(tokenizer).__name__} is not a fast tokenizer; it needs a tokenizer.json")
     # "<|endoftext|>" in a user's text must stay text, not end the document.
@@ -180,10 +187,15 @@ Characters = NDArray[np.int64]
 def tokenize(tokenizer: RowTokenizer, batch: Sequence[str]) -> list[list[int]]:
     """Tokenize texts in one call, without special tokens."""
     backend = backend_of(tokenizer)
-    if len(batch) < 2:  # not worth waking other threads
-        return [backend.encode(text, add_special_tokens=False).ids for text in batch]
-    # The fast variant computes no offsets.
-    return [encoding.ids for encoding in backend.encode_batch_fast(list(batch), add_special_tokens=False)]
+    try:
+        if len(batch) < 2:  # not worth waking other threads
+            return [backend.encode(text, add_special_tokens=False).ids for text in batch]
+        # The fast variant computes no offsets.
+        return [encoding.ids for encoding in backend.encode_batch_fast(list(batch), add_special_tokens=False)]
+    except BaseException as error:
+        if panic := panic_in_words(error, tokenizer.name_or_path):
+            raise panic from error
+        raise
 
 
 class TokenSpans(Sequence[Span]):
