@@ -162,7 +162,7 @@ def details() -> str:
             state = "adapters" if method == "lora" else "state"
             placement = f"weights on {weights}, {state} on {plan.placement.of('exp_avg')}"
             if number := len(plan.placement.in_memory):
-                placement += f", {number} blocks in RAM"
+                placement += f" ({number} of {len(plan.workload.layouts) - 2} blocks in RAM)"
             gpu, ram = plan.device_bytes, plan.host_bytes
             memory = f"{gpu / GB:.0f} GB | {ram / GB:.0f} GB" if machine.gpu_memory else f"| {(gpu + ram) / GB:.0f} GB"
             link = f"{machine.link / GB:.0f} GB/s" if machine.gpu_memory else ""

@@ -174,7 +174,7 @@ Score = Annotated[float, Field(allow_inf_nan=True)] | None
 
 
 class _Evaluated(Saved):
-    """Scores of a model, see `Evaluation.to_dict`."""
+    """Scores of a model, see `evaluation.comparison`."""
 
     model_config = ConfigDict(extra="allow")
     model: Text

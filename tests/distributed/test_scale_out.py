@@ -304,7 +304,7 @@ def test_two_small_cards_need_no_disk() -> None:
         selection.trained, 2560, torch.bfloat16, StepTokens(2048, 8192, 8192, 8192), None, RowLengths(1024),
         frozen=selection.frozen, layers=selection.build(),
     )  # fmt: skip
-    have = Free(int(0.93 * device.memory_bytes), 24 * GB, 10**12, is_shared=False)
+    have = Free(int(0.93 * device.memory_bytes), 27 * GB, 10**12, is_shared=False)
     rates = Rates(device.rates(), DiskRates(read=3e9, write=2e9, mixed=3e9))
     found = scale_out(Job(Recipe(batch_size=8), load, have, rates, FAST), 2)
     assert found.alone.nodes[0].plan.timeline is not None
