@@ -204,8 +204,14 @@ def work(job: Job, rank: int, number: int) -> NoReturn:
         os.dup2(output, 1)
         os.dup2(output, 2)
         sys.argv = ["gptj-ft", *job.line.split()]
-        StopRequest().take()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        take = StopRequest.take
+
+        def take_pending(request: StopRequest) -> None:
+            take(request)
+            # Signals sent meanwhile arrive in the command, as in a real start.
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+        StopRequest.take = take_pending  # type: ignore[method-assign]
         main()
     except SystemExit as stop:
         code = int(stop.code or 0)

@@ -74,7 +74,7 @@ EQUIVALENT = {
         "what it comes after is left out",
         "events",
     ): "likewise, where no threads read blocks",
-    ("Route.send", "a wait is left out", "self._leaving.popleft().wait()"): (
+    ("PipelineChannel.send", "a wait is left out", "self._sending.popleft().wait()"): (
         "what was sent is kept to the end of the pass then; that it is not has a test of its own"
     ),
 }
