@@ -92,7 +92,9 @@ def check_said(run: Run, said: str) -> None:
     if words.endswith("before anything was done"):
         return  # of this command: it was still loading its libraries
     if run.model.is_dir():
-        assert words.endswith("all steps are done, and the tuned model is in run/model"), said
+        # The second: stopped behind its last line.
+        ends = ("all steps are done, and the tuned model is in run/model", "to resume or restart")
+        assert words.endswith(ends), said
     elif not run.folder.exists():
         assert words.endswith(("nothing was trained yet", "to resume or restart")), said
     else:
