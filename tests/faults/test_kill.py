@@ -89,14 +89,12 @@ def check_said(run: Run, said: str) -> None:
     """Check that a stopped command's last message is true and that no finished step is lost."""
     words = said.strip().rpartition("gptj-ft: stopped")[2]
     done = max((line["step"] for line in run.metrics() if "loss" in line), default=0)
-    if words.endswith("before anything was done"):
-        return  # of this command: it was still loading its libraries
+    if words.endswith(("before anything was done", "to resume or restart")):
+        return  # while its libraries loaded, or behind its last line: true of every command
     if run.model.is_dir():
-        # The second: stopped behind its last line.
-        ends = ("all steps are done, and the tuned model is in run/model", "to resume or restart")
-        assert words.endswith(ends), said
+        assert words.endswith("all steps are done, and the tuned model is in run/model"), said
     elif not run.folder.exists():
-        assert words.endswith(("nothing was trained yet", "to resume or restart")), said
+        assert words.endswith("nothing was trained yet"), said
     else:
         assert words.endswith("resume with\ngptj-ft finetune --resume run"), said
         assert steps_done(run) == done, said
