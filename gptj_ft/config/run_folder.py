@@ -104,7 +104,8 @@ class Run:
             return
         record, saved = self.record(), str(path.relative_to(self.folder)) if path else None
         if record["saved"] != saved:
-            sync_path(self.folder)  # a power cut must not lose the saved file's folder and keep this record
+            with disk_errors(self.folder):  # a power cut must not lose the saved file's folder and keep this record
+                sync_path(self.folder)
             write_sealed(self.record_file, {**record, "saved": saved})
 
     def check_saved(self) -> None:
