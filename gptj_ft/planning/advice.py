@@ -8,6 +8,8 @@ from fractions import Fraction
 from typing import Any
 
 from gptj_ft.planning.plan import Plan, fastest_within
+from gptj_ft.planning.suggestions import Candidate
+from gptj_ft.planning.workload import Workload
 
 MUCH = 1.5  # times as many tokens per second: less is not worth other numbers
 WAITS = 1 / 3  # of a step: with less waiting, fewer bytes cannot make it that much faster
@@ -44,25 +46,24 @@ def advise(plan: Plan) -> list[Advice]:
         return []
     now = plan.workload.step.mean / plan.costs.seconds_per_step
     found = []
-    for typed, cost, other in _candidates(plan):
-        better = fastest_within(other.recipe, other.workload, plan.have, plan.rates)
+    for candidate, cost in _candidates(Candidate(plan.recipe, plan.workload)):
+        better = fastest_within(candidate.recipe, candidate.workload, plan.have, plan.rates)
         if better is not None:
             speedup = better.workload.step.mean / better.costs.seconds_per_step / now
-            found.append(Advice(typed, speedup, cost))
+            found.append(Advice(" ".join(candidate.typed), speedup, cost))
     return sorted((each for each in found if each.speedup >= MUCH), key=lambda each: -each.speedup)
 
 
-def _candidates(plan: Plan) -> Iterator[tuple[str, str, Plan]]:
-    """Yield options as typed, their cost, and a plan with them, whose placement is not chosen yet."""
-    recipe, workload = plan.recipe, plan.workload
+def _candidates(now: Candidate[Workload]) -> Iterator[tuple[Candidate[Workload], str]]:
+    """Yield the run with other options, and what they cost."""
+    recipe, workload = now.recipe, now.workload
     wide = [name for name in ROUNDED if getattr(recipe, name) == "fp32"] if recipe.method == "full" else []
-    chosen = [[name] for name in wide] + ([wide] if len(wide) > 1 else [])
-    for names in chosen:
-        typed = " ".join(f"--set {name}=bf16" for name in names)
-        costs = " and ".join(ROUNDED[name] for name in names)
-        narrow = recipe.model_copy(update=dict.fromkeys(names, "bf16"))
-        yield typed, f"{costs}: other numbers than in fp32", replace(plan, recipe=narrow)
+    for names in [[name] for name in wide] + ([wide] if len(wide) > 1 else []):
+        narrow = now
+        for name in names:
+            options: dict[str, Any] = {name: "bf16"}
+            narrow = narrow.with_options(f"--set {name}=bf16", **options)
+        yield narrow, " and ".join(ROUNDED[name] for name in names) + ": other numbers than in fp32"
     rows = 4 * recipe.batch_size
-    step = workload.step.scaled(Fraction(4), workload.rows.longest)
-    larger = replace(plan, recipe=recipe.model_copy(update={"batch_size": rows}), workload=replace(workload, step=step))
-    yield f"--batch-size {rows}", "a fourth of the updates per epoch", larger
+    larger = replace(workload, step=workload.step.scaled(Fraction(4), workload.rows.longest))
+    yield now.with_options(f"--batch-size {rows}", larger, batch_size=rows), "a fourth of the updates per epoch"

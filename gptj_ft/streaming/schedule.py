@@ -51,14 +51,11 @@ class PendingUpdates:
         Args:
             model: the offloaded model. If gradients have a store, updates wait for the norm; after a crash, they are
                 applied again from there.
-            num_deferred: number of leading local blocks to defer.
+            num_deferred: number of local blocks to defer: the leading ones on disk, then the leading others.
         """
         # Never the last block: backward starts with its weights. Those on disk first: they gain most.
         blocks = (layer for layer in model.local_layers if 1 <= layer < len(model.layers) - 2)
-        stores = model.stores.values()
-        deferrable = sorted(
-            filter(model.can_defer, blocks), key=lambda layer: any(each.keeps(layer) for each in stores)
-        )
+        deferrable = sorted(filter(model.can_defer, blocks), key=model.is_split_off)
         return cls(step, set(), "grad" in model.stores, tuple(sorted(deferrable[:num_deferred])))
 
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 FEW_TRAINING_ROWS, FEW_VALIDATION_ROWS = 100, 20
 EXAMPLE_DEVICE = "RTX 4090 24GB"
+BUSY = "other programs slowed the measurements: the seconds are too long; plan again later"
 STALL_NOTICED = 0.01  # fraction of a step
 
 
@@ -113,10 +114,7 @@ def plan_rows(plan: Plan, notes: Sequence[str] = (), verbose: bool = True) -> li
         *_transfers(plan.costs),
         *_times(plan),
         *_stall(plan),
-        *(
-            [("busy", "other programs slowed the measurements: the seconds are too long; plan again later")]
-            * plan.is_busy
-        ),
+        *((("busy", BUSY),) if plan.is_busy else ()),
         ("published" if plan.device else "measured", _measured(plan)),
         ("training", _amount(plan.outlook)),
         *(("note", note) for note in notes),
