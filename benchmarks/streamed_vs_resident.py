@@ -37,6 +37,7 @@ from gptj_ft.config.options import Recipe
 from gptj_ft.data.batches import micro_batches
 from gptj_ft.models.layout import Layout
 from gptj_ft.models.linear import project
+from gptj_ft.models.products import Products, set_products
 from gptj_ft.models.registry import families
 from gptj_ft.planning.probe import DiskRates, measure_disk
 from gptj_ft.streaming.adamw import AdamW
@@ -79,6 +80,7 @@ def open_model(arguments: argparse.Namespace, place: Place, budget: BufferBudget
     stores = open_stores(
         Placement(place, place), [Layout.of(layer) for layer in layers], dtypes, device, arguments.work
     )
+    set_products(layers, Products.parse(arguments.products))
     return OffloadedModel(layers, dtypes, stores, device, budget)
 
 
@@ -200,6 +202,7 @@ def main() -> None:
     parser.add_argument("--compute", default="fp32", choices=list(TYPES))
     parser.add_argument("--moments", default="fp32", choices=list(TYPES))
     parser.add_argument("--gradients", default="fp32", choices=list(TYPES))
+    parser.add_argument("--products", default="onednn", help="libraries of gradients, of inputs/weights")
     parser.add_argument("--profile", action="store_true", help="profile the last step")
     parser.add_argument("--variants", default="device,disk")
     parser.add_argument("--turns", type=int, default=1)
@@ -249,13 +252,14 @@ def report(results: dict[str, list[dict[str, Any]]], disks: list[DiskRates], arg
         AssertionError: variants that compute the same have other losses.
     """
 
-    def is_rounded(variant: str) -> bool:
-        return "bf16" in (variant if "moments=" in variant else arguments.moments)
+    def rounding(variant: str) -> tuple[str, ...]:
+        options = dict(word.split("=") for word in variant.split(":")[1:])
+        return tuple(options.get(name, getattr(arguments, name)) for name in ("moments", "products"))
 
     seconds = {variant: [run["steady_seconds"] for run in runs] for variant, runs in results.items()}
     for variant, runs in results.items():
-        # What rounds differently has a reference of its own: the first variant with the same moments.
-        like = next(other for other in results if is_rounded(other) == is_rounded(variant))
+        # Variants that round differently have a reference of their own: the first with the same moments and products.
+        like = next(other for other in results if rounding(other) == rounding(variant))
         for run in runs:
             assert run["losses"] == results[like][0]["losses"], f"{variant} and {like} differ"
         shares_of_best = sorted(share for run in runs for share in run["share_of_best_product"])

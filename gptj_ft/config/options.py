@@ -66,6 +66,14 @@ def parse_size(value: object) -> object:
 ByteSize = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
 
 
+def _check_products(value: str) -> str:
+    """Check a choice of libraries; `models.products.Products` has its meaning."""
+    pair = "(onednn|mkl)(/(onednn|mkl))?"
+    if not re.fullmatch(rf"auto|{pair}( [0-9]{{1,9}}x[0-9]{{1,9}}={pair})*", value):
+        raise ValueError("expected auto, onednn, mkl, or two libraries such as onednn/mkl")
+    return value
+
+
 def _words(value: Any) -> Any:
     """Split ``best,last`` or a bare number into a list."""
     return str(value).split(",") if isinstance(value, str | int) else value
@@ -453,6 +461,11 @@ class Recipe(Options):
     """auto, cpu, or an accelerator: cuda, cuda:1, xpu, mps"""
     precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"], FlagSpec(in_more=True)] = "auto"
     """compute type; master weights are fp32; fp16 uses dynamic loss scaling"""
+    products: Annotated[str, AfterValidator(_check_products)] = "auto"
+    """
+    library of backward's matrix products on a CPU, for gradients of inputs and of weights: onednn, mkl, or two such as
+    onednn/mkl; auto: measured for each shape
+    """
     moments: Literal["fp32", "bf16"] = "fp32"
     """type of Adam's two moments; bf16 rounds stochastically and halves their memory and traffic"""
     initial_moments: Literal["model", "zero"] = "model"
@@ -559,9 +572,9 @@ YOUNGER = frozenset((
     "task", "pair", "stride", "class_weights", "label_threshold", "max_answer_tokens", "num_best", "null_threshold",
     "num_sentences", "block_trigrams", "dropout", "attention_dropout", "layer_decay", "bias_correction",
     "header", "lanes", "lora.rslora", "chat_template", "template_options", "template_date", "generation.end_tokens",
-    "lora.dora", "revision",
+    "lora.dora", "revision", "products",
 ))  # fmt: skip
-OLD_VALUES: Mapping[str, Any] = {"revision": 1}  # of those that were not the defaults of today
+OLD_VALUES: Mapping[str, Any] = {"revision": 1, "products": "onednn"}  # of those that were not the defaults of today
 GROUPS: Mapping[str, type[Options]] = {"generation": Generation, "lora": LoRA, "schedule": SchedulePiece}
 STRETCHING = ("warmup", "final_lr")  # unused by a schedule of pieces
 

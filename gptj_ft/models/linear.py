@@ -1,4 +1,4 @@
-"""Linear layers. On a CPU, oneDNN computes their products and weight gradients are summed in fp32.
+"""Linear layers. On a CPU, `products` multiplies, and weight gradients are summed in fp32.
 
 Axis letters: T tokens, S target rows, D width.
 """
@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptj_ft.models.dropout import Noise
+from gptj_ft.models.products import ONEDNN, Libraries, Products, add_product, has_onednn, input_gradient, multiply
 
 Kernel = Literal["training", "decoding"]
 """``training``: differentiable, the same bits for any number of tokens. ``decoding``: forward only, on a CPU faster for
 few tokens, and rounds differently."""
 FEW_TOKENS = 32  # up to this many, weights are the left factor
 MANY_TOKENS = 128  # beyond this many, one product for several weights is no faster
-SUM_ROWS, SUM_NUMEL = 256, 2**20  # minimum block of a weight gradient that `add_product` computes at once
 
 
 class RowContext(Protocol):
@@ -32,13 +32,21 @@ class RowContext(Protocol):
     def noise(self) -> Noise | None: ...
 
 
-def project(x_TD: Tensor, weight: Tensor, bias: Tensor | None, kernel: Kernel, is_transposed: bool = False) -> Tensor:
+def project(
+    x_TD: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    kernel: Kernel,
+    is_transposed: bool = False,
+    products: Products = ONEDNN,
+) -> Tensor:
     """Compute `torch.nn.functional.linear` with the given kernel; on a CPU by oneDNN.
 
     Args:
         weight: shape (output width, input width).
         bias: shape (output width,).
         is_transposed: whether ``weight`` is stored as (input width, output width).
+        products: libraries of the backward pass.
     """
     # Measured in fp32 (torch 2.13, 2 cores of an AMD EPYC): oneDNN's products run at 1.9 to 2.6 times the rate of MKL's
     # with AVX-512, of which MKL uses half there, and at 0.95 to 1.6 times with AVX2. In bf16, torch uses oneDNN anyway.
@@ -47,7 +55,7 @@ def project(x_TD: Tensor, weight: Tensor, bias: Tensor | None, kernel: Kernel, i
     if not has_onednn(x_TD):
         return F.linear(x_TD, weight.t() if is_transposed else weight, bias)
     if kernel == "training":
-        out: Tensor = _Product.apply(x_TD, weight, bias, is_transposed)  # type: ignore[no-untyped-call]
+        out: Tensor = _Product.apply(x_TD, weight, bias, is_transposed, products.of(weight))  # type: ignore[no-untyped-call]
         return out
     if is_transposed:
         weight = weight.t()
@@ -57,67 +65,42 @@ def project(x_TD: Tensor, weight: Tensor, bias: Tensor | None, kernel: Kernel, i
     return multiply(x_TD, weight, bias)
 
 
-def has_onednn(x_TD: Tensor) -> bool:
-    """Tell whether oneDNN multiplies tensors of this type and device."""
-    is_kind = x_TD.device.type == "cpu" and x_TD.dtype in (torch.float32, torch.bfloat16)
-    return is_kind and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-
-
-def multiply(x_TI: Tensor, weight_OI: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply by a weight with oneDNN, without an autograd graph: [T, O]."""
-    if not _is_fp32(x_TI):
-        return F.linear(x_TI, weight_OI, bias)
-    out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x_TI, weight_OI, bias, "none", [], "")
-    return out
-
-
 def _is_fp32(x: Tensor) -> bool:
     return x.dtype == torch.float32
 
 
-def add_product(total_MN: Tensor, left_TM: Tensor, right_TN: Tensor) -> None:
-    """Add ``left.t() @ right`` to an fp32 sum, block by block of rows."""
-    # A block of the product stays in the cache until it is added. A whole product goes through new memory instead: one
-    # more write and read, which take twice as long as the bf16 arithmetic with 220 tokens, and a fifth with 2,048.
-    num_rows = max(SUM_ROWS, SUM_NUMEL // total_MN.shape[1])
-    for total, left in zip(torch.split(total_MN, num_rows), torch.split(left_TM, num_rows, dim=1), strict=True):
-        if _is_fp32(left):  # oneDNN copies a transposed slice itself otherwise, and slower
-            left = left.contiguous().t().contiguous().t()
-        total.add_(multiply(left.t(), right_TN.t()))
-
-
 class _Product(torch.autograd.Function):
-    """oneDNN product with autograd.
+    """oneDNN product with autograd; backward multiplies with the given libraries.
 
     If the weight is a leaf that has a ``.grad`` already, backward adds to it by `add_product`.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, is_transposed: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, is_transposed: bool, libraries: Libraries
+    ) -> Tensor:
         for_x, for_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x if for_weight else None, weight if for_x else None)  # frozen weight: no input needed
         ctx.leaf = (
             weight if weight.is_leaf and weight.requires_grad else None
         )  # for its .grad only: its values may have moved by then
-        ctx.is_transposed = is_transposed
+        ctx.is_transposed, ctx.libraries = is_transposed, libraries
         return multiply(x, weight.t() if is_transposed else weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (x, weight), (gradient,), (for_x, for_weight, for_bias, _) = ctx.saved_tensors, gradients, ctx.needs_input_grad
+        (x, weight), (gradient,), (for_x, for_weight, for_bias, *_) = ctx.saved_tensors, gradients, ctx.needs_input_grad
         of_weight = None
         if for_weight:
-            sides = (x, gradient) if ctx.is_transposed else (gradient, x)
+            left, right = (x, gradient) if ctx.is_transposed else (gradient, x)
             if ctx.leaf is not None and ctx.leaf.grad is not None:
-                add_product(ctx.leaf.grad, *sides)
+                add_product(ctx.leaf.grad, left, right, ctx.libraries.weights)
             else:
-                of_weight = multiply(sides[0].t(), sides[1].t())
-        return (
-            multiply(gradient, weight if ctx.is_transposed else weight.t()) if for_x else None,
-            of_weight,
-            gradient.sum(0) if for_bias else None,
-            None,
-        )
+                of_weight = multiply(left.t(), right.t())
+        of_x = None
+        if for_x:
+            of_x = input_gradient(gradient, weight.t() if ctx.is_transposed else weight, ctx.libraries.inputs)
+        return of_x, of_weight, gradient.sum(0) if for_bias else None, None, None
 
 
 def project_by_all(x_TD: Tensor, linears: Sequence[Linear], rows: RowContext) -> Iterator[Tensor]:
@@ -142,12 +125,16 @@ def project_by_all(x_TD: Tensor, linears: Sequence[Linear], rows: RowContext) ->
 class Linear(nn.Linear):
     """`torch.nn.Linear` through `project`."""
 
+    products: Products = ONEDNN
+
     def forward(self, input: Tensor, rows: RowContext) -> Tensor:  # type: ignore[override]
-        return project(input, self.weight, self.bias, rows.kernel)
+        return project(input, self.weight, self.bias, rows.kernel, products=self.products)
 
 
 class Conv1D(nn.Module):
     """A linear layer whose weight is stored (in, out), as in TensorFlow."""
+
+    products: Products = ONEDNN
 
     def __init__(self, num_in: int, num_out: int) -> None:
         super().__init__()
@@ -155,7 +142,7 @@ class Conv1D(nn.Module):
         self.bias = nn.Parameter(torch.empty(num_out))
 
     def forward(self, x_TI: Tensor, rows: RowContext) -> Tensor:
-        return project(x_TI, self.weight, self.bias, rows.kernel, is_transposed=True)
+        return project(x_TI, self.weight, self.bias, rows.kernel, is_transposed=True, products=self.products)
 
 
 class TiedLinear(nn.Module):
@@ -169,6 +156,7 @@ class TiedLinear(nn.Module):
     """
 
     weight: Tensor
+    products: Products = ONEDNN
 
     def __init__(self, shape: tuple[int, int], source: str) -> None:
         super().__init__()
@@ -176,7 +164,7 @@ class TiedLinear(nn.Module):
         self.register_buffer("weight", torch.empty(shape), persistent=False)
 
     def forward(self, x: Tensor, rows: RowContext) -> Tensor:
-        return project(x, self.weight, None, rows.kernel)
+        return project(x, self.weight, None, rows.kernel, products=self.products)
 
 
 class VocabularyHead(nn.Module):

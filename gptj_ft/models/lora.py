@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from gptj_ft.models.dropout import Dropout, seed_of
 from gptj_ft.models.linear import Conv1D, Kernel, RowContext, project
+from gptj_ft.models.products import ONEDNN, Library, Products, input_gradient
 from gptj_ft.models.registry import Architecture, Family
 
 A, B = "lora_A", "lora_B"
@@ -54,6 +55,7 @@ class LoRALinear(nn.Module):
 
     weight: Tensor
     bias: Tensor | None
+    products: Products = ONEDNN
 
     def __init__(self, linear: nn.Module, rank: Rank, dropout: Dropout) -> None:
         super().__init__()
@@ -75,7 +77,8 @@ class LoRALinear(nn.Module):
 
     def sum_of_products(self, dropped: Tensor, x: Tensor, bias: Tensor | None, rows: RowContext) -> Tensor:
         """Compute ``W x + scaling * B A dropped + bias``."""
-        settings = _Settings(self.scaling, rows.kernel, self.is_transposed)
+        inputs = self.products.of(self.weight).inputs
+        settings = _Settings(self.scaling, rows.kernel, self.is_transposed, inputs)
         out: Tensor = _Adapted.apply(dropped, x, self.lora_A, self.lora_B, (self.weight, bias), settings)  # type: ignore[no-untyped-call]
         return out
 
@@ -84,6 +87,7 @@ class _Settings(NamedTuple):
     scaling: float
     kernel: Kernel
     is_transposed: bool
+    library: Library  # of the gradient of the inputs
 
 
 class _Adapted(torch.autograd.Function):
@@ -110,7 +114,9 @@ class _Adapted(torch.autograd.Function):
         of_narrow = (gradient @ b) * settings.scaling
         return (
             of_narrow @ a if for_dropped else None,
-            project(gradient, weight, None, "training", not settings.is_transposed) if for_x else None,
+            input_gradient(gradient, weight.t() if settings.is_transposed else weight, settings.library)
+            if for_x
+            else None,
             of_narrow.t() @ dropped,
             gradient.t() @ narrow,
             None,

@@ -23,6 +23,7 @@ from gptj_ft.models.batch import HeadRows, PackedBatch, pack
 from gptj_ft.models.dropout import Dropout
 from gptj_ft.models.functional import FunctionalLayer
 from gptj_ft.models.layout import Layout
+from gptj_ft.models.products import ONEDNN, Products, set_products
 from gptj_ft.planning.layer_cost import LayerInput, first_alike, parameters_of
 from gptj_ft.planning.workload import LayerTimes, ModelTimes, SecondsByTokens, Workload
 from gptj_ft.system.accelerator import CPU
@@ -53,6 +54,7 @@ class LayerKind:
     shape: LayerInput
     is_above_trained: bool  # backward computes the gradient of its input
     is_head: bool = False  # computes logits for each row, and their loss
+    products: Products = ONEDNN
 
     @property
     def is_trained(self) -> bool:
@@ -65,12 +67,14 @@ class LayerKind:
         facts = [f"{path} {type(module).__name__} {_settings(module)}" for path, module in self.layer.named_modules()]
         facts += [f"{name} {tuple(whole.shape)}" for name, whole in self.layer.named_parameters()]
         facts += [*sorted(self.trained.used_shapes), str(self.is_above_trained), str(self.is_head)]
+        facts += [str(self.products)] if self.products.uses_mkl else []
         digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
         return f"{digest}, {self.shape.dtype}, {len(self.shape.documents)} documents, {self.shape.tokens} tokens"
 
     def seconds(self, is_first: bool) -> Seconds:
         """Return the least seconds of some runs: other programs only add to them. The first run warms up."""
         parameters, runs = self._parameters(), list[Seconds]()
+        set_products([self.layer], self.products)
         run = self._head_runs(parameters) if self.is_head else self._block_runs(parameters)
         if is_first and sum(first := next(run)) > NEVER_TWICE:  # the warm-up starts threads and compiles kernels
             return first
@@ -144,6 +148,7 @@ class Timing:
     workload: Workload
     dtype: torch.dtype
     product: float  # FLOP/s of a large matrix product
+    products: Products = ONEDNN
 
     @property
     def kinds(self) -> list[LayerKind]:
@@ -188,12 +193,14 @@ class Timing:
         workload = self.workload
         is_above_trained = workload.num_trained > 0 and index > workload.lowest_trained
         shape = LayerInput(workload.documents_of(tokens), workload.width, self.dtype)
-        return LayerKind(workload.layers[index], workload.layouts[index], shape, is_above_trained)
+        layer, trained = workload.layers[index], workload.layouts[index]
+        return LayerKind(layer, trained, shape, is_above_trained, products=self.products)
 
     def _head(self, targets: int) -> LayerKind:
         workload, top = self.workload, len(self.workload.layers) - 1
         shape = LayerInput((targets,), workload.width, self.dtype)
-        return LayerKind(workload.layers[top], workload.layouts[top], shape, top > workload.lowest_trained, True)
+        is_above_trained = top > workload.lowest_trained
+        return LayerKind(workload.layers[top], workload.layouts[top], shape, is_above_trained, True, self.products)
 
 
 def _around(number: float) -> tuple[int, int]:

@@ -18,9 +18,11 @@ from typing import Any, TypeVar
 import torch
 
 from gptj_ft.errors import DataError, ResourceError
-from gptj_ft.planning import layer_times, probe
+from gptj_ft.models.products import ONEDNN, Libraries, Products
+from gptj_ft.planning import layer_times, probe, product_times
 from gptj_ft.planning.layer_times import BYTES_PER_ELEMENT, LayerKind, Seconds, Timing
 from gptj_ft.planning.probe import ASSUMED_DISK, FILE_BYTES, ComputeRates, DiskRates, Rates
+from gptj_ft.planning.product_times import Choice, ProductKind
 from gptj_ft.planning.workload import Workload
 from gptj_ft.system.accelerator import device_name, is_accelerator, supports_bf16
 from gptj_ft.system.digests import read_sealed, sealed
@@ -51,6 +53,9 @@ class MachineProbe:
     def layers(self, kinds: Sequence[LayerKind]) -> list[Seconds]:
         return layer_times.time_kinds(kinds)
 
+    def products(self, kinds: Sequence[ProductKind]) -> list[Choice]:
+        return product_times.time_products(kinds)
+
     def core_load(self) -> float:
         return probe.core_load()
 
@@ -72,10 +77,11 @@ def rates(device: torch.device, folder: Path, again: bool = False, machine: Mach
     """Return the rates of a device and of a folder's file system, from the cache or measured now.
 
     Args:
-        again: measure again, and forget the times of layers.
+        again: measure again, and forget the times of layers and products.
     """
     if again:
-        _keep("layers", _device_key(device), {})
+        for part in ("layers", "products"):
+            _keep(part, _device_key(device), {})
     return Rates(compute_rates(device, again, machine), disk_rates(folder, again, machine), device.type == "cpu")
 
 
@@ -145,23 +151,69 @@ def with_times(
     Args:
         precision: name of the data type, or ``auto``: bf16 if it makes the layers `BF16_GAIN` as fast.
         free_bytes: memory for timing.
+
+    The libraries of its products are chosen first, unless the workload has them.
     """
     largest = max((sum(layout.numel for layout in whole) for whole in workload.whole_layers[1:]), default=0)
     if device.type != "cpu" or not workload.layers or BYTES_PER_ELEMENT * largest > free_bytes:
-        return replace(workload, dtype=choose_dtype(precision, device, machine))
+        dtype = choose_dtype(precision, device, machine)
+        return replace(workload, dtype=dtype, products=workload.products or ONEDNN)
     names = ("fp32", "bf16") if precision == "auto" else (precision,)
-    products = compute_rates(device, machine=machine)
-    timings = {name: Timing(workload, PRECISIONS[name], products.matmul(PRECISIONS[name])) for name in names}
+    rates = {name: compute_rates(device, machine=machine).matmul(PRECISIONS[name]) for name in names}
+    products = {name: choose_products(workload, PRECISIONS[name], rates[name], device, machine) for name in names}
+    timings = {name: Timing(workload, PRECISIONS[name], rates[name], products[name][0]) for name in names}
     timed = layer_seconds([kind for timing in timings.values() for kind in timing.kinds], device, machine)
-    workloads = {
-        name: replace(workload, dtype=PRECISIONS[name], times=timing.times(timed)) for name, timing in timings.items()
-    }
+    workloads = {}
+    for name, timing in timings.items():
+        times = timing.times(timed)._replace(products_gain=products[name][1])
+        workloads[name] = replace(workload, dtype=PRECISIONS[name], times=times, products=timing.products)
     if precision != "auto":
         return workloads[precision]
     # Whole steps are compared: a layer that is faster in bf16 may be rare.
     gain = workloads["fp32"].layer_seconds / workloads["bf16"].layer_seconds
     chosen = workloads["bf16" if gain >= BF16_GAIN else "fp32"]
     return replace(chosen, times=chosen.times._replace(gain=gain))
+
+
+def choose_products(
+    workload: Workload, dtype: torch.dtype, rate: float, device: torch.device, machine: MachineProbe = MACHINE
+) -> tuple[Products, float]:
+    """Choose the libraries of a workload's products by time, cached or measured now.
+
+    Args:
+        rate: FLOP/s of large products.
+
+    Returns:
+        The libraries, and the speed of backward's products relative to oneDNN's alone.
+    """
+    if workload.products is not None:
+        return workload.products, 1.0
+    counts, key = product_times.kinds_of(workload, dtype, rate), _device_key(device)
+    entry = _entry("products", key)
+    known = entry if isinstance(entry, dict) else {}
+    choices = {kind.name: _read_choice(known.get(kind.name), machine) for kind in counts}
+    missing = [kind for kind in counts if choices[kind.name] is None]
+    if missing:
+        load, others = machine.core_load(), machine.meter_others()
+        measured = machine.products(missing)
+        load = max(load, others())
+        found = {kind.name: each._replace(load=load) for kind, each in zip(missing, measured, strict=True)}
+        written = {name: [str(each.libraries), *each[1:]] for name, each in found.items()}
+        _keep("products", key, dict(list({**known, **written}.items())[-MOST_LAYERS:]))
+        choices |= found
+    return product_times.products_of(counts, {name: each for name, each in choices.items() if each is not None})
+
+
+def _read_choice(entry: object, machine: MachineProbe) -> Choice | None:
+    """Read cached libraries of a matrix; None if they are damaged or outdated."""
+    match entry:
+        case [str(text), float(seconds), float(before), float(load)] if seconds >= 0 and before >= 0:
+            try:
+                choice = Choice(Libraries.parse(text), seconds, before, load)
+            except ValueError:
+                return None
+            return None if _is_outdated(load, machine) else choice
+    return None
 
 
 def layer_seconds(

@@ -67,6 +67,15 @@ class Plan(MemoryForecast):
         return reason_for(self.recipe.precision, self.workload, self.rates.compute) + waiting
 
     @property
+    def products(self) -> str:
+        """Libraries of backward's matrix products on a CPU, and why; empty on accelerators and for oneDNN alone."""
+        products, gain = self.workload.products, self.workload.times.products_gain
+        if products is None or not products.uses_mkl:
+            return ""
+        why = f"{gain:.2g} times as fast as oneDNN here" if self.recipe.products == "auto" else "as asked for"
+        return f"{products} for gradients of inputs/weights: {why}"
+
+    @property
     def is_busy(self) -> bool:
         """Whether other programs slowed its measurements, so that its seconds are too long."""
         return max(self.rates.compute.load, self.rates.disk.load, self.workload.times.load) > QUIET
@@ -156,6 +165,7 @@ class Plan(MemoryForecast):
         own = {
             "placement": self.placement.to_dict(),
             "precision": self.precision,
+            "products": str(self.workload.products or ""),
             "reason": self.reason,
             "num_parameters": workload.num_parameters,
             "num_trained": workload.num_trained,

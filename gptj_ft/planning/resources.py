@@ -10,6 +10,7 @@ import torch
 from gptj_ft.config.options import Recipe
 from gptj_ft.errors import UsageError
 from gptj_ft.models.layout import NO_PARAMETERS, Layout
+from gptj_ft.models.products import ONEDNN, Products
 from gptj_ft.models.registry import Architecture
 from gptj_ft.planning.devices import find_device, is_published_name
 from gptj_ft.planning.machine_profile import disk_rates, rates, with_times
@@ -68,10 +69,15 @@ class Target:
         return cls(torch.device("meta"), precision, free, Rates(device.rates(), disk_rates(folder)), device.name)
 
     def settled(self, workload: Workload, recipe: Recipe) -> Workload:
-        """Return a workload in the data type of the computation; on a CPU, with the times of its layers."""
+        """Return a workload in the data type of the computation, with the libraries of its products; on a CPU, with the
+        times of its layers.
+        """
         if self.device.type != "cpu":
             # Only on a CPU are kernels compiled per shape, and batches padded to few shapes.
             workload = workload.with_step(fillers=0.0)
+            workload = replace(workload, products=ONEDNN)  # unused there
+        elif recipe.products != "auto":
+            workload = replace(workload, products=Products.parse(recipe.products))
         return with_times(workload, self.precision, self.device, self.free.capped(recipe).device)
 
 
@@ -89,6 +95,7 @@ def inference_dtype(recipe: Recipe, architecture: Architecture, device: torch.de
         step=StepTokens(READ_TOKENS, READ_TOKENS, READ_TOKENS, 0),
         num_steps=None,
         rows=RowLengths(READ_TOKENS),
+        products=ONEDNN,  # nothing is trained
     )
     free = machine.free_memory(device)
     allowed = min(free, device_cap(recipe, shares_memory(device)) or free)

@@ -15,6 +15,7 @@ from torch import nn
 from gptj_ft.config.options import Recipe
 from gptj_ft.models.batch import BUCKET_PAIRS, most_padded, padded_length, rounded_up
 from gptj_ft.models.layout import TIED_SOURCE_LAYER, Layout
+from gptj_ft.models.products import Products
 from gptj_ft.models.registry import AttentionShape
 from gptj_ft.planning.constants import (
     INNER,
@@ -120,6 +121,7 @@ class ModelTimes(NamedTuple):
     layers: tuple[LayerTimes, ...] = ()  # empty: computed from rates
     gain: float = 0.0  # speed in bf16 relative to fp32; 0: not compared
     load: float = 0.0  # of the cores by other programs, when the layers were timed
+    products_gain: float = 1.0  # speed of the chosen backward products relative to oneDNN's alone
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,7 @@ class Workload:
     times: ModelTimes = field(default=ModelTimes())
     context: int = 2048  # of the model, in tokens
     attention: AttentionShape | None = None  # None: queries and keys as wide as the hidden states, no windows
+    products: Products | None = None  # libraries of the matrix products; None: not chosen yet
     dropped_heads: int = 0  # heads whose attention weights are kept for backward; 0: no attention dropout
 
     @cached_property

@@ -31,10 +31,12 @@ from gptj_ft.data.batches import Rows
 from gptj_ft.data.checks.tokens import check_tokens
 from gptj_ft.data.dataset import Prepared, Report, load_dataset, save_dataset
 from gptj_ft.errors import DataError, Interrupted, NotFinite, UsageError
+from gptj_ft.models.products import Products, has_mkl
 from gptj_ft.planning.machine_profile import are_known, is_known
 from gptj_ft.planning.resources import Target
 from gptj_ft.system.accelerator import is_accelerator
 from gptj_ft.system.digests import read_sealed, write_sealed
+from gptj_ft.system.dtypes import PRECISION_NAMES
 from gptj_ft.system.files import hidden_name, keep_folder, remove, replace_text, sync_path, sync_tree, write_file
 from gptj_ft.system.lock import LOCK, locked
 from gptj_ft.system.machine import choose_device
@@ -109,8 +111,9 @@ def prepare_new_run(
     for key in OF_THE_MODEL:
         if getattr(final, key) != getattr(recipe, key):
             origins[key] = "the model"
-    if final.precision == "auto":
-        origins["precision"] = "chosen by measuring"
+    for key in ("precision", "products"):
+        if getattr(final, key) == "auto":
+            origins[key] = "chosen by measuring"
     _measure_network(setup.parallel, reporter)
     resolved, rows = replace(resolved, recipe=setup.recipe, origins=origins), (inputs.train, inputs.validation)
     return PreparedRun(setup, inputs.report, resolved, rows, None)
@@ -241,6 +244,10 @@ def train_run(prepared: PreparedRun, reporter: Reporter | None = None, session: 
 def warn_of_changes(run: Run, setup: TrainSetup, reporter: Reporter) -> None:
     """Warn that a run resumes with other versions, threads or kernels, before anything is written."""
     warn(run, reporter, environment_changes(run, str(setup.device), torch.get_num_threads()))
+    products = Products.parse(setup.recipe.products)
+    if setup.device.type == "cpu" and products.uses_mkl and not has_mkl(setup.dtype):
+        missing = f"this torch offers no MKL for {PRECISION_NAMES[setup.dtype]}, with which the run began ({products})"
+        warn(run, reporter, f"{missing}: oneDNN replaces it, and results differ in their last bits")
 
 
 def move_model(run: Run, model: Path) -> None:

@@ -12,6 +12,7 @@ from gptj_ft.config.options import Recipe
 from gptj_ft.config.run_folder import COMMIT, Run, recipe_digest
 from gptj_ft.errors import DataError
 from gptj_ft.models.batch import most_padded
+from gptj_ft.models.products import Products, set_products
 from gptj_ft.planning.memory import keeps_gradients
 from gptj_ft.streaming.activations import boundary_layout
 from gptj_ft.streaming.adamw import AdamW, AdamWConfig, Update
@@ -134,6 +135,7 @@ def open_offloaded(setup: TrainSetup, run: Run, placement: Placement) -> Offload
         exchange=setup.parallel.exchange(),
         lowest_trained=lowest_trained(setup),
     )
+    set_products(offloaded.layers, Products.parse(recipe.products))
     try:
         weights = open_checkpoint(setup.model)
         open_frozen(offloaded, setup.architecture, weights, placement)

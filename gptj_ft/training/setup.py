@@ -104,8 +104,8 @@ def make_setup(
     workload = replace(workload, num_steps=num_steps - steps_done(Run(folder)))
     planned, workload = parallel.local_job(recipe, workload)
     plan = choose(planned, workload, target.free, target.rates, has_begun)
-    # A resumed run must not choose another type, on another machine or after other measurements.
-    recipe = recipe.model_copy(update={"precision": plan.precision})
+    # A resumed run must not choose another type or other libraries, on another machine or after other measurements.
+    recipe = recipe.model_copy(update={"precision": plan.precision, "products": str(workload.products)})
     most_step_tokens = sum(sorted(train.lengths)[-recipe.batch_size :])
     objective = objective_of(recipe, class_weights(recipe, train, len(labels)))
     return TrainSetup(

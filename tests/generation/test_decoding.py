@@ -264,7 +264,9 @@ def test_weights_with_shared_inputs_are_one_product(resident, monkeypatch: pytes
     products, fetched = [], []
     project, own = products_of.project, DeviceStore.own
     monkeypatch.setattr(
-        products_of, "project", lambda x, w, *rest: products.append(tuple(w.shape)) or project(x, w, *rest)
+        products_of,
+        "project",
+        lambda x, w, *rest, **more: products.append(tuple(w.shape)) or project(x, w, *rest, **more),
     )
     monkeypatch.setattr(DeviceStore, "own", lambda store, *rest: fetched.append(rest[1]) or own(store, *rest))
     cache = resident(torch.tensor([[1, 2, 3]])).past_key_values

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from gptj_ft.planning import layer_times, probe
+from gptj_ft.models.products import Libraries
+from gptj_ft.planning import layer_times, probe, product_times
 from gptj_ft.planning.layer_times import LayerKind, Seconds
 from gptj_ft.planning.machine_profile import MachineProbe
 from gptj_ft.planning.probe import ComputeRates, DiskRates, Rates
+from gptj_ft.planning.product_times import Choice, ProductKind
 
 
 def layers_by(compute: ComputeRates) -> Callable[[Sequence[LayerKind]], list[Seconds]]:
@@ -27,6 +29,11 @@ def layers_by(compute: ComputeRates) -> Callable[[Sequence[LayerKind]], list[Sec
     return lambda kinds: [seconds(kind) for kind in kinds]
 
 
+def choose_onednn(kinds: Sequence[ProductKind]) -> list[Choice]:
+    """Choose libraries as on a machine on which MKL is no faster."""
+    return [Choice(Libraries(), 1.0, 1.0)] * len(kinds)
+
+
 def set_rates(patch: pytest.MonkeyPatch, rates: Rates) -> None:
     """Make measurements of the machine return these rates."""
     patch.setattr(probe, "measure_compute", lambda device: rates.compute)
@@ -34,6 +41,7 @@ def set_rates(patch: pytest.MonkeyPatch, rates: Rates) -> None:
     patch.setattr(probe, "core_load", lambda: 0.0)
     patch.setattr(probe, "meter_others", lambda: lambda: 0.0)  # other tests are no load
     patch.setattr(layer_times, "time_kinds", layers_by(rates.compute))
+    patch.setattr(product_times, "time_products", choose_onednn)
 
 
 def round_rates(disk: DiskRates, to_device: float, from_device: float, on_cpu: bool = False) -> Rates:
@@ -61,6 +69,8 @@ class FakeMachine(MachineProbe):
         self.others = 0.0  # share of the cores that other programs use while it measures
         self.counts = Counter[str]()
         self.timed: list[LayerKind] = []
+        self.timed_products: list[ProductKind] = []
+        self.choose_products = choose_onednn
         self.time_layers = layers_by(rates.compute)
 
     def compute(self, device: torch.device) -> ComputeRates:
@@ -74,6 +84,10 @@ class FakeMachine(MachineProbe):
     def layers(self, kinds: Sequence[LayerKind]) -> list[Seconds]:
         self.timed += kinds
         return self.time_layers(kinds)
+
+    def products(self, kinds: Sequence[ProductKind]) -> list[Choice]:
+        self.timed_products += kinds
+        return self.choose_products(kinds)
 
     def core_load(self) -> float:
         return self.load

@@ -109,6 +109,7 @@ def plan_rows(plan: Plan, notes: Sequence[str] = (), verbose: bool = True) -> li
         ("parameters", f"{plan.workload.num_parameters:,}, {_share_trained(plan)}"),
         *((("device", f"{plan.device}, by its published rates"),) if plan.device else ()),
         ("precision", f"{plan.precision}: {plan.reason}"),
+        *((("products", plan.products),) if plan.products else ()),
         ("placement", str(plan.placement)),
         *_needs(plan),
         *_transfers(plan.costs),
