@@ -93,7 +93,7 @@ def test_wide_window_changes_no_bit(key_heads: int) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 4e-2)])
 def test_attention_and_gradients_match_fp64_torch(dtype: torch.dtype, tolerance: float, rule: Rule) -> None:
     batch, taken, gradient = inputs(dtype, rule[0])
     compare(batch, taken, found(batch, taken, gradient, rule), gradient, rule, tolerance)

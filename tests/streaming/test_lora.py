@@ -158,7 +158,7 @@ def test_losses_gradients_and_ten_steps_match_peft(shape: str, dora: bool, folde
         assert train_step(stack, ours, micro_batches(docs, PROMPTS, 40)).mean == pytest.approx(loss.item(), rel=1e-5)
         for name, gradient in adapters_of(stack, "grad").items():
             # Adam turns differences of rounding into different weights, and these into different gradients.
-            assert relative(gradient, gradients[name]) < (1e-5 if step < 5 else 3e-5), (step, name)
+            assert relative(gradient, gradients[name]) < (2e-5 if step < 5 else 3e-5), (step, name)
         assert ours.finish_step() == pytest.approx(norms[-1], rel=1e-5)
     ours.flush()
     assert max(norms) > 0.05, "clipping was never needed, so this test would not see it"
