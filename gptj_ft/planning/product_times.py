@@ -26,10 +26,11 @@ from gptj_ft.models.products import (
 from gptj_ft.planning.workload import Workload
 
 NARROWEST = 192  # width of the narrowest matrix that is timed; the time of narrower ones is mostly that of the calls
-MOST_NUMEL = 2**26  # of a timed weight; a larger one is timed with fewer rows
-FEWEST_TOKENS, MOST_TOKENS = 64, 1024
+MOST_NUMEL = 2**24  # of a timed weight; a larger one is timed with fewer rows, which takes no more seconds an element
+FEWEST_TOKENS, MOST_TOKENS = 256, 1024
 PRODUCT_SECONDS = 0.03  # of a timed product, by the rate of large ones
-TURNS = 2  # after a warm-up
+FEWEST_TURNS, MOST_TURNS = 2, 10  # over both libraries, after a warm-up
+ENOUGH_SECONDS = 0.1  # after which no turn starts
 GAIN = 1.1  # speed-up at which MKL replaces oneDNN: near 1, noise would choose
 MOST_ERROR = 0.01  # of a bf16 product relative to its largest element
 
@@ -106,7 +107,7 @@ def kinds_of(workload: Workload, dtype: torch.dtype, rate: float) -> Counter[Pro
             if min(rows, columns) < NARROWEST:
                 continue
             most = PRODUCT_SECONDS * rate / (2 * min(rows * columns, MOST_NUMEL))
-            tokens = 2 ** round(math.log2(min(max(FEWEST_TOKENS, min(typical, most)), MOST_TOKENS)))
+            tokens = 2 ** round(math.log2(min(typical, max(FEWEST_TOKENS, most), MOST_TOKENS)))
             is_trained = f"{path}.weight".lstrip(".") in layout.used_shapes
             if is_trained or dtype == torch.float32:  # a frozen weight in bf16 has no product to choose for
                 counts[ProductKind((rows, columns), _is_transposed(module), is_trained, dtype, tokens)] += 1
@@ -156,7 +157,10 @@ def _alternate(run: Callable[[Library], object]) -> dict[Library, float]:
     """Return the least seconds with each library."""
     libraries: tuple[Library, Library] = ("onednn", "mkl")
     seconds: dict[Library, float] = dict.fromkeys(libraries, math.inf)
-    for turn in range(1 + TURNS):
+    began = time.perf_counter()
+    for turn in range(1 + MOST_TURNS):
+        if turn > FEWEST_TURNS and time.perf_counter() - began > ENOUGH_SECONDS:
+            break
         for library in libraries:
             start = time.perf_counter()
             run(library)
