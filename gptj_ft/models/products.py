@@ -116,6 +116,22 @@ def multiply(x_TI: Tensor, weight_OI: Tensor, bias: Tensor | None = None) -> Ten
     return out
 
 
+def multiply_row(x_1I: Tensor, weight_OI: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply one bf16 row by a weight with MKL: [1, O]."""
+    # Measured with AMX, weights of 4096 x 4096: MKL reads them at 18 to 20 GB/s, as fast as a sum does, oneDNN at 13.
+    is_turned = weight_OI.stride(1) != 1
+    weight = _with_contiguous_rows(weight_OI.t() if is_turned else weight_OI)
+    x_1I, gemm = _with_contiguous_rows(x_1I), _gemm_bf16bf16f32()
+    out_O1 = x_1I.new_empty(len(weight_OI), 1, dtype=torch.float32)
+    assert gemm is not None
+    gemm(
+        ROW_MAJOR, TURNED if is_turned else NOT_TURNED, TURNED, len(weight_OI), 1, weight_OI.shape[1],
+        1.0, weight.data_ptr(), weight.stride(0), x_1I.data_ptr(), x_1I.shape[1], 0.0, out_O1.data_ptr(), 1,
+    )  # fmt: skip
+    out_1O = out_O1.t()
+    return (out_1O if bias is None else out_1O.add_(bias)).to(x_1I.dtype)
+
+
 def input_gradient(gradient_TO: Tensor, weight_OI: Tensor, library: Library) -> Tensor:
     """Multiply the gradient of a linear layer's outputs by its weight: [T, I]."""
     if not has_onednn(gradient_TO):

@@ -8,7 +8,16 @@ from torch import nn
 
 from gptj_ft.models import products
 from gptj_ft.models.linear import Linear, project
-from gptj_ft.models.products import SUM_ROWS, Libraries, Library, Products, add_product, has_mkl, set_products
+from gptj_ft.models.products import (
+    SUM_ROWS,
+    Libraries,
+    Library,
+    Products,
+    add_product,
+    has_mkl,
+    multiply_row,
+    set_products,
+)
 from gptj_ft.models.registry import families
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -126,3 +135,29 @@ def test_build_without_mkl_sums_with_onednn(monkeypatch) -> None:
     total = torch.zeros(4, 5)
     add_product(total, left, right, "mkl")
     assert total.eq(3.0).all()
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_one_row_times_weights_is_not_rounded_twice(is_transposed: bool, has_bias: bool) -> None:
+    skip_without_mkl("mkl", torch.bfloat16)
+    torch.manual_seed(0)
+    x, weight, bias = (torch.randn(shape).bfloat16() for shape in ((1, 300), (170, 300), (170,)))
+    stored = weight.t().contiguous().t() if is_transposed else weight
+    found = multiply_row(x, stored, bias if has_bias else None)
+    exact = x.double() @ weight.double().t() + (bias.double() if has_bias else 0.0)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-4)  # half a unit in the last place
+
+
+@pytest.mark.parametrize("unit", ["AMX", "AVX-512"])
+@pytest.mark.parametrize("rows", [1, 2, 5, 32, 33])
+def test_decoding_few_rows_in_bf16_matches_fp64(rows: int, unit: str, monkeypatch) -> None:
+    monkeypatch.setattr("gptj_ft.models.linear.has_fast_decoding", lambda dtype: unit == "AMX")
+    torch.manual_seed(0)
+    x, weight, bias = (torch.randn(shape).bfloat16() for shape in ((rows, 300), (170, 300), (170,)))
+    exact = x.double() @ weight.double().t() + bias.double()
+    for is_transposed in (False, True):
+        stored = weight.t().contiguous() if is_transposed else weight
+        found = project(x, stored, bias, "decoding", is_transposed).double()
+        torch.testing.assert_close(found, exact, rtol=2**-7, atol=0.1)
