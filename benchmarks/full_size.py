@@ -40,6 +40,7 @@ from gptj_ft.config.run_folder import Run
 from gptj_ft.data.batches import micro_batches
 from gptj_ft.models.batch import PackedBatch
 from gptj_ft.models.layout import Layout
+from gptj_ft.models.products import ONEDNN, set_products
 from gptj_ft.models.registry import Architecture, families
 from gptj_ft.planning.flops import count_flops
 from gptj_ft.planning.machine_profile import disk_rates, rates
@@ -90,8 +91,9 @@ class Work:
         self.layouts = [Layout.of(layer) for layer in self.layers]
         self.device, self.tokens = torch.device("cpu"), arguments.tokens
         self.recipe = Recipe(
-            moments="bf16", gradients="bf16", micro_batch_tokens=arguments.micro_batch, activations="recompute"
-        )
+            moments="bf16", gradients="bf16", micro_batch_tokens=arguments.micro_batch, activations="recompute",
+            products=arguments.products,
+        )  # fmt: skip
         cap, count = int(arguments.memory * 2**30), self.tokens // ROW
         self.num_targets = count * (ROW - 1)
         free = Free(cap, cap, shutil.disk_usage(arguments.work).free, is_shared=True)
@@ -112,7 +114,9 @@ class Work:
     def open(self, run: Run) -> OffloadedModel:
         """Open the stores."""
         dtypes = training_dtypes(self.dtype, torch.bfloat16, torch.bfloat16)
-        return open_for_training(self.architecture, ON_DISK, dtypes, self.device, run.state, self.plan.budget)
+        stack = open_for_training(self.architecture, ON_DISK, dtypes, self.device, run.state, self.plan.budget)
+        set_products(stack.layers, self.plan.workload.products or ONEDNN)
+        return stack
 
 
 def say(kind: str, **facts: Any) -> None:
@@ -205,6 +209,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--micro-batch", type=int, default=1024)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--products", default="auto", help="as in a recipe")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--shape", choices=SHAPES, default="gptj")
     parser.add_argument("--layers", type=int, help="fewer blocks than the model has")

@@ -42,7 +42,9 @@ HOLES, MOST_HOLES = 6, 260 * 10**6
 # 8 blocks (2 to 4 kept) and of 24 (6 to 16 kept). Fewer if the MLP's tensors are so large that glibc maps them.
 HOLES_A_BLOCK, HOLES_BETWEEN_MAPPED, MAPPED_BYTES = 0.4, 1.5, 32 * 2**20
 HEAP_SHARE = 0.05  # remaining overhead of encoders, oneDNN's kernels included
-PACKED_SHARE = 0.01  # of the memory in 16 bits: oneDNN packs matrices; AMX peaked 0.5 % above without (full_size.py)
+PACKED_SHARE = 0.01  # of the memory in 16 bits: oneDNN packs matrices
+# The same with AMX: all of GPT-J peaked 3.5 % above a forecast with 1 % (full_size.py, micro-batches of 2,048 tokens).
+AMX_SHARE = 0.05
 WEIGHT_BYTES = 4 + 1  # of an attention weight under dropout: fp32 and its mask
 WEIGHT_COPIES = 4  # attention weights alive at once: scores, weights, dropped weights, gradients
 

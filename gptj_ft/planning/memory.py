@@ -17,6 +17,7 @@ from gptj_ft.config.options import Recipe
 from gptj_ft.models.batch import rounded_up
 from gptj_ft.models.layout import Kind
 from gptj_ft.planning.constants import (
+    AMX_SHARE,
     CONTEXT_BYTES,
     COUNTED_SAVED,
     DISK_STAGING_BYTES,
@@ -44,6 +45,7 @@ from gptj_ft.streaming.buffers import PASS_TOKENS, BufferBudget, pool_shapes
 from gptj_ft.streaming.stores.placement import Place, Placement, training_dtypes
 from gptj_ft.system.block_reader import STAGING_BYTES
 from gptj_ft.system.dtypes import PRECISIONS
+from gptj_ft.system.machine import bf16_unit
 from gptj_ft.system.units import gigabytes
 
 BUFFERS = ((2, 48), (2, 24), (1, 16), (1, 6))  # gradients and chunks of a budget, the roomiest first
@@ -365,7 +367,9 @@ def _on_cpu(demand: _Demand, by_place: Mapping[Place, int], have: Free) -> tuple
     away = 0 if stays else NUM_BUFFERS * hidden * rows
     head = LOGITS * workload.logits_bytes
     fixed = by_place["device"] + activations + step + away + head
-    packed = PACKED_SHARE if have.is_shared and workload.dtype != torch.float32 else 0.0
+    packed = 0.0
+    if have.is_shared and workload.dtype != torch.float32:
+        packed = AMX_SHARE if bf16_unit() == "AMX" else PACKED_SHARE
     host = by_place["host"] + PROCESS_BYTES if have.is_shared else 0
     free = int((have.device - host) / (1 + packed)) - fixed
     budget, buffers = demand.buffers_within(free)

@@ -278,9 +278,10 @@ def differences(ours: Any, golden: Any, rel: float, at: str) -> Iterator[str]:
 
 @pytest.fixture
 def free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fix the free memory: a plan sizes its buffers by it."""
+    """Fix the free memory and the bf16 unit: a plan sizes its buffers by them."""
     memory = psutil.virtual_memory()
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=64 * 10**9))
+    monkeypatch.setattr("gptj_ft.planning.memory.bf16_unit", lambda: "AVX-512")
 
 
 @pytest.mark.usefixtures("free_memory")

@@ -20,7 +20,7 @@ from gptj_ft.models.batch import rounded_up
 from gptj_ft.models.gptj import GPTJConfig, build_layers
 from gptj_ft.models.layout import NO_PARAMETERS, Layout
 from gptj_ft.models.published import CEREBRAS_GPT, find_published
-from gptj_ft.planning.constants import LOGITS, PACKED_SHARE, SYSTEM_BYTES
+from gptj_ft.planning.constants import AMX_SHARE, LOGITS, PACKED_SHARE, SYSTEM_BYTES
 from gptj_ft.planning.costs import Pass, cost
 from gptj_ft.planning.memory import Free
 from gptj_ft.planning.plan import FASTEST_FIRST, Plan, candidates, choose, forecast
@@ -568,9 +568,11 @@ def test_cpu_memory_counts_logits_of_actual_targets(six_b: Workload) -> None:
     assert six_b.with_step(most_targets=500, micro_batch=100).most_logits == 100, "at most one per token"
 
 
-def test_cpu_holds_memory_back_in_bf16(six_b: Workload) -> None:
+@pytest.mark.parametrize(("unit", "in_bf16"), [("AMX", AMX_SHARE), ("AVX-512", PACKED_SHARE), ("", PACKED_SHARE)])
+def test_cpu_holds_memory_back_in_bf16(unit: str, in_bf16: float, six_b: Workload, monkeypatch) -> None:
+    monkeypatch.setattr("gptj_ft.planning.memory.bf16_unit", lambda: unit)
     recipe = Recipe(activations="recompute")
-    for workload, share in ((six_b, 0.0), (replace(six_b, dtype=torch.bfloat16), PACKED_SHARE)):
+    for workload, share in ((six_b, 0.0), (replace(six_b, dtype=torch.bfloat16), in_bf16)):
         own, shared = (
             planned(workload, recipe=recipe, have=replace(PLENTY, is_shared=is_shared)).device_bytes
             for is_shared in (False, True)
