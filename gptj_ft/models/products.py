@@ -124,6 +124,8 @@ def multiply_row(x_1I: Tensor, weight_OI: Tensor, bias: Tensor | None = None) ->
     x_1I, gemm = _with_contiguous_rows(x_1I), _gemm_bf16bf16f32()
     out_O1 = x_1I.new_empty(len(weight_OI), 1, dtype=torch.float32)
     assert gemm is not None
+    assert x_1I.dtype == weight.dtype == torch.bfloat16
+    assert x_1I.shape == (1, weight_OI.shape[1])
     gemm(
         ROW_MAJOR, TURNED if is_turned else NOT_TURNED, TURNED, len(weight_OI), 1, weight_OI.shape[1],
         1.0, weight.data_ptr(), weight.stride(0), x_1I.data_ptr(), x_1I.shape[1], 0.0, out_O1.data_ptr(), 1,
@@ -171,9 +173,11 @@ def _add_bf16(total_MN: Tensor, left_TM: Tensor, right_TN: Tensor) -> None:
     gemm = _gemm_bf16bf16f32()
     assert gemm is not None
     left_TM, right_TN = _with_contiguous_rows(left_TM), _with_contiguous_rows(right_TN)
-    assert total_MN.dtype == torch.float32, "internal error: sum in 16 bits"
-    assert total_MN.stride(1) == 1, "internal error: rows of the sum are not contiguous"
     (rows, columns), tokens = total_MN.shape, len(left_TM)
+    # MKL gets addresses: it would read and write beyond tensors of other shapes or types.
+    assert (left_TM.dtype, right_TN.dtype, total_MN.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
+    assert (left_TM.shape, right_TN.shape) == ((tokens, rows), (tokens, columns))
+    assert total_MN.stride(1) == 1, "internal error: rows of the sum are not contiguous"
     gemm(
         ROW_MAJOR, TURNED, NOT_TURNED, rows, columns, tokens,
         1.0, left_TM.data_ptr(), left_TM.stride(0), right_TN.data_ptr(), right_TN.stride(0),

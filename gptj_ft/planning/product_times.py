@@ -115,10 +115,15 @@ def kinds_of(workload: Workload, dtype: torch.dtype, rate: float) -> Counter[Pro
 
 
 def products_of(counts: Mapping[ProductKind, int], choices: Mapping[str, Choice]) -> tuple[Products, float]:
-    """Return the libraries of a model, and the speed-up of its backward products relative to oneDNN alone."""
+    """Combine the choices for a model's matrices.
+
+    Returns:
+        The libraries, and the speed of backward's products relative to oneDNN's alone.
+    """
     elements = Counter[Libraries]()
     chosen, seconds, before = dict[Shape, Libraries](), 0.0, 0.0
-    for kind, count in counts.items():
+    # Trained weights last: frozen ones of the same shape have timed one product only, so they must not decide.
+    for kind, count in sorted(counts.items(), key=lambda item: item[0].is_trained):
         choice = choices[kind.name]
         chosen[kind.shape] = choice.libraries
         elements[choice.libraries] += count * math.prod(kind.shape)

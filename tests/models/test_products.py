@@ -161,3 +161,13 @@ def test_decoding_few_rows_in_bf16_matches_fp64(rows: int, unit: str, monkeypatc
         stored = weight.t().contiguous() if is_transposed else weight
         found = project(x, stored, bias, "decoding", is_transposed).double()
         torch.testing.assert_close(found, exact, rtol=2**-7, atol=0.1)
+
+
+@pytest.mark.parametrize("sides", [(3, 4, 3, 6), (3, 5, 3, 5), (3, 4, 2, 5)], ids=["wide", "high", "short"])
+def test_mkl_never_gets_tensors_of_other_shapes(sides: tuple[int, int, int, int]) -> None:
+    skip_without_mkl("mkl", torch.bfloat16)
+    left, right = torch.ones(sides[:2]).bfloat16(), torch.ones(sides[2:]).bfloat16()
+    with pytest.raises(AssertionError):
+        add_product(torch.zeros(4, 5), left, right, "mkl")
+    with pytest.raises(AssertionError):
+        multiply_row(torch.ones(1, 4).bfloat16(), torch.ones(3, 5).bfloat16())

@@ -69,6 +69,14 @@ def test_frozen_matrices_are_timed_in_fp32_only() -> None:
     assert {kind.is_trained for kind in kinds_of(lora, FP32, RATE)} == {False}
 
 
+@pytest.mark.parametrize("trained", ["transformer.h.0.*", "transformer.h.1.*"])
+def test_trained_weights_decide_for_frozen_ones_of_their_shape(trained: str, machine: FakeMachine) -> None:
+    machine.choose_products = mkl_gains(1.5)  # type: ignore[assignment]
+    partly = make_workload(Recipe(train=[trained]))
+    assert {kind.is_trained for kind in kinds_of(partly, FP32, RATE)} == {True, False}
+    assert choose_products(partly, FP32, RATE, CPU, machine)[0].of(torch.empty(256, 256)) == ("onednn", "mkl")
+
+
 def test_slow_products_are_timed_with_fewer_tokens() -> None:
     assert {kind.tokens for kind in kinds_of(make_workload(), BF16, RATE / 1e3)} == {256}
     few = make_workload().with_step(mean=400.0)
