@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import socket
 import time
@@ -25,7 +24,13 @@ from gptj_ft.diagnostics.trial import SmallModel, single_thread
 from gptj_ft.errors import GptjFtError, Interrupted, ResourceError
 from gptj_ft.planning.machine_profile import rates
 from gptj_ft.planning.probe import Rates
-from gptj_ft.system.accelerator import has_streams, is_accelerator, module_of, supports_bf16
+from gptj_ft.system.accelerator import (
+    allow_deterministic_products,
+    has_streams,
+    is_accelerator,
+    module_of,
+    supports_bf16,
+)
 from gptj_ft.system.paths import RUNS
 from gptj_ft.system.plain_text import HIDDEN
 from gptj_ft.system.scratch import scratch_folder
@@ -117,8 +122,7 @@ def check_up(device: torch.device, reporter: Reporter | None = None, effort: Eff
     """
     reporter = reporter or Reporter()
     effort = effort or (Effort() if is_accelerator(device) else QUICK)
-    # cuBLAS reads this at its first product. Without it, products on several streams are not reproducible.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    allow_deterministic_products(device)
     with scratch_folder() as folder, logged() as messages:
         reporter.on_activity("reading the machine")
         known = facts.collect(device, RUNS)

@@ -70,6 +70,8 @@ class _LookUp(torch.autograd.Function):
         sums = torch.ops.aten.embedding_dense_backward(gradients[0], inverse, len(rows), -1, False)
         if ctx.padding_row is not None:
             sums[rows == ctx.padding_row] = 0.0
-        # `unique` sorts, so the tensor is coalesced. Checking that would cost another pass.
-        gradient = torch.sparse_coo_tensor(rows[None], sums, ctx.shape, check_invariants=False, is_coalesced=True)
+        # `unique` sorts, so the tensor is coalesced. Checking that would cost another pass. Without the context, torch
+        # 2.11 warns in spite of the argument.
+        with torch.sparse.check_sparse_tensor_invariants(enable=False):  # type: ignore[no-untyped-call]
+            gradient = torch.sparse_coo_tensor(rows[None], sums, ctx.shape, check_invariants=False, is_coalesced=True)
         return gradient, None, None

@@ -1,4 +1,4 @@
-"""Linear layers. On a CPU, `products` multiplies, and weight gradients are summed in fp32.
+"""Linear layers. On a CPU, `products` multiplies. Products of weight gradients are summed in fp32.
 
 Axis letters: T tokens, S target rows, D width.
 """
@@ -66,6 +66,9 @@ def project(
     # differently. Training does without it: forward runs twice there and must give the same bits both times.
     # In bf16 with AMX that order reads weights 1.2 to 1.5 times as fast; without AMX it is two to four times as slow.
     if not has_onednn(x_TD):
+        if torch.is_grad_enabled() and weight.requires_grad and sums_products(x_TD.device, x_TD.dtype):
+            summed: Tensor = _SummedProduct.apply(x_TD, weight, bias, is_transposed)  # type: ignore[no-untyped-call]
+            return summed
         return F.linear(x_TD, weight.t() if is_transposed else weight, bias)
     if kernel == "training":
         out: Tensor = _Product.apply(x_TD, weight, bias, is_transposed, products.of(weight))  # type: ignore[no-untyped-call]
@@ -123,6 +126,59 @@ class _Product(torch.autograd.Function):
         if for_x:
             of_x = input_gradient(gradient, weight.t() if ctx.is_transposed else weight, ctx.libraries.inputs)
         return of_x, of_weight, gradient.sum(0) if for_bias else None, None, None
+
+
+@lru_cache
+def sums_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Tell whether an accelerator adds a product in half precision to an fp32 matrix, by trying it.
+
+    One kernel then adds a micro-batch's gradient of a weight, unrounded. Otherwise it is rounded, stored and added.
+    """
+    if device.type == "cpu" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    try:
+        # The first caller may be in inference mode, whose tensors cannot be changed outside it.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            ones = torch.ones(8, 8, dtype=dtype, device=device)
+            add_summed(torch.ones(8, 8, device=device), ones, ones)
+    except (NotImplementedError, RuntimeError, TypeError):
+        return False
+    return True
+
+
+def add_summed(total_OI: Tensor, left_TO: Tensor, right_TI: Tensor) -> None:
+    """Add the product of two half-precision matrices over their rows to an fp32 matrix, in one kernel."""
+    torch.addmm(total_OI, left_TO.t(), right_TI, out_dtype=torch.float32, out=total_OI)
+
+
+def sum_products_into(weight: Tensor, total: Tensor) -> None:
+    """Have `project` add the gradient of a leaf to an fp32 matrix, if the device can; see `sums_products`."""
+    # Not its .grad: autograd would convert other gradients of the leaf to fp32 as a whole, an embedding's, say.
+    if weight.ndim == 2 and sums_products(weight.device, weight.dtype):
+        weight._fp32_sum = total  # type: ignore[attr-defined]
+
+
+class _SummedProduct(torch.autograd.Function):
+    """`F.linear` in half precision; backward adds to the matrix that `sum_products_into` has set for its weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, is_transposed: bool) -> Tensor:
+        ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
+        ctx.leaf = weight  # for its sum only: its values may have moved by then
+        ctx.is_transposed = is_transposed
+        return F.linear(x, weight.t() if is_transposed else weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (x, weight), (gradient,), (for_x, _, for_bias, _) = ctx.saved_tensors, gradients, ctx.needs_input_grad
+        left, right = (x, gradient) if ctx.is_transposed else (gradient, x)
+        of_weight, total = None, getattr(ctx.leaf, "_fp32_sum", None)
+        if total is None:
+            of_weight = left.t() @ right
+        else:
+            add_summed(total, left, right)
+        of_x = gradient @ (weight.t() if ctx.is_transposed else weight) if for_x else None
+        return of_x, of_weight, gradient.sum(0) if for_bias else None, None
 
 
 def project_by_all(x_TD: Tensor, linears: Sequence[Linear], rows: RowContext) -> Iterator[Tensor]:

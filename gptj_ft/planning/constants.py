@@ -58,6 +58,6 @@ LISTED_TOKEN_BYTES = 2 * 36  # of a token in Python lists: of its document, and 
 CONTEXT_BYTES = 400 * 10**6  # the device's context and the kernels that it loads
 LIBRARY_BYTES = CONTEXT_BYTES + 200 * 10**6  # and workspaces of libraries in torch's allocator
 FRAGMENTED_SHARE = 0.03  # of the memory that the allocator loses to changing shapes
-UPDATE_BYTES = 4 * 4 * CHUNK_NUMEL  # resident moments in fp32, random bits, copies of a first step
+UPDATE_COPIES = 4  # fp32 tensors of an update's elements: resident moments, random bits, copies of a first step
 DISK_STAGING_BYTES = 2 * 2 * TRANSFERS * 4 * CHUNK_NUMEL  # locked host memory of two stores that read and write
 TOKEN_BYTES = 3 * 8  # id, position and target of a token

@@ -67,7 +67,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        # Once each: `addmm` may write into one of its inputs.
+        inputs = [*dict.fromkeys(x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))]
         outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         for output in outputs:
             self._take(output, inputs)
@@ -102,7 +103,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _flops(self, name: str, inputs: Sequence[Tensor], args: Sequence[Any]) -> float:
         if name in PRODUCTS:
             # `addmm` and `baddbmm` have the bias before the factors.
-            left, right = inputs[-2:]
+            left, right = [x for x in args if isinstance(x, Tensor)][-2:]
             return 2.0 * left.numel() * right.shape[-1]
         if name.startswith(ATTENTION):
             # Two FLOPs per pair and product: forward has two products, backward five and the output's gradient first.

@@ -36,12 +36,13 @@ from gptj_ft.planning.constants import (
     SAVED_PER_TOKEN,
     SYSTEM_BYTES,
     TOKEN_BYTES,
-    UPDATE_BYTES,
+    UPDATE_COPIES,
 )
 from gptj_ft.planning.layer_cost import LayerCost, LayerInput, embedding_cost, measure_blocks, measure_head
 from gptj_ft.planning.workload import Workload, exported_elements
 from gptj_ft.streaming.activations import NUM_BUFFERS
 from gptj_ft.streaming.buffers import PASS_TOKENS, BufferBudget, pool_shapes
+from gptj_ft.streaming.stores.base import CHUNK_NUMEL
 from gptj_ft.streaming.stores.placement import Place, Placement, training_dtypes
 from gptj_ft.system.block_reader import STAGING_BYTES
 from gptj_ft.system.dtypes import PRECISIONS
@@ -49,6 +50,9 @@ from gptj_ft.system.machine import bf16_unit
 from gptj_ft.system.units import gigabytes
 
 BUFFERS = ((2, 48), (2, 24), (1, 16), (1, 6))  # gradients and chunks of a budget, the roomiest first
+# The same beside an accelerator without a disk, and the chunks that a buffer holds. A disk's threads read small chunks
+# in parallel, and its rate hides the program's time for each.
+LARGE_BUFFERS = ((2, 12, 4), (2, 12, 2), (1, 8, 2), (1, 6, 1))
 
 
 @dataclass(frozen=True)
@@ -267,10 +271,18 @@ class _Demand:
         """Bytes of a token's hidden state."""
         return self.workload.width * self.workload.dtype.itemsize
 
-    def buffers_within(self, free: int) -> tuple[BufferBudget, int]:
+    def buffers_within(self, free: int, on_accelerator: bool = False) -> tuple[BufferBudget, int]:
         """Return the roomiest buffer budget that fits, else the leanest, and its bytes."""
-        budgets = [BufferBudget(self.recipe.read_ahead, *numbers) for numbers in BUFFERS]
-        sizes = [self._buffer_bytes(each) for each in budgets]
+        ahead = self.recipe.read_ahead
+        budgets = [BufferBudget(ahead, *numbers) for numbers in BUFFERS]
+        if on_accelerator and "disk" not in map(self.placement.of, self.stored):
+            budgets = [
+                BufferBudget(ahead, gradients, chunks, chunks_at_once=number)
+                for gradients, chunks, number in LARGE_BUFFERS
+            ]
+        copied = UPDATE_COPIES * torch.float32.itemsize if on_accelerator else 0
+        largest = max(CHUNK_NUMEL, *(layout.numel for layout in self.workload.layouts))
+        sizes = [self._buffer_bytes(each) + copied * min(each.update_numel, largest) for each in budgets]
         fitting = (each for each in zip(budgets, sizes, strict=True) if each[1] <= free)
         return next(fitting, (budgets[-1], sizes[-1]))
 
@@ -343,9 +355,9 @@ def _on_accelerator(demand: _Demand, by_place: Mapping[Place, int], have: Free) 
     workload, stays = demand.workload, demand.placement.boundaries == "device"
     working, free = WorkingMemory(workload, demand.recipe.z_loss > 0, stays), usable(have.device)
     # `working` counts the inputs of recomputed layers, as far as they stay.
-    resident = by_place["device"] + UPDATE_BYTES - (workload.boundary_bytes() if stays else 0)
+    resident = by_place["device"] - (workload.boundary_bytes() if stays else 0)
     # Buffers first: they let transfers overlap. Kept activations get the rest.
-    budget, buffers = demand.buffers_within(free - resident - working.peak(0))
+    budget, buffers = demand.buffers_within(free - resident - working.peak(0), on_accelerator=True)
     kept = demand.most_kept(lambda kept: resident + buffers + working.peak(kept) <= free)
     needed = resident + buffers + working.peak(kept)
     # A validation may use the working memory of a step, and the free rest.

@@ -194,11 +194,11 @@ def _budget_dict(budget: BufferBudget) -> dict[str, int]:
     names = {
         "num_gradients": "gradients",
         "num_chunks": "parts",
-        "chunk_numel": "part_numel",
+        "update_numel": "part_numel",
         "num_kept_layers": "kept",
     }
-    # `forward_bytes` follows from the memory of the device, which the plan contains.
-    return {names.get(name, name): value for name, value in asdict(budget).items() if name != "forward_bytes"}
+    chosen = ("read_ahead", "num_gradients", "num_chunks", "update_numel", "num_kept_layers", "pass_tokens")
+    return {names.get(name, name): getattr(budget, name) for name in chosen}
 
 
 class DoesNotFit(ResourceError):

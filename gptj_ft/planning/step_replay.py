@@ -303,9 +303,9 @@ def _in_whole_layers(budget: BufferBudget, layouts: Sequence[Layout]) -> BufferB
     # layer is updated twice in a row (the head is between forward and backward), so if every layer has at least as many
     # chunks as the pool has buffers, none is ever saved, however large the chunks are.
     sizes = [layout.numel for layout in layouts if layout.numel]
-    if not layouts[-1].numel or -(-min(sizes) // budget.chunk_numel) < budget.num_chunks:
+    if not layouts[-1].numel or -(-min(sizes) // budget.update_numel) < budget.num_chunks:
         return budget
-    return replace(budget, chunk_numel=max(sizes), num_chunks=1)
+    return replace(budget, chunk_numel=max(sizes), chunks_at_once=1, num_chunks=1)
 
 
 def model_without_data(

@@ -295,7 +295,7 @@ class VirtualDevice(UntimedDevice):
         gradient, model = layer.gradient.flat, self._model
         self._compute(self._moving(gradient.nbytes))
         if layer.task.gradient == "write" and model.dtypes["grad"] != gradient.dtype:
-            number = 2 * -(-gradient.numel() // model.budget.chunk_numel)
+            number = 2 * -(-gradient.numel() // model.budget.update_numel)
             self._compute(self._moving(2 * gradient.nbytes, number))
         self._note([gradient], writes=True)
 

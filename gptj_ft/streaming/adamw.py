@@ -93,6 +93,9 @@ class AdamW:
         self._torn: set[int] = set()  # layers whose stored state is partly updated, or a step ahead of the others
         self._layer_norms: dict[int, Tensor] = {}
         self._scratch: dict[Kind, Tensor] = {}
+        # A CPU adds what fits its cache; an accelerator a whole chunk, as each addition costs it a kernel launch.
+        largest = min(model.budget.update_numel, max(layout.numel for layout in model.layouts))
+        self._num_tiles = 1 if model.device.type == "cpu" else -(-largest // NOISE) + 1
         self._unchanged: UnchangedParameters | None = None
         # Of the next step's loss; fp16 only.
         self.loss_scale = LossScale() if model.compute_dtype == torch.float16 else None
@@ -236,7 +239,7 @@ class AdamW:
         for kind, exact in zip(MOMENTS, (first, second), strict=True):
             if exact is not tensors[kind]:
                 key = (config.seed, update.number, task.layer, kind)
-                round_stochastically(exact, tensors[kind], key, span.start)
+                round_stochastically(exact, tensors[kind], key, span.start, self._num_tiles)
             updated(kind, tensors[kind])
 
     def applied(self, task: LayerTask) -> None:
@@ -263,7 +266,9 @@ class AdamW:
         return self._scratch[kind][:numel]
 
 
-def round_stochastically(exact: Tensor, rounded: Tensor, key: tuple[object, ...], start: int) -> None:
+def round_stochastically(
+    exact: Tensor, rounded: Tensor, key: tuple[object, ...], start: int, num_tiles: int = 1
+) -> None:
     """Round fp32 to bf16, up or down at random, so that the expected value is exact.
 
     Args:
@@ -271,16 +276,17 @@ def round_stochastically(exact: Tensor, rounded: Tensor, key: tuple[object, ...]
         rounded: bf16, of the same length.
         key: key of the random bits; the same key gives the same bits.
         start: index of the first element in the longer tensor that these are part of.
+        num_tiles: tiles of noise that are added at once.
     """
     # Rounding to nearest would lose every change of a moment below half a unit in the last place. With a decay of 0.999
     # these are nearly all changes.
-    noise = _noise(exact.device)
     # Not `hash`, which Python salts anew in each process.
     offset = (int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") + start) % NOISE
     bits = exact.view(torch.int32)
     # Tile the noise over the tensor, beginning in the middle of a tile.
-    for start in range(-offset, len(bits), NOISE):
-        part = bits[max(start, 0) : start + NOISE]
+    noise = _noise(exact.device, num_tiles)
+    for start in range(-offset, len(bits), len(noise)):
+        part = bits[max(start, 0) : start + len(noise)]
         # The sum carries into the upper half with a probability equal to the fraction that is cut off.
         part += noise[max(-start, 0) : max(-start, 0) + len(part)]
     bits &= -65536  # the upper 16 bits of fp32 are bf16
@@ -288,8 +294,8 @@ def round_stochastically(exact: Tensor, rounded: Tensor, key: tuple[object, ...]
 
 
 @lru_cache
-def _noise(device: torch.device) -> Tensor:
-    """Draw 16 random bits for `NOISE` elements; every rounding starts at another offset."""
+def _noise(device: torch.device, num_tiles: int) -> Tensor:
+    """Draw 16 random bits for `NOISE` elements, and repeat them; every rounding starts at another offset."""
     # Drawn on the CPU, so that every device rounds with the same bits.
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, 1 << 16, (NOISE,), dtype=torch.int32, generator=generator).to(device)
+    return torch.randint(0, 1 << 16, (NOISE,), dtype=torch.int32, generator=generator).to(device).repeat(num_tiles)

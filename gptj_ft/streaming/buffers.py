@@ -24,10 +24,18 @@ class BufferBudget:
     num_gradients: int = 2  # gradient buffers; with two, one is written while the next gradient is summed
     num_chunks: int = 24  # chunk buffers of each kind that only an update needs
     chunk_numel: int = CHUNK_NUMEL
+    chunks_at_once: int = 1
+    """Chunks in a buffer, moved and updated together. On an accelerator a few large ones keep the link busy: the
+    program takes about a millisecond for each, in which the link moves 50 MB."""
     num_kept_layers: int = 0  # top blocks that keep their activations for backward
     pass_tokens: int = PASS_TOKENS
     forward_bytes: int | None = None
     """CPU: resident bytes above which a forward pass that keeps activations returns free heap; None: no limit."""
+
+    @property
+    def update_numel(self) -> int:
+        """Elements that are moved and updated at once."""
+        return self.chunk_numel * self.chunks_at_once
 
 
 DEFAULT_BUDGET = BufferBudget()
@@ -76,7 +84,7 @@ def pool_shapes(
     whole = max(layout.numel + (source if layout.tied else 0) for layout in layouts)
     sizes = [layout.most_summed if stores_gradients else layout.numel for layout in layouts]
     summed = max(size for i, size in enumerate(sizes) if not (has_ties and i == TIED_SOURCE_LAYER))
-    chunk = min(budget.chunk_numel, max(layout.numel for layout in layouts))
+    chunk = min(budget.update_numel, max(layout.numel for layout in layouts))
     num_chunks = min(budget.num_chunks, sum(-(-layout.numel // max(1, chunk)) for layout in layouts))
     slots, fp32 = budget.read_ahead + 1, torch.float32
     return {

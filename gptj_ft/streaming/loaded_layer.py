@@ -12,6 +12,7 @@ from torch import Tensor
 from gptj_ft.models.batch import PackedBatch
 from gptj_ft.models.embedding import EmbeddingRows
 from gptj_ft.models.layout import TIED_SOURCE_LAYER, Layout
+from gptj_ft.models.linear import sum_products_into
 from gptj_ft.streaming.buffers import Lease
 from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.schedule import LayerTask
@@ -194,7 +195,7 @@ class LayerGradient:
             if own.dtype != self.flat.dtype:
                 (own if self.tile is None else own[self.tile]).copy_(self.flat)
             return
-        values = round_in_place(self.flat, dtype, model.budget.chunk_numel)
+        values = round_in_place(self.flat, dtype, model.budget.update_numel)
         start = 0 if self.tile is None else self.tile.start
         lease.transfers.append(model.transfers.write("grad", self._layer, start, values))
         lease.label((self._layer, step) if self.tile is None else None)
@@ -355,13 +356,14 @@ def sum_into(parameter: Tensor, total: Tensor) -> None:
         parameter.grad = total
     else:  # autograd would sum in the parameter's type: add each micro-batch's gradient to the fp32 sum instead
         parameter.register_post_accumulate_grad_hook(_adder(total))  # type: ignore[no-untyped-call]
+        sum_products_into(parameter, total)
 
 
 def _adder(total: Tensor) -> Callable[[Tensor], None]:
     def add_to_total(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        total.add_(parameter.grad)
-        parameter.grad = None
+        if parameter.grad is not None:  # `linear.project` may have added all of it already
+            total.add_(parameter.grad)
+            parameter.grad = None
 
     return add_to_total
 

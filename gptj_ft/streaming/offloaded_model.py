@@ -41,7 +41,7 @@ class OffloadedModel:
         if self.lowest_trained < 0:
             self.lowest_trained = min(self.trained, default=len(self.layers))
         self.pools = BufferPools(self.budget, self.layouts, self.frozen, self.dtypes, self.stores, self.device)
-        self.transfers = Transfers(self.stores, self.device, self.budget.chunk_numel)
+        self.transfers = Transfers(self.stores, self.device, self.budget.update_numel)
         self.meter = self.transfers.meter
         self.boundaries: Activations = DeviceActivations()  # layer inputs between forward and backward
         self.active: object = None  # prefetcher that owns the buffers; a new one takes them over

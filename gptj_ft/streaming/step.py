@@ -47,6 +47,7 @@ from gptj_ft.streaming.vocabulary import (
     sum_losses,
     vocabulary_gradients,
 )
+from gptj_ft.system.accelerator import deterministic_kernels
 from gptj_ft.system.memory import return_free_heap
 
 HEAD_CHUNK_BYTES = 128 * 2**20  # of fp32 logits
@@ -85,8 +86,14 @@ def train_step(
     The loss is the sum over all targets divided by the number of targets, so it does not depend on how rows are packed
     into micro-batches.
     """
+    with deterministic_kernels(model.device):
+        return _train_step(model, optimizer, pad_batches(model, batches), objective)
+
+
+def _train_step(
+    model: OffloadedModel, optimizer: Optimizer, batches: Sequence[PackedBatch], objective: Objective
+) -> StepLoss:
     top = len(model.layers) - 1
-    batches = pad_batches(model, batches)
     up = open_channel(model, range(top + 1), batches)
     down = open_channel(model, range(top, model.lowest_trained - 1, -1), batches)
     reducer = model.exchange.open_reducer(optimizer.add_gradient)

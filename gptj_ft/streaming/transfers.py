@@ -50,8 +50,8 @@ class TransferMeter:
 class Transfers:
     """Read and write a model's stores."""
 
-    def __init__(self, stores: Mapping[Kind, LayerStore], device: torch.device, chunk_numel: int) -> None:
-        self._stores, self._device, self._chunk_numel = stores, device, chunk_numel
+    def __init__(self, stores: Mapping[Kind, LayerStore], device: torch.device, update_numel: int) -> None:
+        self._stores, self._device, self._update_numel = stores, device, update_numel
         self.meter = TransferMeter(device)
 
     def read(self, span: Span, out: Tensor) -> Future[Tensor]:
@@ -82,7 +82,7 @@ class Transfers:
 
     def digests_by_chunk(self, kind: Kind, layer: int) -> bool:
         """Tell whether the store accepts a digest per chunk, computed while the chunk is in a processor's cache."""
-        return self._device.type == "cpu" and self._stores[kind].part(layer).digest_numel == self._chunk_numel
+        return self._device.type == "cpu" and self._stores[kind].part(layer).digest_numel == self._update_numel
 
     def drain(self) -> None:
         """Wait until every store has completed its writes."""

@@ -84,7 +84,7 @@ class UpdatePump:
         reads_gradient = self._task.updates and not self._gradient.lease
         self._chunked = [kind for kind in self._model.updated_kinds if kind != "weight"]
         self._chunked += ["grad"] if reads_gradient else []
-        spans = chunks(self._model.layouts[self._task.layer].numel, self._model.budget.chunk_numel)
+        spans = chunks(self._model.layouts[self._task.layer].numel, self._model.budget.update_numel)
         self._spans.extend(reversed(spans) if self._task.descends else spans)
 
     def start(self, after: Sequence[Transfer]) -> None:

@@ -65,7 +65,8 @@ def _onednn_limit() -> str:
 def choose_device(name: str, cap: int | None = None, local_rank: int | None = None) -> torch.device:
     """Return the device of a run, with its number, and make it torch's current device.
 
-    Also makes its matrix products accumulate in fp32 for the whole process (`accelerator.sum_in_fp32`).
+    Also makes its matrix products accumulate in fp32, and deterministic, for the whole process
+    (`accelerator.sum_in_fp32`, `accelerator.allow_deterministic_products`).
 
     Args:
         name: ``auto``, ``cpu``, or the type of an accelerator, with or without a number.
@@ -79,6 +80,7 @@ def choose_device(name: str, cap: int | None = None, local_rank: int | None = No
     import torch
 
     from gptj_ft.system.accelerator import (
+        allow_deterministic_products,
         default_accelerator,
         free_and_total,
         has_streams,
@@ -129,6 +131,7 @@ def choose_device(name: str, cap: int | None = None, local_rank: int | None = No
             "all free memory"
         )
     sum_in_fp32(device)
+    allow_deterministic_products(device)
     return device
 
 

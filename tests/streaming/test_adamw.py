@@ -13,7 +13,7 @@ from support.small_stack import CPU
 from gptj_ft.checkpoints.architecture import read_architecture
 from gptj_ft.config.options import Recipe
 from gptj_ft.models.layout import MOMENTS
-from gptj_ft.streaming.adamw import AdamW, Update, round_stochastically
+from gptj_ft.streaming.adamw import NOISE, AdamW, Update, round_stochastically
 from gptj_ft.streaming.buffers import BufferBudget
 from gptj_ft.streaming.open import open_for_training
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
@@ -35,6 +35,15 @@ def test_stochastic_rounding_is_unbiased_and_reproducible() -> None:
         part = slice(start, start + 1024 if start == 0 else None)
         round_stochastically(exact[part].clone(), again[part], (0, 399), start)
     assert torch.equal(rounded, again)
+
+
+def test_several_tiles_of_noise_at_once_round_to_the_same_bits() -> None:
+    exact = torch.randn(2 * NOISE + 1000, generator=torch.Generator().manual_seed(0))
+    rounded = [torch.empty(len(exact), dtype=torch.bfloat16) for _ in range(3)]
+    for num_tiles, each in zip((1, 2, 4), rounded, strict=True):
+        round_stochastically(exact.clone(), each, (0, 7), 12345, num_tiles)
+    assert torch.equal(rounded[0], rounded[1])
+    assert torch.equal(rounded[0], rounded[2])
 
 
 def test_rounding_differs_by_layer_moment_and_step(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from gptj_ft.streaming.buffers import BufferBudget
 from gptj_ft.streaming.open import load_weights, open_for_training
 from gptj_ft.streaming.step import train_step
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
+from gptj_ft.system.machine import choose_device
 from gptj_ft.training.restore import optimizer_config
 
 pytestmark = [
@@ -30,12 +31,9 @@ pytestmark = [
 CUDA = torch.device("cuda", 0)
 
 
-@pytest.fixture(autouse=True)
-def deterministic(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+@pytest.fixture(autouse=True, scope="module")
+def device() -> torch.device:
+    return choose_device("cuda")
 
 
 def train(folder: Path, tmp: Path, device: torch.device, places=("device",) * 3, dtypes=None, kept=0, late=0):

@@ -237,6 +237,7 @@ ROOMS = {
     "no read-ahead": BufferBudget(0, num_gradients=1, num_chunks=1, chunk_numel=2048),
     "little": BufferBudget(1, num_gradients=1, num_chunks=2, chunk_numel=2048),
     "much": BufferBudget(3, num_gradients=2, num_chunks=100, chunk_numel=4096),
+    "large": BufferBudget(1, num_chunks=3, chunk_numel=1024, chunks_at_once=5),
     "whole layers": BufferBudget(1),
     "all layers": BufferBudget(6, num_gradients=2, num_chunks=100, chunk_numel=4096),
 }
@@ -245,7 +246,7 @@ ROOMS = {
 @pytest.mark.parametrize(
     ("family", "weights", "state", "name"),
     [("gptj", *places, "little") for places in itertools.product(PLACES, PLACES)]
-    + [("gptj", "host", "host", "no read-ahead"), ("gptj", "disk", "disk", "much")]
+    + [("gptj", "host", "host", "no read-ahead"), ("gptj", "disk", "disk", "much"), ("gptj", "host", "host", "large")]
     + [("gpt2", *places, "little") for places in (("device", "host"), ("host", "device"), ("disk", "host"))]
     + [("gpt2", "host", "host", name) for name in ("little", "whole layers", "all layers")]
     + [("gpt2", "disk", "disk", name) for name in ROOMS],

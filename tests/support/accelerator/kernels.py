@@ -92,7 +92,13 @@ def _layer_norm_backward(grad: Tensor, x: Tensor, shape: Any, mean: Tensor, rstd
     return aten.native_layer_norm_backward.default(grad, x, shape, mean.to(kind), rstd.to(kind), weight, bias, mask)
 
 
+def _addmm(total: Tensor, one: Tensor, two: Tensor, out_dtype: torch.dtype, *, out: Tensor) -> Tensor:
+    """Add a product of half precision to an fp32 matrix without rounding it, as CUDA does."""
+    return out.copy_(torch.addmm(total, one.to(out_dtype), two.to(out_dtype)))
+
+
 EMULATED = {
+    "aten::addmm.dtype_out": _addmm,
     "torch_attn::_varlen_attn": _varlen,
     "torch_attn::_varlen_attn_backward": _varlen_backward,
     "aten::native_layer_norm_backward": _layer_norm_backward,

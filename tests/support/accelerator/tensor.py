@@ -45,7 +45,7 @@ INDEXED = {
 }
 ONLY_SCALED = {aten._fused_adamw_.default, aten._fused_adam_.default}  # their schemas name the gradients as written
 LOOK_UPS = ("aten::embedding", "aten::index.Tensor", "aten::index_select", "aten::gather")
-PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm.dtype_out", "aten::bmm", "aten::baddbmm")
 
 
 class SimStorage:
@@ -312,7 +312,8 @@ def _in_place(func: Any, kernel: Kernel, args: Any, kwargs: Any, tensors: list[S
         outs.append(value)
     call_args, call_kwargs = _plain(args, kwargs)
     call_kwargs = draws(func, call_kwargs, index)
-    run = None if _has_ghost(call_args, call_kwargs) else lambda: func(*call_args, **call_kwargs)
+    compute = EMULATED.get(kernel.name, func)
+    run = None if _has_ghost(call_args, call_kwargs) else lambda: compute(*call_args, **call_kwargs)
     changed = set(map(id, written))
     made = operation(kernel.name, [x for x in tensors if id(x) not in changed], written, run)
     made.flops = _count_flops(kernel, args)
