@@ -161,7 +161,7 @@ def _main(folder: str, device: str, precision: str) -> None:
         event.synchronize()  # the sanitizer takes no notice of a query; this returns at once
         return True
 
-    StreamEvent.done = done  # type: ignore[method-assign]
+    StreamEvent.done = done  # type: ignore[method-assign, assignment]
     for trial in shaken_trials(choose_device(device), precision, num_steps=2):
         run(SmallModel.read(Path(folder)), trial)
 
