@@ -125,7 +125,13 @@ def data_path(data: str | None) -> Path:
 def read_or_prepare(job: TokenizeJob) -> Prepared:
     """Load prepared rows and check that they fit the job; tokenize any other rows."""
     if not job.source.is_prepared:
-        return prepare_once(job)
+        prepared = prepare_once(job)
+        if job.needs_target and prepared.report.rows_kept and not prepared.report.target_tokens:
+            raise DataError(
+                f"{job.source.path}: no row has a token to train on; the tokenizer makes {prepared.report.tokens:,} "
+                f"tokens of {prepared.report.rows_kept:,} rows: does it belong to the model?"
+            )
+        return prepared
     prepared, folder = load_dataset(job.source.path), job.source.path
     check_compatible(prepared, job.recipe, job.tokenizer)
     check_tokens(prepared, folder, job.vocab_size, job.recipe.max_length)

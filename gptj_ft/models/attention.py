@@ -8,6 +8,7 @@ G documents of a bucket, L its length.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from collections.abc import Sequence
@@ -66,8 +67,12 @@ def attend_ragged(
     """Attend within all documents by one kernel, without a cache; see `takes_ragged`."""
     from torch.nn.attention.varlen import varlen_attn
 
-    ends = batch.cu_seqlens_T
-    grouped: dict[str, Any] = {} if q_TNH.shape == k_TKH.shape else {"enable_gqa": True}
+    ends, group = batch.cu_seqlens_T, q_TNH.shape[1] // k_TKH.shape[1]
+    grouped: dict[str, Any] = {}
+    if group > 1 and "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        grouped = {"enable_gqa": True}
+    elif group > 1:  # torch 2.11
+        k_TKH, v_TKH = (x.repeat_interleave(group, 1) for x in (k_TKH, v_TKH))
     out = varlen_attn(
         q_TNH.contiguous(), k_TKH.contiguous(), v_TKH.contiguous(), ends, ends, batch.longest, batch.longest,
         # Keys visible before and after each query; -1: all of the document.

@@ -10,6 +10,7 @@ from gptj_ft.system.direct_io import TRANSFERS
 
 # Seconds. tests/simulated/test_forecasts.py compares with every operation of a step on the simulated device.
 ISSUE_SECONDS = 10e-6  # for the program to submit a kernel
+CHUNK_SECONDS = 2e-3  # for the program to request, update and send a chunk; fitted to 4M to 64M elements (gpu.py)
 LAUNCH_SECONDS = 3e-6  # for the device to start a kernel
 COPY_SECONDS = 10e-6  # to start a copy over the link
 BACKWARD_PIECES = 6  # of a layer; updates of other layers run between them

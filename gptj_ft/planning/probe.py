@@ -22,7 +22,15 @@ from gptj_ft.models.attention import attend
 from gptj_ft.models.batch import PackedBatch
 from gptj_ft.models.linear import project
 from gptj_ft.streaming.stores.state_file import digest
-from gptj_ft.system.accelerator import empty_cache, is_accelerator, pin, shares_memory, supports_bf16, timed
+from gptj_ft.system.accelerator import (
+    deterministic_kernels,
+    empty_cache,
+    is_accelerator,
+    pin,
+    shares_memory,
+    supports_bf16,
+    timed,
+)
 from gptj_ft.system.direct_io import open_direct, read_direct, write_bytes
 from gptj_ft.system.memory import allocate
 
@@ -34,7 +42,8 @@ PRODUCTS_SECONDS, MOST_PRODUCTS = 0.2, 50  # per size
 COPY_BYTES = 128 * 2**20
 NEAR_BYTES = 4 * 2**20  # two tensors of this size fit the caches
 HEADS, ATTENDED, HEAD_DIM = 4, 512, 256  # of the measured attention
-DOCUMENTS = 8  # attended together on an accelerator
+HEADS_ON_ACCELERATOR, MOST_DOCUMENTS = 16, 16  # the same on an accelerator, which few heads do not fill
+LONGEST_ATTENTION = 0.05  # seconds
 FILE_BYTES = 512 * 2**20
 CHUNK_BYTES = 128 * 2**20
 LONGEST_TRANSFER = 1.5  # seconds; enough to know a slow disk
@@ -175,15 +184,41 @@ def _block_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float
     """Measure the other operations of a block: elements/s of GELU, FLOP/s of causal attention."""
     x = torch.full((4 * NEAR_BYTES // 4,), 0.5, device=device).to(dtype)
     gelu = min(timed(lambda: F.gelu(x, approximate="tanh"), device) for _ in range(3))
-    number = DOCUMENTS if is_accelerator(device) else 1  # a single document does not fill an accelerator
+    return x.numel() / gelu, _attention_rate(device, dtype)
+
+
+def _attention_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Measure causal attention: FLOP/s; on an accelerator with backward, and with enough documents to fill it."""
+    if not is_accelerator(device):
+        q_TNH, batch = _attended(1, HEADS, device, dtype)
+        with torch.no_grad():
+            seconds = min(timed(lambda: attend(q_TNH, q_TNH, q_TNH, batch, 0), device) for _ in range(3))
+        # Four FLOPs per pair and element, but the causal mask leaves half of the pairs.
+        return 2.0 * HEADS * ATTENDED**2 * HEAD_DIM / seconds
+    number, best = 1, 0.0
+    while True:
+        q_TNH, batch = _attended(number, HEADS_ON_ACCELERATOR, device, dtype)
+        leaves = [q_TNH.clone().requires_grad_() for _ in range(3)]
+
+        def attend_and_back(leaves: Sequence[Tensor] = leaves, batch: PackedBatch = batch) -> None:
+            out_TNH = attend(leaves[0], leaves[1], leaves[2], batch, 0)
+            torch.autograd.grad(out_TNH, leaves, out_TNH.detach())
+
+        with deterministic_kernels(device):
+            seconds = min(timed(attend_and_back, device) for _ in range(3))
+        # Backward has five products where forward has two.
+        rate = 7.0 * number * HEADS_ON_ACCELERATOR * ATTENDED**2 * HEAD_DIM / seconds
+        if rate < 1.1 * best or 4 * number > MOST_DOCUMENTS or 4 * seconds > LONGEST_ATTENTION:
+            return max(best, rate)
+        number, best = 4 * number, rate
+
+
+def _attended(number: int, heads: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, PackedBatch]:
+    """Return queries and a batch of documents of `ATTENDED` tokens."""
     tokens = number * ATTENDED
-    q = torch.full((tokens, HEADS, HEAD_DIM), 0.01, device=device).to(dtype)
     ids = torch.zeros(tokens, dtype=torch.int64, device=device)
     batch = PackedBatch(ids, ids, ids, tuple(range(0, tokens + 1, ATTENDED)))
-    with torch.no_grad():
-        attention = min(timed(lambda: attend(q, q, q, batch, 0), device) for _ in range(3))
-    # Four FLOPs per pair, but the causal mask leaves half of the pairs.
-    return x.numel() / gelu, 2.0 * number * HEADS * ATTENDED**2 * HEAD_DIM / attention
+    return torch.full((tokens, heads, HEAD_DIM), 0.01, device=device).to(dtype), batch
 
 
 Timer = Callable[[Callable[[], object], torch.device], float]

@@ -18,6 +18,7 @@ from gptj_ft.models.batch import Poll
 from gptj_ft.models.layout import FROZEN, Kind
 from gptj_ft.planning.constants import (
     BACKWARD_PIECES,
+    CHUNK_SECONDS,
     FOLDER_TRANSFERS,
     HOST_TRANSFERS,
     ISSUE_SECONDS,
@@ -305,6 +306,8 @@ class VirtualDevice(UntimedDevice):
         work = self._submit("update", self._moving(self._update_bytes * numel, self._update_kernels), earlier)
         for tensor in tensors.values():
             self._hazards.note(tensor, work, writes=True)
+        if self._schedule.placement.optimizer_state != "device" and not self._rates.on_cpu:
+            self._clock.advance(CHUNK_SECONDS)
 
     def end_step(self) -> None:
         self._clock.wait(self._processor.last["compute"])

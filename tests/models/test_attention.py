@@ -59,6 +59,28 @@ def reference(
     return torch.einsum("nqk,knh->qnh", F.softmax(scores.masked_fill(unseen, -torch.inf), -1), v)
 
 
+@pytest.mark.parametrize("takes_groups", [True, False])
+def test_key_heads_are_repeated_for_kernels_without_groups(takes_groups: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, dict[str, Any]]] = []
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Tensor:
+        assert torch.equal(k, v)
+        seen.append((k.shape[1], options))
+        return q
+
+    def old(q: Tensor, k: Tensor, v: Tensor, *rest: Any, scale: float | None, window_size: Any) -> Tensor:
+        assert torch.equal(k[:, 0], k[:, HEADS // 2 - 1]), "a group's query heads read the same keys"
+        return kernel(q, k, v)
+
+    def new(q: Tensor, k: Tensor, v: Tensor, *rest: Any, scale: Any, window_size: Any, enable_gqa: bool) -> Tensor:
+        return kernel(q, k, v, enable_gqa=enable_gqa)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", new if takes_groups else old)  # of torch 2.13, of 2.11
+    batch, (q, k, _), _ = inputs(torch.bfloat16, key_heads=2)
+    attention.attend_ragged(q, k, k, batch)
+    assert seen == [(2, {"enable_gqa": True}) if takes_groups else (HEADS, {})]
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_document_bits_are_independent_of_batch(rule: Rule) -> None:
     batch, taken, gradient = inputs(torch.float32, rule[0])

