@@ -54,6 +54,19 @@ class Prefetcher:
                 break  # a later layer must not take the chunk buffers that this one needs
         self._end_updates()
 
+    def complete_updates(self) -> bool:
+        """Complete the updates that have begun, after an error between layers; those of other layers stay pending.
+
+        Returns:
+            False if the error came in the middle of an update: the layer's state is unknown.
+        """
+        begun = [layer.update for layer in self._in_order() if layer.update is not None and layer.update.has_updated]
+        if any(update.is_broken for update in begun):
+            return False
+        for update in begun:
+            update.finish()
+        return True
+
     def _in_order(self) -> list[LoadedLayer]:
         """Return the layers on the device and on their way there, in the order of their release."""
         return [*self._updating, *self._visited, *self._loading]

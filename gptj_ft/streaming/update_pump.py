@@ -67,6 +67,8 @@ class UpdatePump:
         self._spans: deque[slice] = deque()  # not requested yet
         self._chunks: deque[Chunk] = deque()  # requested
         self._last_update: list[StreamEvent] = []
+        self.has_updated = False  # at least one chunk
+        self.is_broken = False  # an error came in the middle of a chunk, whose values are unknown now
 
     @property
     def is_started(self) -> bool:
@@ -146,6 +148,7 @@ class UpdatePump:
         if self._gradient.lease:
             tensors["grad"] = self._gradient.flat[chunk.span]
         tensors |= {kind: lease.tensor for kind, lease in chunk.leases.items()}
+        self.has_updated = self.is_broken = True
         writes = model.updated_kinds if task.writes else ()
         digests = {kind: ChunkDigest() for kind in writes if model.transfers.digests_by_chunk(kind, task.layer)}
 
@@ -167,3 +170,4 @@ class UpdatePump:
             lease.release()
         # Updates run in order on one stream: the last event stands for all.
         self._last_update = record_event(model.device)
+        self.is_broken = False

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
+
+import torch
 
 from gptj_ft.data.batches import rows_of_step
 from gptj_ft.errors import GptjFtError, NotFinite
@@ -16,13 +20,17 @@ from gptj_ft.streaming.adamw import AdamW
 from gptj_ft.streaming.exchange import Exchange
 from gptj_ft.streaming.objective import StepLoss
 from gptj_ft.streaming.offloaded_model import OffloadedModel
+from gptj_ft.streaming.prefetch import Prefetcher
 from gptj_ft.streaming.scoring import evaluate_losses
 from gptj_ft.streaming.step import train_step
+from gptj_ft.system.accelerator import empty_cache
 from gptj_ft.training.nonfinite import explain_gradient, explain_loss
 from gptj_ft.training.parallel import StepWork
 from gptj_ft.training.reporter import StepReport
 from gptj_ft.training.setup import TrainSetup
 from gptj_ft.training.throughput import Stopwatch, Throughput
+
+log = logging.getLogger(__name__)
 
 
 def compute_step(setup: TrainSetup, offloaded: OffloadedModel, optimizer: AdamW) -> tuple[StepReport, StepWork]:
@@ -32,8 +40,7 @@ def compute_step(setup: TrainSetup, offloaded: OffloadedModel, optimizer: AdamW)
     batches = batches_of_step(setup, offloaded.exchange, rows, optimizer.step)
     # As in the Trainer of `transformers`, a skipped step uses up its rows and its number, but no learning rate.
     lr, scale = setup.schedule.lr(optimizer.num_updates + 1), optimizer.loss_scale
-    optimizer.begin_step(lr)
-    loss, grad_norm = guarded_step(setup, offloaded, optimizer, batches)
+    loss, grad_norm = guarded_step(setup, offloaded, optimizer, batches, lr)
     counts = stopwatch.read(sum(setup.train.lengths[row] for row in rows), loss.num_targets)
     count = partial(count_flops, offloaded.layouts, kept=offloaded.budget.num_kept_layers, frozen=offloaded.frozen)
     flops = count(counts.tokens, counts.target_tokens)
@@ -69,11 +76,46 @@ def batches_of_step(setup: TrainSetup, exchange: Exchange, rows: Sequence[int], 
     return [batch.to(setup.device) for batch in exchange.begin_step(shards, setup.objective)]
 
 
+def step_within_memory(
+    setup: TrainSetup, offloaded: OffloadedModel, optimizer: AdamW, batches: Sequence[PackedBatch], lr: float
+) -> StepLoss:
+    """Run `train_step`. If device memory runs out, keep the activations of a block less and repeat it: the same bits.
+
+    Raises:
+        torch.OutOfMemoryError: no block keeps its activations, or the step has changed weights already.
+    """
+    while True:
+        optimizer.begin_step(lr)
+        try:
+            return train_step(offloaded, optimizer, batches, setup.objective)
+        except torch.OutOfMemoryError:
+            # Without clipping, backward has begun to change weights.
+            can_repeat = optimizer.updates.waits and setup.parallel.world.size == 1
+            if not (can_repeat and offloaded.budget.num_kept_layers and _complete_updates(offloaded)):
+                raise
+        # Outside the handler: its traceback holds the tensors of the step.
+        empty_cache(setup.device)
+        kept = offloaded.budget.num_kept_layers - 1
+        offloaded.budget = replace(offloaded.budget, num_kept_layers=kept)
+        log.warning(
+            "device memory ran out in step %d: repeating it with the activations of %d blocks kept instead of %d; no "
+            "number changes",
+            optimizer.step + 1, kept, kept + 1,
+        )  # fmt: skip
+
+
+def _complete_updates(offloaded: OffloadedModel) -> bool:
+    """Complete the updates that the interrupted step has begun; tell whether that is possible."""
+    active = offloaded.active
+    return isinstance(active, Prefetcher) and active.complete_updates()
+
+
 def guarded_step(
     setup: TrainSetup,
     offloaded: OffloadedModel,
     optimizer: AdamW,
     batches: Sequence[PackedBatch],
+    lr: float,
 ) -> tuple[StepLoss, float]:
     """Run one optimizer step; return its loss and gradient norm.
 
@@ -82,7 +124,7 @@ def guarded_step(
         DataError: a weight of the model that training starts from is not finite.
     """
     try:
-        loss = train_step(offloaded, optimizer, batches, setup.objective)
+        loss = step_within_memory(setup, offloaded, optimizer, batches, lr)
     except NotFinite:
         if setup.parallel.world.size > 1:
             raise  # locating the tensor takes forward passes that all processes would have to join

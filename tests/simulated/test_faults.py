@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from support.fork_server import ForkServer
 
-OF_MEMORY = ("out of memory", "out of memory at once", "memory is taken")
+OF_MEMORY = ("out of memory at once", "memory is taken")
+OF_A_STEP = ("out of memory", "out of memory in a step")
 
 
 @pytest.fixture(
@@ -46,6 +47,13 @@ def test_run_resumes_after_device_memory_error(cases: list[dict[str, Any]], numb
         assert "gptj-ft: device memory ran out: CUDA out of memory" in case["said"]
         assert "Traceback" not in case["said"]
         assert case["after"]["code"] == 0, case
+        assert case["numbers"] == numbers, case
+
+
+def test_step_is_repeated_after_device_memory_error(cases: list[dict[str, Any]], numbers: str) -> None:
+    for case in chosen(cases, *OF_A_STEP):
+        assert case["code"] == 0, case
+        assert "repeating it with the activations of 1 blocks kept instead of 2; no number changes" in case["said"]
         assert case["numbers"] == numbers, case
 
 

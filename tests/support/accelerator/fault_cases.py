@@ -17,17 +17,20 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from support import accelerator
 from support.accelerator import Faults, Simulation
 from support.accelerator.__main__ import assume_rates
 from support.accelerator.ghost import forget_tensors
+from support.accelerator.simulation import now
 
 LINE = (
     "finetune --recipe summarization --data rows.jsonl --model tiny --lr 1e-2 --batch-size 2 --max-steps 4 "
     "--save-every 2 --precision fp32 --device sim"
 )
+POINTS = int(os.environ.get("POINTS", "6"))  # allocations of a step that fail
 PLACES = {
     "device": "--weights device --optimizer-state device",
     "host": "--weights host --optimizer-state host",
@@ -54,6 +57,29 @@ def command(line: str, **options: Any) -> tuple[dict[str, Any], Simulation]:
     return found, simulation
 
 
+@contextlib.contextmanager
+def steps_counted() -> Iterator[list[range]]:
+    """Yield a list that receives the numbers of the allocations of each step."""
+    from gptj_ft.training import compute
+
+    steps, take = list[range](), compute.train_step
+
+    def counted(*args: Any) -> Any:
+        first = now().num_allocations
+        loss = take(*args)
+        steps.append(range(first + 1, now().num_allocations + 1))
+        return loss
+
+    with patch.object(compute, "train_step", counted):
+        yield steps
+
+
+def spread(steps: Sequence[range]) -> list[int]:
+    """Choose allocations of the steps after the first, spread evenly."""
+    numbers = [number for step in steps[1:] for number in step]
+    return [numbers[at * (len(numbers) - 1) // (POINTS - 1)] for at in range(POINTS)]
+
+
 def digest(run: str) -> str:
     """Return the digest of a run's tuned model."""
     found = hashlib.sha256()
@@ -67,7 +93,8 @@ def cases(places: Sequence[str]) -> Iterator[dict[str, Any]]:
     for place in places:
         options = PLACES[place]
         line = f"{LINE} {options} --output {place}"
-        straight, counted = command(line)
+        with steps_counted() as steps:
+            straight, counted = command(line)
         total = {"allocation": counted.num_allocations, "operation": counted.num_operations}
         yield {"fault": "none", "place": place, **straight, "numbers": digest(place)}
         for number, (fault, faults, more) in enumerate(_faults(place, total)):
@@ -78,6 +105,10 @@ def cases(places: Sequence[str]) -> Iterator[dict[str, Any]]:
                 again = f"finetune --resume {name}" if Path(name).is_dir() else f"{LINE} {options} --output {name}"
                 found["after"], _ = command(again)
             yield {**found, "numbers": digest(name)}
+        for number in spread(steps):
+            name = f"{place}-step-{number}"
+            failed, _ = command(f"{LINE} {options} --output {name}", faults=Faults(failing_allocation=number))
+            yield {"fault": "out of memory in a step", "place": place, "at": number, **failed, "numbers": digest(name)}
     for device in ("sim:9", "sim:1", "cuda:0"):
         refused, _ = command(f"{LINE} --output none".replace("--device sim", f"--device {device}"))
         yield {"fault": f"--device {device}", "place": "none", **refused, "numbers": None, "after": None}
