@@ -17,7 +17,16 @@ import torch
 
 from gptj_ft import __version__
 from gptj_ft.planning.machine_profile import cpu_name
-from gptj_ft.system.accelerator import CPU, device_name, free_and_total, is_accelerator, module_of, pin, supports_bf16
+from gptj_ft.system.accelerator import (
+    CPU,
+    device_name,
+    free_and_total,
+    is_accelerator,
+    module_of,
+    pin,
+    runs_on,
+    supports_bf16,
+)
 from gptj_ft.system.direct_io import takes_direct
 from gptj_ft.system.machine import existing_folder, free_memory
 from gptj_ft.system.memory import allocate
@@ -152,25 +161,6 @@ def _architecture(module: Any, device: torch.device) -> dict[str, Any]:
     capability = tuple(module.get_device_capability(device))
     built = list(module.get_arch_list())
     return {"capability": ".".join(map(str, capability)), "built_for": built, "is_in_build": runs_on(capability, built)}
-
-
-def runs_on(capability: tuple[int, ...], built: list[str]) -> bool | None:
-    """Tell whether a torch build has kernels for a compute capability; ``None`` if its targets are not CUDA's.
-
-    Machine code (``sm_86``) runs on the same major version from its minor version on, PTX (``compute_80``) on all later
-    devices, and targets with a letter (``sm_90a``) on that device only: CUDA C++ Programming Guide, section Application
-    Compatibility.
-    """
-    targets = [match for name in built if (match := re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name))]
-    if not targets:
-        return None
-    device = (capability[0], capability[1])
-    for kind, major, minor, suffix in (match.groups() for match in targets):
-        target = int(major), int(minor)
-        is_compatible = target <= device and (kind == "compute" or target[0] == device[0])
-        if target == device or (is_compatible and not suffix):
-            return True
-    return False
 
 
 def lockable_bytes(device: torch.device) -> int:

@@ -27,10 +27,12 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "vocab_size": 503, "n_positions": 64, "n_embd": 96, "n_layer": 2, "n_head": 3, "activation_function": "gelu",
     },
 }  # fmt: skip
-# Largest relative differences that rounding explains: from `transformers` in fp32, and of a device from the CPU.
+# Largest relative differences that rounding explains: from `transformers` in fp32, and of a device from the CPU. On an
+# H200 they were 1.6e-7 in fp32, 5.2e-5 in bf16, 5.0e-6 in fp16, and 2.6e-3 in attention. Products in TF32, which have
+# 11 bits instead of 24, would differ by about 1e-4: they must fail in fp32.
 ROUNDING = {"loss": 1e-5, "gradient": 1e-4, "weights": 1e-3}
-LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 1e-2}
-ATTENTION_TOLERANCE = 2e-2
+LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 2e-3, "fp16": 5e-4}
+ATTENTION_TOLERANCE = 1e-2
 DOCUMENT_LENGTHS = (5, 300, 1, 64)  # tokens, of the attention comparison
 HOST, DISK = Placement("host", "host", "host"), Placement("disk", "disk", "disk")
 MIXED = Placement("device", "host", "device"), Placement("host", "device", "host")
@@ -197,7 +199,10 @@ def check_placements(
                 if difference := run(model, trial, wrap).difference(expected):
                     raise Mismatch(f"{trial}: {difference}, compared with all on the device")
     tried = [str(trial) for group in groups for trial in group]
-    return {"equal": tried, "loss_error_to_cpu": errors, "not_deterministic": nondeterministic}
+    allowed = {first.precision: LOSS_TOLERANCE[first.precision] for first, *_ in groups}
+    return {
+        "equal": tried, "loss_error_to_cpu": errors, "allowed_error": allowed, "not_deterministic": nondeterministic,
+    }  # fmt: skip
 
 
 @contextmanager
@@ -240,7 +245,8 @@ def check_attention(device: torch.device, precision: str) -> dict[str, Any]:
             compared.append([x.detach().cpu().float() for x in (out, *(leaf.grad for leaf in leaves)) if x is not None])
         error = max(_relative(ours, theirs) for ours, theirs in zip(*compared, strict=True))
         is_ragged = takes_ragged(device, dtype, width)
-        results[str(width)] = {"kernel": "ragged" if is_ragged else "document by document", "error": error}
+        kernel = "ragged" if is_ragged else "document by document"
+        results[str(width)] = {"kernel": kernel, "error": error, "allowed_error": ATTENTION_TOLERANCE}
         if not error <= ATTENTION_TOLERANCE:
             raise Mismatch(f"attention with heads of {width} differs from the CPU's by {error:.2g} (relative)")
     return results

@@ -159,7 +159,7 @@ def sum_products_into(weight: Tensor, total: Tensor) -> None:
 
 
 class _SummedProduct(torch.autograd.Function):
-    """`F.linear` in half precision; backward adds to the matrix that `sum_products_into` has set for its weight."""
+    """Multiply in half precision; backward adds to the matrix that `sum_products_into` has set for the weight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, is_transposed: bool) -> Tensor:

@@ -92,7 +92,7 @@ class AdamW:
         self._update: Update | None = None
         self._torn: set[int] = set()  # layers whose stored state is partly updated, or a step ahead of the others
         self._layer_norms: dict[int, Tensor] = {}
-        self._scratch: dict[Kind, Tensor] = {}
+        self._scratch: dict[str, Tensor] = {}
         # A CPU adds what fits its cache; an accelerator a whole chunk, as each addition costs it a kernel launch.
         largest = min(model.budget.update_numel, max(layout.numel for layout in model.layouts))
         self._num_tiles = 1 if model.device.type == "cpu" else -(-largest // NOISE) + 1
@@ -222,7 +222,7 @@ class AdamW:
             gradient = torch.mul(gradient, factor, out=self._scratch_for("grad", len(gradient)))
         first, second = (self._in_fp32(kind, tensors[kind]) for kind in MOMENTS)
         number = self._updates_before + update.number if config.corrects_bias else UNCORRECTED
-        step = torch.full((), float(number), device=parameter.device)
+        step = self._scratch_for("step", 1)[0].fill_(number)
         lr = update.lr * config.layer_decay ** (len(self._model.layers) - 1 - task.layer)
         before = parameter.clone() if self._unchanged and update.number == 1 and task.writes and update.lr > 0 else None
         # Layouts put the decayed parameters first: `split` is their end in this chunk.
@@ -260,10 +260,10 @@ class AdamW:
             return values
         return self._scratch_for(kind, len(values)).copy_(values)
 
-    def _scratch_for(self, kind: Kind, numel: int) -> Tensor:
-        if kind not in self._scratch or len(self._scratch[kind]) < numel:
-            self._scratch[kind] = allocate(numel, torch.float32, self._model.device)
-        return self._scratch[kind][:numel]
+    def _scratch_for(self, name: str, numel: int) -> Tensor:
+        if name not in self._scratch or len(self._scratch[name]) < numel:
+            self._scratch[name] = allocate(numel, torch.float32, self._model.device)
+        return self._scratch[name][:numel]
 
 
 def round_stochastically(

@@ -60,7 +60,7 @@ class Prefetcher:
         Returns:
             False if the error came in the middle of an update: the layer's state is unknown.
         """
-        begun = [layer.update for layer in self._in_order() if layer.update is not None and layer.update.has_updated]
+        begun = [layer.update for layer in self._in_order() if layer.update is not None and layer.update.has_begun]
         if any(update.is_broken for update in begun):
             return False
         for update in begun:

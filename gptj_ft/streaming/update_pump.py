@@ -67,7 +67,7 @@ class UpdatePump:
         self._spans: deque[slice] = deque()  # not requested yet
         self._chunks: deque[Chunk] = deque()  # requested
         self._last_update: list[StreamEvent] = []
-        self.has_updated = False  # at least one chunk
+        self.has_begun = False  # at least one chunk has been updated, and the layer is not complete
         self.is_broken = False  # an error came in the middle of a chunk, whose values are unknown now
 
     @property
@@ -115,6 +115,7 @@ class UpdatePump:
         assert not self._spans, "internal error: a later layer has taken the chunk buffers"
         self._model.meter.wait(self._last_update, self._model.compute_stream)
         self._updater.applied(self._task)
+        self.has_begun = False
         self._weights.label(None if self._task.version is None else self._task.version + 1)
 
     def _key(self, kind: Kind, span: slice) -> Hashable:
@@ -148,7 +149,7 @@ class UpdatePump:
         if self._gradient.lease:
             tensors["grad"] = self._gradient.flat[chunk.span]
         tensors |= {kind: lease.tensor for kind, lease in chunk.leases.items()}
-        self.has_updated = self.is_broken = True
+        self.has_begun = self.is_broken = True
         writes = model.updated_kinds if task.writes else ()
         digests = {kind: ChunkDigest() for kind in writes if model.transfers.digests_by_chunk(kind, task.layer)}
 

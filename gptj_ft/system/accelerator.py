@@ -17,6 +17,7 @@ On a CPU there are no streams and events, and these functions do nothing.
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -361,6 +362,35 @@ def supports_bf16(device: torch.device) -> bool:
     with suppress(TypeError):
         return bool(module_of(device).is_bf16_supported(including_emulation=False))
     return bool(module_of(device).is_bf16_supported())
+
+
+def runs_on(capability: tuple[int, ...], built: list[str]) -> bool | None:
+    """Tell whether a torch build has kernels for a compute capability; ``None`` if its targets are not CUDA's.
+
+    Machine code (``sm_86``) runs on the same major version from its minor version on, PTX (``compute_80``) on all later
+    devices, and targets with a letter (``sm_90a``) on that device only: CUDA C++ Programming Guide, section Application
+    Compatibility.
+    """
+    targets = [match for name in built if (match := re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name))]
+    if not targets:
+        return None
+    device = (capability[0], capability[1])
+    for kind, major, minor, suffix in (match.groups() for match in targets):
+        target = int(major), int(minor)
+        is_compatible = target <= device and (kind == "compute" or target[0] == device[0])
+        if target == device or (is_compatible and not suffix):
+            return True
+    return False
+
+
+def missing_kernels(device: torch.device) -> str:
+    """Return the compute capability of a device that this build of torch has no kernels for; empty if it has some."""
+    module = module_of(device)
+    built = list(module.get_arch_list()) if hasattr(module, "get_arch_list") else []
+    if not built:
+        return ""
+    capability = tuple(module.get_device_capability(device))
+    return ".".join(map(str, capability)) if runs_on(capability, built) is False else ""
 
 
 def fork_rng(device: torch.device) -> AbstractContextManager[None]:

@@ -84,6 +84,7 @@ def choose_device(name: str, cap: int | None = None, local_rank: int | None = No
         default_accelerator,
         free_and_total,
         has_streams,
+        missing_kernels,
         module_of,
         shares_memory,
         sum_in_fp32,
@@ -125,6 +126,11 @@ def choose_device(name: str, cap: int | None = None, local_rank: int | None = No
         raise ResourceError(
             f"--device {name}: {device} cannot be used: {reason}; use --device cpu, or repair it"
         ) from error
+    if lacking := missing_kernels(device):
+        raise UsageError(
+            f"--device {name}: this build of torch has no kernels for {device}, whose compute capability is {lacking}; "
+            "use --device cpu, or install a build that supports it"
+        )
     if cap is not None and total is not None and cap > total:
         raise UsageError(
             f"--device-memory {gigabytes(cap)}: {device} has {gigabytes(total)}; use a lower limit, or omit it to use "

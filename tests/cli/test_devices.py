@@ -104,6 +104,17 @@ def test_invalid_device_selection_is_rejected(shell, lines: list[str], card) -> 
     assert not Path("out").exists()
 
 
+def test_card_without_kernels_is_rejected_before_rows_are_read(shell, lines: list[str], monkeypatch) -> None:
+    pretend_cuda(
+        monkeypatch, 1, mem_get_info=lambda device: (7 * 10**9, 8 * 10**9), get_arch_list=lambda: ["sm_75", "sm_86"],
+        get_device_capability=lambda device: (6, 1),
+    )  # fmt: skip
+    for line in lines:
+        says = "this build of torch has no kernels for cuda:0, whose compute capability is 6.1; use --device cpu"
+        check(shell(f"{line} --quiet --device cuda"), 2, says)
+    assert not Path("out").exists()
+
+
 @pytest.mark.parametrize(
     ("error", "says"),
     [

@@ -20,5 +20,5 @@ def test_tokenizer_that_knows_no_word_is_refused(tmp_path: Path) -> None:
     rows.write_text("".join(json.dumps({"text": f"word {n}", "summary": "short"}) + "\n" for n in range(3)))
     empty = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"<eos>": 0}, [])), eos_token="<eos>")
     recipe = Recipe(prompt="{{ text }}", completion="{{ summary }}", on_long="error", cache=False)
-    with pytest.raises(DataError, match="rows.jsonl: no row has a token to train on; the tokenizer makes"):
+    with pytest.raises(DataError, match=r"rows.jsonl: no row has a token to train on; the tokenizer makes"):
         read_or_prepare(TokenizeJob.of(recipe, empty, rows, 1))

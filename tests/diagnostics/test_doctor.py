@@ -18,12 +18,12 @@ import torch
 
 from gptj_ft.diagnostics import checkup, facts, parity, streams, trial
 from gptj_ft.diagnostics.checkup import QUICK, Checkup, run_part, verdict, without_private
-from gptj_ft.diagnostics.facts import runs_on
 from gptj_ft.diagnostics.parity import Mismatch, Skipped
 from gptj_ft.diagnostics.trial import SmallModel
 from gptj_ft.errors import Interrupted, ResourceError
 from gptj_ft.streaming.stores.base import LayerStore, Span
 from gptj_ft.streaming.stores.disk import DiskStore
+from gptj_ft.system.accelerator import runs_on
 
 CPU = torch.device("cpu")
 

@@ -11,5 +11,6 @@ import torch
 def pretend_cuda(patch: pytest.MonkeyPatch, count: int, current: int = 0, **more: Callable[..., object]) -> None:
     """Make `torch.cuda` report some devices; ``more`` replaces further functions of the module."""
     facts = {"is_available": lambda: True, "device_count": lambda: count, "current_device": lambda: current}
-    for name, function in {**facts, "set_device": lambda device: None, **more}.items():
+    build = {"get_arch_list": list, "set_device": lambda device: None}
+    for name, function in {**facts, **build, **more}.items():
         patch.setattr(torch.cuda, name, function)
