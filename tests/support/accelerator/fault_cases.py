@@ -75,8 +75,11 @@ def steps_counted() -> Iterator[list[range]]:
 
 
 def spread(steps: Sequence[range]) -> list[int]:
-    """Choose allocations of the steps after the first, spread evenly."""
-    numbers = [number for step in steps[1:] for number in step]
+    """Choose allocations of the steps after the first update, spread evenly.
+
+    The first update, in step 2, allocates while it changes weights: a failure there ends the run.
+    """
+    numbers = [number for step in steps[2:] for number in step]
     return [numbers[at * (len(numbers) - 1) // (POINTS - 1)] for at in range(POINTS)]
 
 
