@@ -228,7 +228,9 @@ def measure_overlap(blocks: Blocks, known: Rates) -> dict[str, Any]:
 
 
 def bound_seconds(plan: Plan, known: Rates) -> float:
-    """Return the lower bound of a step: the longest of computation, transfers to the device, transfers from it."""
+    """Return the lower bound of a step: in each pass the longest of computation and of the transfers each way."""
+    if plan.timeline is not None:
+        return plan.timeline.bound_by_pass
     costs = plan.costs
     into, out = costs.bytes_read_per_step, costs.bytes_written_per_step
     return max(costs.compute_seconds, into / known.compute.to_device, out / known.compute.from_device)
