@@ -33,6 +33,7 @@ class OffloadedModel:
     frozen: Sequence[Layout] = ()  # frozen parameters of each layer
     exchange: Exchange = LOCAL
     lowest_trained: int = -1  # layer at which backward ends, local or not; len(layers) if no layer is trained
+    is_deterministic: bool = True  # a step uses deterministic kernels where the device has them
 
     def __post_init__(self) -> None:
         self.stores = dict(self.stores)

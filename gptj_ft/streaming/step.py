@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import reduce
 from itertools import islice
@@ -86,7 +87,7 @@ def train_step(
     The loss is the sum over all targets divided by the number of targets, so it does not depend on how rows are packed
     into micro-batches.
     """
-    with deterministic_kernels(model.device):
+    with deterministic_kernels(model.device) if model.is_deterministic else nullcontext():
         return _train_step(model, optimizer, pad_batches(model, batches), objective)
 
 

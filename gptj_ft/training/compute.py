@@ -31,6 +31,7 @@ from gptj_ft.training.setup import TrainSetup
 from gptj_ft.training.throughput import Stopwatch, Throughput
 
 log = logging.getLogger(__name__)
+NOT_DETERMINISTIC = "does not have a deterministic implementation"  # in torch's error
 
 
 def compute_step(setup: TrainSetup, offloaded: OffloadedModel, optimizer: AdamW) -> tuple[StepReport, StepWork]:
@@ -76,38 +77,52 @@ def batches_of_step(setup: TrainSetup, exchange: Exchange, rows: Sequence[int], 
     return [batch.to(setup.device) for batch in exchange.begin_step(shards, setup.objective)]
 
 
-def step_within_memory(
+def repeated_step(
     setup: TrainSetup, offloaded: OffloadedModel, optimizer: AdamW, batches: Sequence[PackedBatch], lr: float
 ) -> StepLoss:
-    """Run `train_step`. If device memory runs out, keep the activations of a block less and repeat it: the same bits.
+    """Run `train_step`; if the device cannot do it as planned, change the plan and repeat it from its start.
+
+    * Out of memory: one block less keeps its activations; the same bits.
+    * No deterministic kernel for an operation: torch chooses the kernels.
 
     Raises:
-        torch.OutOfMemoryError: no block keeps its activations, or the step has changed weights already.
+        RuntimeError: neither helps, or the step has changed weights already.
     """
     while True:
         optimizer.begin_step(lr)
         try:
             return train_step(offloaded, optimizer, batches, setup.objective)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            is_full, is_refused = isinstance(error, torch.OutOfMemoryError), NOT_DETERMINISTIC in str(error)
+            helps = (is_full and offloaded.budget.num_kept_layers) or (is_refused and offloaded.is_deterministic)
             # Without clipping, backward has begun to change weights.
             can_repeat = optimizer.updates.waits and setup.parallel.world.size == 1
-            if not (can_repeat and offloaded.budget.num_kept_layers and _complete_updates(offloaded)):
+            if not (helps and can_repeat and _complete_updates(offloaded)):
                 raise
+            reason = str(error).partition(NOT_DETERMINISTIC)[0].strip()
         # Outside the handler: its traceback holds the tensors of the step.
-        empty_cache(setup.device)
-        kept = offloaded.budget.num_kept_layers - 1
-        offloaded.budget = replace(offloaded.budget, num_kept_layers=kept)
-        log.warning(
-            "device memory ran out in step %d: repeating it with the activations of %d blocks kept instead of %d; no "
-            "number changes",
-            optimizer.step + 1, kept, kept + 1,
-        )  # fmt: skip
+        if is_full:
+            _keep_less(offloaded, optimizer.step + 1)
+        else:
+            offloaded.is_deterministic = False
+            log.warning("%s has no deterministic kernel on this device: equal runs will differ by rounding", reason)
+
+
+def _keep_less(offloaded: OffloadedModel, step: int) -> None:
+    empty_cache(offloaded.device)
+    kept = offloaded.budget.num_kept_layers - 1
+    offloaded.budget = replace(offloaded.budget, num_kept_layers=kept)
+    log.warning(
+        "device memory ran out in step %d: repeating it with the activations of %d blocks kept instead of %d; no "
+        "number changes",
+        step, kept, kept + 1,
+    )  # fmt: skip
 
 
 def _complete_updates(offloaded: OffloadedModel) -> bool:
     """Complete the updates that the interrupted step has begun; tell whether that is possible."""
     active = offloaded.active
-    return isinstance(active, Prefetcher) and active.complete_updates()
+    return active is None or (isinstance(active, Prefetcher) and active.complete_updates())
 
 
 def guarded_step(
@@ -124,7 +139,7 @@ def guarded_step(
         DataError: a weight of the model that training starts from is not finite.
     """
     try:
-        loss = step_within_memory(setup, offloaded, optimizer, batches, lr)
+        loss = repeated_step(setup, offloaded, optimizer, batches, lr)
     except NotFinite:
         if setup.parallel.world.size > 1:
             raise  # locating the tensor takes forward passes that all processes would have to join
