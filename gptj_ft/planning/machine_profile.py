@@ -191,7 +191,7 @@ def choose_products(
     counts, key = product_times.kinds_of(workload, dtype, rate), _device_key(device)
     entry = _entry("products", key)
     known = entry if isinstance(entry, dict) else {}
-    choices = {kind.name: _read_choice(known.get(kind.name), machine) for kind in counts}
+    choices = {kind.name: _read_choice(known.get(kind.name)) for kind in counts}
     missing = [kind for kind in counts if choices[kind.name] is None]
     if missing:
         load, others = machine.core_load(), machine.meter_others()
@@ -204,15 +204,17 @@ def choose_products(
     return product_times.products_of(counts, {name: each for name, each in choices.items() if each is not None})
 
 
-def _read_choice(entry: object, machine: MachineProbe) -> Choice | None:
-    """Read cached libraries of a matrix; None if they are damaged or outdated."""
+def _read_choice(entry: object) -> Choice | None:
+    """Read cached libraries of a matrix; None if they are damaged.
+
+    Unlike rates, they stay when the machine becomes quiet: another choice would change the bits of the next run.
+    """
     match entry:
         case [str(text), float(seconds), float(before), float(load)] if seconds >= 0 and before >= 0:
             try:
-                choice = Choice(Libraries.parse(text), seconds, before, load)
+                return Choice(Libraries.parse(text), seconds, before, load)
             except ValueError:
                 return None
-            return None if _is_outdated(load, machine) else choice
     return None
 
 

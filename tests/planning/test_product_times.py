@@ -99,6 +99,14 @@ def test_choice_is_cached_and_planned(machine: FakeMachine) -> None:
     assert len(machine.timed_products) == 2 * number, "forgotten"
 
 
+def test_choice_of_a_busy_machine_stays_when_it_is_quiet(machine: FakeMachine) -> None:
+    machine.choose_products, machine.load = mkl_gains(1.5), 0.9  # type: ignore[assignment]
+    busy = with_times(make_workload(), "bf16", CPU, PLENTY, machine)
+    number, machine.load = len(machine.timed_products), 0.0
+    assert with_times(make_workload(), "bf16", CPU, PLENTY, machine).products == busy.products
+    assert len(machine.timed_products) == number, "not timed again"
+
+
 def test_given_products_are_not_timed(machine: FakeMachine) -> None:
     given = Products.parse("mkl 256x256=onednn")
     workload = with_times(replace(make_workload(), products=given), "bf16", CPU, PLENTY, machine)
