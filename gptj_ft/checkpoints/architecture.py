@@ -41,6 +41,11 @@ def read_architecture(folder: Path) -> Architecture:
     return architecture_of(raw, path)
 
 
+def is_quantized(folder: Path) -> bool:
+    """Tell whether the weights of a supported model are quantized."""
+    return bool(_raw_config(folder).get("quantization_config"))
+
+
 def vocab_size_of(folder: Path) -> int:
     """Read the vocabulary size of a model, if possible without importing torch.
 

@@ -32,12 +32,14 @@ from gptj_ft.checkpoints.model_folder import (
 )
 from gptj_ft.checkpoints.open import FORMATS, files_of, open_source
 from gptj_ft.checkpoints.optimizer_state import Moments
+from gptj_ft.checkpoints.quantize import Quantization, QuantizedCheckpoint, open_stored, quantization_config
 from gptj_ft.checkpoints.source import CheckpointSource, FormatName
 from gptj_ft.checkpoints.transfer import TensorTransfer
 from gptj_ft.checkpoints.weight_file import TensorInfo, dtype_name
 from gptj_ft.data.tokenization import has_tokenizer
 from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.models.layout import Kind
+from gptj_ft.models.registry import Architecture
 from gptj_ft.system.atomic import atomic_folder
 from gptj_ft.system.digests import read_json
 from gptj_ft.system.dtypes import PRECISIONS
@@ -64,9 +66,11 @@ class Conversion:
     dtype: DtypeChoice = "keep"  # ``q8_0`` for ``gguf`` only
     shard_bytes: int = 5 * 10**9  # size limit of a Hugging Face file; a model that fits into one is not sharded
     mesh_shards: int = 8
+    quantize: Quantization | None = None  # of the linear layers of the blocks, for LoRA and inference
     tokenizer: Path | None = None  # folder of the tokenizer files to copy; None: the source's
     verify: bool = True  # read every tensor back and compare it
     merge: Path | None = None  # folder of an adapter to merge; its metadata is kept
+    any_base: bool = False  # merge into another model than the adapter was trained on, such as the unquantized one
     average: tuple[Path, ...] = ()  # folders of models or adapters to average the source with
     with_optimizer: bool = False  # convert the optimizer state, too, for a run that continues from it
 
@@ -119,6 +123,8 @@ def convert(
             )
         if is_adapter(source):
             return _average_adapters(source, target, conversion)
+    if conversion.quantize is not None:
+        _check_quantization(source, conversion)
     if conversion.to == "gguf":
         return _convert_to_gguf(source, target, conversion, progress)
     if conversion.dtype == "q8_0":
@@ -130,7 +136,13 @@ def convert(
         averaged(single, conversion.average, conversion.dtype != "keep") as opened,
     ):
         moments = _moments_of(opened, conversion)
-        opened, dropped = _merged(opened, conversion.merge)
+        opened, dropped = _merged(opened, conversion)
+        plain = opened.checkpoint
+        if conversion.quantize is not None:
+            dtype = PRECISIONS.get(conversion.dtype)
+            opened = replace(
+                opened, checkpoint=QuantizedCheckpoint(plain, opened.architecture, conversion.quantize, dtype)
+            )
         work = _Work(opened, moments, target, conversion, progress)
         work.check_space(draft)
         work.write(draft)
@@ -139,9 +151,9 @@ def convert(
         remove(draft / UNPACKED)
         return ConvertReport(
             tensors=len(work.weights.entries),
-            parameters=sum(torch.Size(entry.shape).numel() for entry in work.weights.entries.values()),
+            parameters=_num_parameters(opened.architecture, plain),
             bytes=work.weights.bytes,
-            dtype=dtype_name(work.weights.entries.values()),
+            dtype=conversion.quantize or dtype_name(work.weights.entries.values()),
             dropped=tuple(dropped),
             left_out=heads_left_out(opened.architecture, dropped),
             missing=tuple(sorted(opened.architecture.family.optional - work.weights.entries.keys()))
@@ -155,14 +167,29 @@ def convert(
         )
 
 
-def _merged(source: CheckpointSource, adapter_folder: Path | None) -> tuple[CheckpointSource, list[str]]:
+def _check_quantization(source: Path, conversion: Conversion) -> None:
+    if conversion.to not in ("folder", "huggingface"):
+        raise UsageError(f"--quantize writes Hugging Face folders: leave out --to {conversion.to}")
+    if conversion.with_optimizer:
+        raise UsageError("--quantize excludes --with-optimizer: quantized weights are never trained, only adapters are")
+    if is_adapter(source):
+        raise UsageError(f"{source} is an adapter: quantize its base model, or merge it with --merge first")
+
+
+def _num_parameters(architecture: Architecture, checkpoint: Checkpoint) -> int:
+    names = (checkpoint.names_of(architecture, layer).values() for layer in range(len(architecture.skeleton)))
+    return sum(torch.Size(checkpoint.shape(name)).numel() for own in names for name in own if name in checkpoint.names)
+
+
+def _merged(source: CheckpointSource, conversion: Conversion) -> tuple[CheckpointSource, list[str]]:
     """Check a checkpoint and merge an adapter, if any; return the names of dropped tensors, too."""
-    dropped = check_tensors(source.architecture, source.checkpoint)
+    dropped, adapter_folder = check_tensors(source.architecture, source.checkpoint), conversion.merge
     if adapter_folder is None:
         return source, dropped
     architecture = with_head_of(adapter_folder, source.architecture)
     adapter = open_adapter(adapter_folder, architecture)
-    check_base(adapter_folder, architecture, source.checkpoint)
+    if not conversion.any_base:
+        check_base(adapter_folder, architecture, source.checkpoint)
     merged = MergedCheckpoint(source.checkpoint, adapter)
     source = replace(source, architecture=replace(architecture, new=frozenset()), checkpoint=merged)
     return source, check_tensors(source.architecture, merged)
@@ -181,7 +208,7 @@ def _convert_to_gguf(
         scratch_folder() as scratch,
         open_source(source, conversion.format, conversion.config, scratch / UNPACKED) as opened,
     ):
-        opened, dropped = _merged(opened, conversion.merge)
+        opened, dropped = _merged(opened, conversion)
         done = 0
 
         def advance(num_bytes: int) -> None:
@@ -268,7 +295,8 @@ class _Work:
     ) -> None:
         self.source, self.target, self.conversion = source, target, conversion
         architecture = source.architecture
-        self.weights = TensorTransfer(architecture, source.checkpoint, PRECISIONS.get(conversion.dtype), self._advance)
+        dtype = None if conversion.quantize else PRECISIONS.get(conversion.dtype)
+        self.weights = TensorTransfer(architecture, source.checkpoint, dtype, self._advance)
         self.updates = moments.updates if moments else 0
         self.moments: dict[Kind, TensorTransfer] = {}
         for kind, checkpoint in moments.checkpoints.items() if moments else ():
@@ -300,20 +328,26 @@ class _Work:
             copy.write(draft / moments_of_model.FOLDER / kind)
         if self.moments:
             write_json_file(draft / moments_of_model.FOLDER / moments_of_model.STATE, {"updates": self.updates})
-        stored = reduce(torch.promote_types, (entry.dtype for entry in weights.entries.values()))
+        quantized = source.checkpoint if isinstance(source.checkpoint, QuantizedCheckpoint) else None
+        stored = reduce(torch.promote_types, weights.types if quantized is None else quantized.value_types)
         copy_origin(source.folder, draft)
         copy_files(source.folder, draft, DESCRIPTION)
         if (metadata := (options.merge or source.folder) / METADATA_FILE).is_file():
             write_json_file(draft / METADATA_FILE, read_json(metadata))
         # Last, because config.json makes the folder a model.
-        write_companions(draft, source.architecture, stored, options.tokenizer or source.folder)
+        quantization = options.quantize and quantization_config(options.quantize, source.architecture, stored)
+        write_companions(draft, source.architecture, stored, options.tokenizer or source.folder, quantization)
 
     def verify(self, draft: Path) -> None:
         """Compare each written tensor with its source."""
         name: FormatName = "mesh" if self.conversion.to == "mesh" else "huggingface"
         with open_source(draft, name, None, draft) as written:
             check_tensors(written.architecture, written.checkpoint)
-            self._compare(self.weights, written.checkpoint)
+            if self.conversion.quantize:
+                with open_stored(draft, written.architecture) as stored:
+                    self._compare(self.weights, stored)
+            else:
+                self._compare(self.weights, written.checkpoint)
         if self.moments:
             moments = moments_of_model.open_moments(draft)
             for kind, copy in self.moments.items():

@@ -69,9 +69,13 @@ class ModelMetadata:
     metrics: Mapping[str, Any]  # validation loss before and after, steps
     base_digest: str | None = None  # of an adapter's base model, see `fingerprint.sampled_digest`
     head: Mapping[str, Any] | None = None  # task and labels of an adapter with a head; a model's are in config.json
+    base_quantization: str | None = None  # of an adapter's base model; None: not quantized
 
     def to_dict(self) -> dict[str, Any]:
-        return {"format": 1, **self.__dict__}
+        values = {"format": 1, **self.__dict__}
+        if self.base_quantization is None:
+            del values["base_quantization"]
+        return values
 
 
 def template_of(recipe: Recipe) -> dict[str, Any]:
@@ -100,11 +104,23 @@ def read_metadata(model: Path) -> ModelMetadata | None:
 def check_base(adapter: Path, architecture: Architecture, checkpoint: Checkpoint) -> None:
     """Check that a model is the base of an adapter. One of another program records no digest and always passes."""
     metadata = read_metadata(adapter)
-    if metadata and metadata.base_digest and sampled_digest(architecture, checkpoint) != metadata.base_digest:
+    if not metadata or not metadata.base_digest or sampled_digest(architecture, checkpoint) == metadata.base_digest:
+        return
+    now, then = checkpoint.quantization, metadata.base_quantization
+    if now != then:
         raise DataError(
-            f"{checkpoint.folder} is not the base model of the adapter in {adapter}, but another one of its shape, or "
-            "the same in another type: put the right one there"
+            f"the adapter in {adapter} was trained on a model {_form_of(then)}, but {checkpoint.folder} is "
+            f"one {_form_of(now)}: name the model that it was trained on, or merge it into this one with `gptj-ft "
+            "convert --merge ADAPTER MODEL --any-base`"
         )
+    raise DataError(
+        f"{checkpoint.folder} is not the base model of the adapter in {adapter}, but another one of its shape, or "
+        "the same in another type: put the right one there"
+    )
+
+
+def _form_of(quantization: str | None) -> str:
+    return f"quantized as {quantization}" if quantization else "that was not quantized"
 
 
 @dataclass(frozen=True)
@@ -125,14 +141,15 @@ def metadata_files(trained: TunedModel, is_adapter: bool = False) -> dict[str, s
         DataError: the base model's ``source.json`` is damaged.
     """
     recipe, architecture = trained.recipe, trained.architecture
-    base_digest = None
+    base_digest, quantization = None, None
     if is_adapter:
         with open_checkpoint(trained.base) as checkpoint:
-            base_digest = sampled_digest(architecture, checkpoint)
+            base_digest, quantization = sampled_digest(architecture, checkpoint), checkpoint.quantization
     has_labels = is_adapter and architecture.task is not None
     tuning = ModelMetadata(
         name_in_home(trained.base), template_of(recipe), trained.data, trained.metrics, base_digest,
         {"task": architecture.task, "labels": list(architecture.labels)} if has_labels else None,
+        quantization,
     )  # fmt: skip
     metadata = json.dumps(tuning.to_dict(), indent=2, ensure_ascii=False) + "\n"
     if architecture.task is not None:

@@ -6,7 +6,7 @@ The written folder is the streaming layout, and ``AutoModelForCausalLM.from_pret
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -17,11 +17,14 @@ import torch
 from torch import Tensor
 
 from gptj_ft.checkpoints.download import SOURCE, read_origin
+from gptj_ft.checkpoints.quantized import QuantizedTensor, with_matrices
 from gptj_ft.checkpoints.weight_file import Shard, TensorInfo, open_shard, write_safetensors
 from gptj_ft.data.tokenization import has_tokenizer, load_tokenizer
 from gptj_ft.data.wordpiece import is_cased, read_vocabulary
 from gptj_ft.errors import DataError, UsageError
-from gptj_ft.models.registry import Architecture, Family, families, full_name
+from gptj_ft.models.layout import Layout, StoredSize
+from gptj_ft.models.lora import transposed_parameters
+from gptj_ft.models.registry import Architecture, Family, architecture_of, families, full_name
 from gptj_ft.system.atomic import atomic_folder
 from gptj_ft.system.block_reader import Extent
 from gptj_ft.system.digests import FOLDER_DIGESTS, folder_digests, read_json
@@ -103,6 +106,17 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         entry = shard.entries[own]
         return Extent(shard.path, entry.offset, entry.dtype) if entry.offset else None
 
+    def matrix(self, name: str) -> QuantizedTensor | None:
+        """Return the stored form of a quantized matrix; ``None`` for other tensors."""
+        shard = self._shards[name]
+        return shard if isinstance(shard, QuantizedTensor) else None
+
+    @property
+    def quantization(self) -> str | None:
+        """Name of the quantization of some matrices; ``None``: all tensors are plain."""
+        matrices = (shard for shard in self._shards.values() if isinstance(shard, QuantizedTensor))
+        return next((matrix.form.codec.name for matrix in matrices), None)
+
     def rows_at_once(self, name: str) -> int:
         """Return the number of rows of a tensor to read at a time."""
         return self._shards[name].rows_at_once(self._own_names[name])
@@ -133,8 +147,12 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         DataError: a file is truncated, corrupt or missing, or the index and the shards contradict each other.
     """
     config = folder / "config.json"
-    model_type = read_json(config).get("model_type") if config.is_file() else None
-    return Checkpoint(folder, weights_of(folder), partial(full_name, family=families().get(str(model_type))))
+    raw = read_json(config) if config.is_file() else {}
+    shards, rename = weights_of(folder), partial(full_name, family=families().get(str(raw.get("model_type"))))
+    if raw.get("quantization_config"):
+        transposed = transposed_parameters(architecture_of(raw, config))
+        shards = with_matrices(shards, {name for name in shards if rename(name) in transposed})
+    return Checkpoint(folder, shards, rename)
 
 
 def weights_of(folder: Path) -> dict[str, Shard]:
@@ -284,10 +302,41 @@ def layer_tensor(architecture: Architecture, checkpoint: Checkpoint, layer: int,
 
 def tensor_source(
     architecture: Architecture, checkpoint: Checkpoint, layer: int, local: str
-) -> Extent | Callable[[], Tensor]:
-    """Return a tensor's place in its file; if it is not contiguous there, a function that reads it."""
+) -> Extent | QuantizedTensor | Callable[[], Tensor]:
+    """Return a tensor's place in its file, or its quantized form; else a function that reads it."""
     name = _name_in(checkpoint, architecture, layer, local)
-    return checkpoint.extent(name) or partial(checkpoint.read, name)
+    return checkpoint.matrix(name) or checkpoint.extent(name) or partial(checkpoint.read, name)
+
+
+def with_stored_sizes(
+    architecture: Architecture, checkpoint: Checkpoint, layouts: Sequence[Layout]
+) -> tuple[Layout, ...]:
+    """Return layouts of frozen weights with their sizes in a checkpoint."""
+    sized = []
+    for layer, layout in enumerate(layouts):
+        names = [_name_in(checkpoint, architecture, layer, local) for local in layout.shapes]
+        names = [name for name in names if name in checkpoint.names]  # a run initializes others
+        forms = {name: matrix.form for name in names if (matrix := checkpoint.matrix(name)) is not None}
+        codes = sum(form.num_bytes for form in forms.values())
+        plain = sum(checkpoint.entry(name).num_bytes for name in names if name not in forms)
+        quantized = sum(form.shape.numel() for form in forms.values())
+        sized.append(replace(layout, stored=StoredSize(plain + codes, codes, quantized)) if names else layout)
+    return tuple(sized)
+
+
+def check_trainable(architecture: Architecture, checkpoint: Checkpoint, layouts: Sequence[Layout]) -> None:
+    """Reject a run that trains quantized weights.
+
+    Args:
+        layouts: trained parameters of each layer.
+    """
+    for layer in range(len(architecture.skeleton)):
+        for local, name in checkpoint.names_of(architecture, layer).items():
+            if local in layouts[layer].shapes and name in checkpoint.names and (matrix := checkpoint.matrix(name)):
+                raise UsageError(
+                    f"{checkpoint.folder} is quantized ({matrix.form.codec.name}), so only adapters can be trained: "
+                    "use --method lora, or name the model that it was made from"
+                )
 
 
 def _name_in(checkpoint: Checkpoint, architecture: Architecture, layer: int, local: str) -> str:
@@ -376,13 +425,20 @@ def write_index(folder: Path, weight_map: Mapping[str, str], total_size: int) ->
     write_json_file(folder / INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
 
 
-def write_companions(folder: Path, architecture: Architecture, stored: torch.dtype, source: Path | None) -> None:
+def write_companions(
+    folder: Path,
+    architecture: Architecture,
+    stored: torch.dtype,
+    source: Path | None,
+    quantization: Mapping[str, Any] | None = None,
+) -> None:
     """Write tokenizer, generation settings and ``config.json`` of a new model folder.
 
     Args:
         architecture: its raw config is stored, except the type.
         stored: a type that holds every stored value.
         source: folder whose tokenizer files and generation settings are copied, if it has them.
+        quantization: ``quantization_config`` of quantized weights.
     """
     generates = architecture.task is None and not architecture.family.is_encoder
     if source is not None:
@@ -398,6 +454,8 @@ def write_companions(folder: Path, architecture: Architecture, stored: torch.dty
     own: dict[str, Any] = {"architectures": [architecture.class_name], "dtype": name, "torch_dtype": name}
     if architecture.task is not None and not architecture.family.is_encoder and has_tokenizer(folder):
         own |= _choose_padding(folder, architecture)
+    if quantization is not None:
+        own["quantization_config"] = quantization
     write_json_file(folder / "config.json", {**raw, **own})
 
 

@@ -32,6 +32,14 @@ class TiedParameter(NamedTuple):
     shape: torch.Size
 
 
+class StoredSize(NamedTuple):
+    """Size of a layer's frozen weights in a model's files."""
+
+    num_bytes: int
+    codes: int = 0  # bytes of the quantized matrices among them
+    quantized: int = 0  # elements of these matrices
+
+
 @dataclass(frozen=True)
 class Layout:
     """Offsets of a layer's parameters in its flat tensors, in elements.
@@ -47,6 +55,24 @@ class Layout:
     tied: Mapping[str, TiedParameter] = field(default_factory=dict)
     copied: frozenset[str] = frozenset()
     """names of tied parameters copied into this layer; allowed only for frozen ones"""
+    stored: StoredSize | None = None  # size in the model's files; None: not known
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether matrices are quantized in the model's files."""
+        return self.stored is not None and self.stored.quantized > 0
+
+    def bytes_in(self, place: str, dtype: torch.dtype) -> int:
+        """Return the bytes of the layer's frozen weights: on disk as in the files, in host memory as codes.
+
+        Args:
+            dtype: type of the computation, that of all other weights in memory.
+        """
+        if place == "disk" and self.stored is not None:
+            return self.stored.num_bytes
+        if place == "host" and self.stored is not None:
+            return self.stored.codes + (self.numel - self.stored.quantized) * dtype.itemsize
+        return self.numel * dtype.itemsize
 
     def __hash__(self) -> int:
         return hash((self.numel, self.num_decayed, tuple(self.shapes)))  # the hashable part of what __eq__ compares

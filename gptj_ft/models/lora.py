@@ -221,6 +221,13 @@ def is_transposed(architecture: Architecture, layer: int, local: str) -> bool:
     return isinstance(architecture.skeleton[layer].get_submodule(local), Conv1D)
 
 
+def transposed_parameters(architecture: Architecture) -> frozenset[str]:
+    """Return the weights that are stored (in, out), by Hugging Face's names."""
+    return frozenset(
+        f"{name}.weight" for name, place in linear_layers(architecture).items() if is_transposed(architecture, *place)
+    )
+
+
 def is_adapter_parameter(local: str) -> bool:
     """Tell whether a parameter, named within its layer, belongs to an adapter."""
     return local.endswith((f".{A}", f".{B}", f".{MAGNITUDE}", f".{GAIN}"))

@@ -361,6 +361,7 @@ def architecture_of(raw: Mapping[str, Any], path: Path) -> Architecture:
         path: its file, for messages.
     """
     check_supported(path, raw)
+    raw = {key: value for key, value in raw.items() if key != "quantization_config"}  # a fact of the files
     family = families()[raw["model_type"]]
     for name in ("dtype", "torch_dtype"):  # `transformers` uses them unchecked
         if raw.get(name) is not None and not isinstance(getattr(torch, str(raw[name]), None), torch.dtype):

@@ -76,17 +76,25 @@ def check_supported(config: Path, raw: Mapping[str, Any]) -> None:
             f"{config}: {_missing_part(raw)}; supported: {', '.join(MODEL_TYPES)}\n"
             "for other models there are TRL, LLaMA-Factory, Axolotl and, on a Mac, mlx-lm"
         )
-    if quantization := raw.get("quantization_config"):
+    quantization = raw.get("quantization_config")
+    if quantization and not is_read_quantization(quantization):
         method = (quantization.get("quant_method") if isinstance(quantization, dict) else None) or "quantization_config"
         raise UsageError(
-            f"{config}: its weights are quantised ({one_line(str(method))}), which is not read; "
-            "name the model that it was made from, in fp32, bf16 or fp16"
+            f"{config}: its weights are quantized ({one_line(str(method))}), which is not read; bitsandbytes' nf4, fp4 "
+            "and int8 are: else name the model that it was made from, in fp32, bf16 or fp16"
         )
     if raw.get("auto_map"):
         raise UsageError(
             f"{config}: auto_map asks for code from the model's repository (trust_remote_code), which is never run; "
             f"if `transformers` opens the model without it, remove auto_map from the file"
         )
+
+
+def is_read_quantization(quantization: object) -> bool:
+    """Tell whether the ``quantization_config`` of a ``config.json`` is bitsandbytes' with 4 or 8 bits."""
+    if not isinstance(quantization, dict) or quantization.get("quant_method") != "bitsandbytes":
+        return False
+    return bool(quantization.get("load_in_4bit")) != bool(quantization.get("load_in_8bit"))
 
 
 def _missing_part(raw: Mapping[str, Any]) -> str:

@@ -13,6 +13,7 @@ import torch
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.models.layout import Kind
+from gptj_ft.planning.constants import RESTORED
 from gptj_ft.planning.probe import Rates
 from gptj_ft.planning.step_replay import Bytes, ScheduleInputs, count_step, state_kinds
 from gptj_ft.planning.workload import Workload, exported_elements
@@ -70,12 +71,12 @@ def training_passes(workload: Workload, schedule: ScheduleInputs) -> tuple[Pass,
     away: Bytes = {} if placement.boundaries == "device" else {
         placement.boundaries: round(workload.boundary_bytes(kept) * share)
     }  # fmt: skip
-    flops = 2.0 * workload.block_parameters * workload.step.mean
-    forward = Pass(flops, up.updated, 0.0, 1.0, up.read, _added(up.written, away), workload.forward_seconds)
+    flops, restored = 2.0 * workload.block_parameters * workload.step.mean, RESTORED * sum(workload.restored(placement))
+    forward = Pass(flops, up.updated, restored, 1.0, up.read, _added(up.written, away), workload.forward_seconds)
     backward = Pass(
         workload.flops(kept).hardware - flops,
         down.updated,
-        workload.touched_by_backward,
+        workload.touched_by_backward + restored,
         workload.times_again(kept),
         _added(down.read, away),
         down.written,
@@ -163,15 +164,15 @@ def cost(workload: Workload, recipe: Recipe, schedule: ScheduleInputs, rates: Ra
     forward, backward, flush = training_passes(workload, schedule)
     passes = forward, backward
     state = {kind: stored[kind] for kind in state_kinds(stored)}
-    trained, frozen = ([layout.numel for layout in layouts] for layouts in (workload.layouts, workload.frozen))
-    state_by_place = _bytes_by_place(placement, state, trained)
+    state_by_place = _bytes_by_place(placement, state, [layout.numel for layout in workload.layouts])
     state_bytes = workload.stored_elements * sum(dtype.itemsize for dtype in state.values())
     model_bytes = exported_elements(recipe, workload) * torch.float32.itemsize
-    num_read, filled = 0 if recipe.method == "lora" else workload.stored_elements, state_by_place
-    copied = placement.elements("frozen", frozen)
-    num_read += sum(copied.values()) - copied.get("disk", 0)  # those on disk stay in the model folder
-    filled = _added(filled, {"host": copied.get("host", 0) * workload.dtype.itemsize})
-    filling = Pass(read={"disk": num_read * torch.float32.itemsize}, written=filled)
+    read, filled = 0 if recipe.method == "lora" else workload.stored_elements * torch.float32.itemsize, state_by_place
+    for layer, layout in enumerate(workload.frozen):
+        if (place := placement.of("frozen", layer)) != "disk":  # those on disk stay in the model folder
+            read += layout.bytes_in("disk", torch.float32)
+            filled = _added(filled, {place: layout.bytes_in(place, workload.dtype)} if place == "host" else {})
+    filling = Pass(read={"disk": read}, written=filled)
     saving = Pass(read=state_by_place, written={"disk": state_bytes})
     writing = Pass(written={"disk": model_bytes})
     per_step = sum(each.seconds(workload, rates) for each in passes)
@@ -209,11 +210,12 @@ def seconds_per_validation(
     flops = 2.0 * workload.block_parameters * tokens + 2.0 * workload.head_parameters * targets
     trained = [*(layout.numel for layout in workload.layouts), workload.lent_elements]
     weights = _bytes_by_place(placement, {"weight": workload.dtype}, trained, passes)
-    frozen = _bytes_by_place(placement, {"frozen": workload.dtype}, workload.frozen_per_pass, passes)
+    frozen = {place: passes * size for place, size in workload.frozen_per_pass(placement).items()}
     layers = 0.0
     if workload.times.layers:
         layers = tokens / workload.step.mean * workload.forward_seconds + workload.head_seconds(targets, trains=False)
-    scoring = Pass(flops, layers=layers, read=_added(weights, frozen))
+    touched = RESTORED * passes * sum(workload.restored(placement))
+    scoring = Pass(flops, touched=touched, layers=layers, read=_added(weights, frozen))
     return flush.seconds(workload, rates) + scoring.seconds(workload, rates)
 
 

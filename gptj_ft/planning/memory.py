@@ -44,11 +44,13 @@ from gptj_ft.streaming.activations import NUM_BUFFERS
 from gptj_ft.streaming.buffers import PASS_TOKENS, BufferBudget, pool_shapes
 from gptj_ft.streaming.stores.base import CHUNK_NUMEL
 from gptj_ft.streaming.stores.placement import Place, Placement, training_dtypes
+from gptj_ft.streaming.stores.quantized import PIECE_BYTES
 from gptj_ft.system.block_reader import STAGING_BYTES
 from gptj_ft.system.dtypes import PRECISIONS
 from gptj_ft.system.machine import bf16_unit
 from gptj_ft.system.units import gigabytes
 
+RESTORED_BYTES = 4 * PIECE_BYTES  # two pieces of codes in each of two threads
 BUFFERS = ((2, 48), (2, 24), (1, 16), (1, 6))  # gradients and chunks of a budget, the roomiest first
 # The same beside an accelerator without a disk, and the chunks that a buffer holds. A disk's threads read small chunks
 # in parallel, and its rate hides the program's time for each.
@@ -328,11 +330,14 @@ def forecast_memory(placement: Placement, workload: Workload, recipe: Recipe, ha
     for kind, dtype in stored.items():
         for place, numel in placement.elements(kind, [layout.numel for layout in workload.layouts]).items():
             by_place[place] += numel * dtype.itemsize
-    for place, numel in placement.elements("frozen", [layout.numel for layout in workload.frozen]).items():
-        if place != "disk":
-            by_place[place] += numel * workload.dtype.itemsize
-        elif numel:  # they stay in the model folder
-            by_place["host"] += STAGING_BYTES
+    for layer, layout in enumerate(workload.frozen):
+        if (place := placement.of("frozen", layer)) != "disk":
+            by_place[place] += layout.bytes_in(place, workload.dtype)
+    if workload.frozen_elements and placement.of("frozen") == "disk":  # they stay in the model folder
+        by_place["host"] += STAGING_BYTES
+    if any(workload.restored(placement)):
+        # On a CPU, codes in memory are used where they are.
+        by_place["device"] += RESTORED_BYTES if not have.is_shared or placement.of("frozen") == "disk" else 0
     by_place[placement.boundaries] += workload.boundary_bytes()
     demand = _Demand(placement, workload, recipe, stored)
     is_measured = bool(workload.layers) and not have.is_shared

@@ -250,7 +250,9 @@ def fastest_within(recipe: Recipe, workload: Workload, have: Free, rates: Rates)
 
 
 def _forecasts(recipe: Recipe, workload: Workload, have: Free) -> Iterator[MemoryForecast]:
-    return (forecast_memory(placement, workload, recipe, have) for placement in candidates(recipe, have))
+    is_quantized = any(layout.is_quantized for layout in workload.frozen)
+    places = candidates(recipe, have, is_quantized)
+    return (forecast_memory(placement, workload, recipe, have) for placement in places)
 
 
 def _compares_replays(have: Free, workload: Workload) -> bool:
@@ -282,8 +284,12 @@ def kinds_on_disk(placement: Placement) -> set[str]:
     return {name for name, place in asdict(placement).items() if place == "disk"}
 
 
-def candidates(recipe: Recipe, free: Free) -> list[Placement]:
-    """Return the placements that the recipe allows, fastest first."""
+def candidates(recipe: Recipe, free: Free, is_quantized: bool = False) -> list[Placement]:
+    """Return the placements that the recipe allows, fastest first.
+
+    Args:
+        is_quantized: the frozen weights are quantized, and smaller in host memory than on the device.
+    """
 
     def allows(choice: str, place: Place) -> bool:
         # On a CPU, "host" is a second copy in the same memory: only if the recipe says so.
@@ -295,7 +301,7 @@ def candidates(recipe: Recipe, free: Free) -> list[Placement]:
         return [
             Placement(state, state, boundaries, frozen=place)
             for place in PLACES_FASTEST_FIRST
-            if allows(recipe.weights, place)
+            if allows(recipe.weights, place) or (is_quantized and (recipe.weights, place) == ("auto", "host"))
             for boundaries in PLACES_FASTEST_FIRST
             if allows(recipe.boundaries, boundaries)
         ]

@@ -28,7 +28,7 @@ from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.prefetch import Prefetcher
 from gptj_ft.streaming.schedule import LayerTask, PendingUpdates, flush_tasks, training_tasks
 from gptj_ft.streaming.step import Step, attach_gradients, backward, forward, kept_layers, open_channel
-from gptj_ft.streaming.stores.base import LayerStore
+from gptj_ft.streaming.stores.base import LayerStore, Span
 from gptj_ft.streaming.stores.device import DeviceStore
 from gptj_ft.streaming.stores.fake import CountingStore
 from gptj_ft.streaming.stores.placement import Place, Placement
@@ -288,7 +288,9 @@ def count_step(
     """
     workload = Workload(layouts, width, dtype, StepTokens(1, 1, 1.0, 1.0), None, frozen=frozen)
     schedule = replace(schedule, budget=_in_whole_layers(schedule.budget, layouts))
-    counters: dict[Place, CountingStore] = {"host": CountingStore(), "disk": CountingStore()}
+    size_of = moved_bytes(workload, schedule.placement)
+    places: tuple[Place, ...] = ("host", "disk")
+    counters = {place: CountingStore(size_of=size_of) for place in places}
     replay = StepReplay(workload, schedule, lambda _, place: counters[place])
     replay.counters = counters
     replay.optimizer.end_step()  # all updates are pending, as after a step
@@ -306,6 +308,19 @@ def _in_whole_layers(budget: BufferBudget, layouts: Sequence[Layout]) -> BufferB
     if not layouts[-1].numel or -(-min(sizes) // budget.update_numel) < budget.num_chunks:
         return budget
     return replace(budget, chunk_numel=max(sizes), chunks_at_once=1, num_chunks=1)
+
+
+def moved_bytes(workload: Workload, placement: Placement) -> Callable[[Span, Tensor], int]:
+    """Return a function that gives the bytes of a transfer: frozen weights move as they are in their place."""
+    sizes = [
+        layout.bytes_in(placement.of(FROZEN, layer), workload.dtype) for layer, layout in enumerate(workload.frozen)
+    ]
+
+    def size_of(span: Span, values: Tensor) -> int:
+        is_layer = span.kind == FROZEN and values.numel() == workload.frozen[span.layer].numel
+        return sizes[span.layer] if is_layer else values.nbytes
+
+    return size_of
 
 
 def model_without_data(

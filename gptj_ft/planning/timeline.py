@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gptj_ft.models.batch import Poll
 from gptj_ft.models.layout import FROZEN, Kind
+from gptj_ft.models.quantization.form import NUMBERS_AT_ONCE
 from gptj_ft.planning.constants import (
     BACKWARD_PIECES,
     CHUNK_SECONDS,
@@ -23,12 +24,13 @@ from gptj_ft.planning.constants import (
     HOST_TRANSFERS,
     ISSUE_SECONDS,
     LAUNCH_SECONDS,
+    RESTORED,
     ZEROED_ON_CPU,
 )
 from gptj_ft.planning.layer_cost import KernelCost, LayerCost, LayerInput, embedding_cost, measure_blocks
 from gptj_ft.planning.memory import head_cost, largest_chunk
 from gptj_ft.planning.probe import Rates
-from gptj_ft.planning.step_replay import ScheduleInputs, StepReplay, UntimedDevice, bytes_to_update
+from gptj_ft.planning.step_replay import ScheduleInputs, StepReplay, UntimedDevice, bytes_to_update, moved_bytes
 from gptj_ft.planning.virtual_machine import (
     Clock,
     CopyEngines,
@@ -189,6 +191,7 @@ class VirtualDevice(UntimedDevice):
         self._update_kernels = 4 + 6 * sum(dtype != torch.float32 for _, dtype in schedule.stored)
         self._products = compute.matmul(workload.dtype, workload.width)
         self._layers = [self._pieces(cost) for cost in self._layer_costs()]
+        self._restored = workload.restored(schedule.placement)
         if on_cpu:
             tokens, share = workload.step.micro_batch_mean, workload.step.num_micro_batches / self.micro_batches
             self._layers[1:-1] = [
@@ -209,7 +212,8 @@ class VirtualDevice(UntimedDevice):
 
     def _store(self, place: Place, queue: VirtualQueue) -> VirtualStore:
         chunk = self._schedule.budget.chunk_numel if place == "disk" else 0
-        return VirtualStore(queue, self._link, self._hazards, chunk, lambda: [self._processor.last["compute"]])
+        size_of = moved_bytes(self._workload, self._schedule.placement)
+        return VirtualStore(queue, self._link, self._hazards, chunk, lambda: [self._processor.last["compute"]], size_of)
 
     def attach(self, model: OffloadedModel) -> None:
         """Prepare the model: layer inputs may leave the device."""
@@ -251,7 +255,13 @@ class VirtualDevice(UntimedDevice):
         self._start = self._counters()
         self._processor.idle.clear()
 
+    def _restore(self, layer: LoadedLayer) -> None:
+        """Restore the values of quantized weights that are not on the device."""
+        if numbers := self._restored[layer.index]:
+            self._compute(self._moving(RESTORED * numbers, -(-numbers // NUMBERS_AT_ONCE)))
+
     def run_forward(self, layer: LoadedLayer, poll: Poll) -> None:
+        self._restore(layer)
         self._use(_weights(layer))
         for number, piece in enumerate(self._layers[layer.index].forward):
             if number:
@@ -260,6 +270,7 @@ class VirtualDevice(UntimedDevice):
         self._note(_weights(layer))
 
     def run_backward(self, layer: LoadedLayer) -> None:
+        self._restore(layer)
         self._use(_weights(layer))
         for piece in self._layers[layer.index].backward:
             self._compute(piece)

@@ -333,6 +333,7 @@ class VirtualStore(LayerStore):
         hazards: memory of the device.
         chunk_numel: elements of the chunks that pass through host memory from or to a disk; 0: host memory.
         events: returns the work that transfers of layer inputs wait for.
+        size_of: gives the bytes of a transfer.
     """
 
     def __init__(
@@ -342,9 +343,10 @@ class VirtualStore(LayerStore):
         hazards: Hazards,
         chunk_numel: int,
         events: Callable[[], list[Work]],
+        size_of: Callable[[Span, Tensor], int] = lambda _, values: values.nbytes,
     ) -> None:
         self._queue, self._link, self._hazards = queue, link, hazards
-        self._chunk_numel, self._events = chunk_numel, events
+        self._chunk_numel, self._events, self._size_of = chunk_numel, events, size_of
 
     def read(self, span: Span, out: Tensor) -> Future[Tensor]:
         return cast("Future[Tensor]", self._transfer("in", span, out))
@@ -369,7 +371,8 @@ class VirtualStore(LayerStore):
             first.append(queue.commits[span.layer])
         numel = tensor.numel()
         parts = chunks(numel, self._chunk_numel) if self._chunk_numel else [slice(0, numel)]
-        sizes = deque((part.stop - part.start) * tensor.element_size() for part in parts)
+        size = self._size_of(span, tensor)
+        sizes = deque(size * (part.stop - part.start) // numel for part in parts if numel)
 
         def task(end_thread: Action) -> None:
             def end() -> None:

@@ -29,6 +29,7 @@ from gptj_ft.planning.constants import (
 from gptj_ft.planning.flops import Flops, count_flops
 from gptj_ft.planning.probe import ComputeRates
 from gptj_ft.streaming.step import HEAD_CHUNK_BYTES
+from gptj_ft.streaming.stores.placement import Place, Placement
 from gptj_ft.streaming.vocabulary import TILE_BYTES
 
 FP32_BYTES = torch.float32.itemsize
@@ -179,11 +180,26 @@ class Workload:
         """Frozen elements of all layers, padding included."""
         return sum(layout.numel for layout in self.frozen)
 
-    @cached_property
-    def frozen_per_pass(self) -> list[int]:
-        """Frozen elements of each layer that a pass loads; of a frozen embedding it loads only a few rows."""
-        sizes = [layout.numel for layout in self.frozen]
-        return sizes if self.layouts[TIED_SOURCE_LAYER].shapes else [0, *sizes[1:]]
+    def frozen_per_pass(self, placement: Placement) -> dict[Place, int]:
+        """Return the bytes of frozen weights that a pass loads, by place off the device."""
+        moved: dict[Place, int] = {}
+        for layer, layout in enumerate(self.frozen):
+            place = placement.of("frozen", layer)
+            # Of a frozen embedding a pass loads only a few rows.
+            is_by_rows = layer == TIED_SOURCE_LAYER and not self.layouts[TIED_SOURCE_LAYER].shapes
+            if place != "device" and not is_by_rows:
+                moved[place] = moved.get(place, 0) + layout.bytes_in(place, self.dtype)
+        return moved
+
+    def restored(self, placement: Placement) -> list[int]:
+        """Return the elements of quantized matrices whose values a pass restores, of each layer."""
+        if not self.frozen:
+            return [0] * len(self.layouts)
+        places = [placement.of("frozen", layer) for layer in range(len(self.frozen))]
+        return [
+            layout.stored.quantized if layout.stored is not None and place != "device" else 0
+            for layout, place in zip(self.frozen, places, strict=True)
+        ]
 
     @cached_property
     def num_parameters(self) -> int:

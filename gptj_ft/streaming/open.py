@@ -14,6 +14,7 @@ from torch import Tensor
 from gptj_ft.checkpoints.adapter import Adapter, base_folder, open_adapter, tuned_architecture
 from gptj_ft.checkpoints.metadata import check_base
 from gptj_ft.checkpoints.model_folder import Checkpoint, check_tensors, layer_tensor, open_checkpoint, tensor_source
+from gptj_ft.checkpoints.quantized import QuantizedTensor
 from gptj_ft.models.heads import initialise_head
 from gptj_ft.models.layout import FROZEN, MOMENTS, NO_PARAMETERS, Kind, Layout
 from gptj_ft.models.lora import GAIN, A, B, initialise, is_adapter_parameter, linear_layers
@@ -23,11 +24,12 @@ from gptj_ft.streaming.activations import OffloadedActivations
 from gptj_ft.streaming.buffers import BufferBudget
 from gptj_ft.streaming.exchange import LOCAL, Exchange
 from gptj_ft.streaming.offloaded_model import OffloadedModel
-from gptj_ft.streaming.stores.base import Span
+from gptj_ft.streaming.stores.base import LayerStore, Span
 from gptj_ft.streaming.stores.device import DeviceStore
 from gptj_ft.streaming.stores.folder import FolderStore
 from gptj_ft.streaming.stores.host import HostStore
 from gptj_ft.streaming.stores.placement import Place, Placement, memory_store, open_boundaries, open_stores
+from gptj_ft.streaming.stores.quantized import PackedLayout, PackedStore
 from gptj_ft.streaming.stores.split import SplitStore, split_layouts
 from gptj_ft.system.digests import check_weights
 from gptj_ft.system.machine import free_memory
@@ -82,18 +84,50 @@ def open_frozen(
     find, place = partial(tensor_source, architecture, checkpoint), placement.of(FROZEN)
     if not any(layout.numel for layout in model.frozen):
         return
-    model.stores[FROZEN] = folder = FolderStore(model.frozen, find, model.device)
+    folder = FolderStore(model.frozen, find, model.device)
+    matrices = _matrices(model, find)
+
+    def in_memory(place: Place, layouts: Sequence[Layout]) -> LayerStore:
+        if place == "host" and any(matrices):
+            return _pack_frozen(model, folder, layouts, matrices)
+        return _copy_frozen(model, folder, place, layouts)
+
+    store: LayerStore = folder
     if place != "disk":
-        model.stores[FROZEN] = _copy_frozen(model, place, model.frozen)
+        store = in_memory(place, model.frozen)
         folder.close()
     elif placement.in_memory:
-        memory, _ = split_layouts(model.frozen, placement.in_memory)
-        model.stores[FROZEN] = SplitStore(_copy_frozen(model, placement.memory, memory), folder, placement.in_memory)
+        layouts, _ = split_layouts(model.frozen, placement.in_memory)
+        store = SplitStore(in_memory(placement.memory, layouts), folder, placement.in_memory)
+    model.stores[FROZEN] = store
 
 
-def _copy_frozen(model: OffloadedModel, place: Place, layouts: Sequence[Layout]) -> DeviceStore | HostStore:
+def _matrices(model: OffloadedModel, find: Callable[[int, str], object]) -> tuple[Mapping[str, QuantizedTensor], ...]:
+    """Return the quantized matrices of each layer by name, of those that the model does not train."""
+    sources = [{name: find(layer, name) for name in layout.shapes} for layer, layout in enumerate(model.frozen)]
+    return tuple({name: each for name, each in own.items() if isinstance(each, QuantizedTensor)} for own in sources)
+
+
+def _pack_frozen(
+    model: OffloadedModel,
+    folder: FolderStore,
+    layouts: Sequence[Layout],
+    matrices: Sequence[Mapping[str, QuantizedTensor]],
+) -> PackedStore:
+    """Copy frozen weights from the model folder to host memory; quantized matrices stay codes."""
+    forms = [{name: matrix.form for name, matrix in own.items()} for own in matrices]
+    packed = [PackedLayout.pack(*each, model.compute_dtype) for each in zip(layouts, forms, strict=True)]
+    store = PackedStore(layouts, packed, forms, model.device)
+    for layer, layout in enumerate(packed):
+        if layout.numel:
+            folder.read_stored(layer, store.stored(layer))
+    return store
+
+
+def _copy_frozen(
+    model: OffloadedModel, source: FolderStore, place: Place, layouts: Sequence[Layout]
+) -> DeviceStore | HostStore:
     """Copy frozen weights from the model folder to a new store on the device or in host memory."""
-    source = model.stores[FROZEN]
     store = memory_store(place, layouts, {FROZEN: model.compute_dtype}, model.device)
     for layer, layout in enumerate(layouts):
         if not layout.numel:

@@ -56,8 +56,9 @@ class Transfers:
 
     def read(self, span: Span, out: Tensor) -> Future[Tensor]:
         """Read elements from the span's store."""
-        self.meter.bytes_read += out.nbytes
-        return self._stores[span.kind].read(span, out)
+        store = self._stores[span.kind]
+        self.meter.bytes_read += store.bytes_moved(span, out)
+        return store.read(span, out)
 
     def fill(self, lease: Lease, kind: Kind, layer: int, start: int = 0) -> None:
         """Read the elements of a lease, unless they are cached."""

@@ -148,10 +148,16 @@ def copy(source: Tensor, target: Tensor, after: Iterable[StreamEvent] = ()) -> N
     for event in after:
         event.wait(stream)
     target.copy_(source, non_blocking=True)
-    # Wait for this copy alone: a stream synchronization would spin, and wait for later work, too.
-    copied = _blocking_event(module_of(device))
-    copied.record(stream)
-    copied.synchronize()
+    wait_for_stream(device)
+
+
+def wait_for_stream(device: torch.device) -> None:
+    """Make the program wait for the work that this thread's stream has so far."""
+    if has_streams(device):
+        # By an event: a stream synchronization would spin, and wait for later work, too.
+        reached = _blocking_event(module_of(device))
+        reached.record(current_stream(device))
+        reached.synchronize()
 
 
 def _blocking_event(module: Any) -> Any:

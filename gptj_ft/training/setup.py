@@ -11,7 +11,14 @@ from pathlib import Path
 import torch
 
 from gptj_ft.checkpoints.architecture import read_architecture
-from gptj_ft.checkpoints.model_folder import check_tensors, heads_left_out, open_checkpoint, with_new
+from gptj_ft.checkpoints.model_folder import (
+    check_tensors,
+    check_trainable,
+    heads_left_out,
+    open_checkpoint,
+    with_new,
+    with_stored_sizes,
+)
 from gptj_ft.checkpoints.optimizer_state import has_moments, open_moments
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.run_folder import Run, steps_done
@@ -92,7 +99,7 @@ def make_setup(
     check_weights(model)
     architecture = trained_architecture(recipe, model, labels)
     check_lengths(recipe, architecture)
-    whole = select(architecture, recipe)
+    whole = sized(select(architecture, recipe), architecture, model)
     target = target or Target.local(recipe, folder, parallel.world)
     has_begun = Run(folder).recipe_file.is_file()
     parallel, recipe = parallel.assign(recipe, whole, architecture.config.n_embd, has_begun)
@@ -127,6 +134,17 @@ def make_setup(
         parallel=parallel,
         whole=whole,
     )
+
+
+def sized(selection: Selection, architecture: Architecture, model: Path) -> Selection:
+    """Return a selection whose frozen layouts have their sizes in the files of a model.
+
+    Raises:
+        UsageError: the model is quantized, and the selection trains quantized weights.
+    """
+    with open_checkpoint(model) as checkpoint:
+        check_trainable(architecture, checkpoint, selection.trained)
+        return replace(selection, frozen=with_stored_sizes(architecture, checkpoint, selection.frozen))
 
 
 def workload_of(

@@ -44,8 +44,8 @@ def test_context_is_that_of_family() -> None:
         ({"model_type": "llava", "text_config": {"model_type": "llama"}}, r"images or sound \(llava\)"),
         ({"model_type": "other", "auto_map": {"AutoModel": "m.M"}}, "other model with code in its repository"),
         ({"model_type": "llama", "auto_map": {"AutoModel": "m.M"}}, "auto_map asks for code"),
-        ({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, r"quantised \(gptq\)"),
-        ({"model_type": "llama", "quantization_config": {"load_in_4bit": True}}, r"quantised \(quantization_config\)"),
+        ({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, r"quantized \(gptq\)"),
+        ({"model_type": "llama", "quantization_config": {"load_in_4bit": True}}, r"quantized \(quantization_config\)"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -35,7 +35,9 @@ def reduced(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [line for line in lines if "scenario" in line]
 
 
-@pytest.mark.parametrize("scenario", ["full", "tied", "lora", "part", "split", "newer", "read", "write", "run"])
+@pytest.mark.parametrize(
+    "scenario", ["full", "tied", "lora", "quantized", "part", "split", "newer", "read", "write", "run"]
+)
 def test_placement_changes_no_bit(scenario: str, reduced: list[dict[str, Any]]) -> None:
     cases = [case for case in reduced if case["scenario"] == scenario]
     assert len(cases) >= 2

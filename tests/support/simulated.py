@@ -53,6 +53,13 @@ SHAPES = {
 }
 SHAPES["strided gptj"] = SHAPES["gptj"]  # its tensors are not contiguous in their file
 SHAPES["deep gptj"] = {**SHAPES["gptj"], "n_layer": 5}
+# Name -> (shape, quantization, whether its values are restored to a plain model)
+QUANTIZED = {
+    "gptj nf4": ("gptj", "nf4", False),
+    "gptj restored": ("gptj", "nf4", True),
+    "gpt2 int8": ("gpt2", "int8", False),
+    "gpt2 restored": ("gpt2", "int8", True),
+}
 LORA = {"rank": 4, "alpha": 6, "targets": ["q_proj", "v_proj", "mlp.fc_out"], "dropout": 0.1}
 
 
@@ -78,6 +85,8 @@ def model_folder(name: str) -> Path:
     if name in FAMILY_SHAPES:
         random_of_family(name, vocab_size=61).save_pretrained(folder)
         return folder
+    if name in QUANTIZED:
+        return _quantized_folder(folder, *QUANTIZED[name])
     (random_gpt2 if name == "gpt2" else random_gptj)(**SHAPES[name]).save_pretrained(folder)
     if name == "strided gptj":
         from safetensors.torch import load_file
@@ -87,6 +96,15 @@ def model_folder(name: str) -> Path:
         torch.save(strided, folder / "pytorch_model.bin")
         (folder / "model.safetensors").unlink()
     return folder
+
+
+def _quantized_folder(folder: Path, shape: str, quantization: str, is_restored: bool) -> Path:
+    from gptj_ft.checkpoints.convert import Conversion, convert
+
+    convert(model_folder(shape), folder / quantization, Conversion(quantize=quantization))  # type: ignore[arg-type]
+    if is_restored:
+        convert(folder / quantization, folder / "restored", Conversion(dtype="fp32"))
+    return folder / ("restored" if is_restored else quantization)
 
 
 def memory() -> str | None:
@@ -237,6 +255,20 @@ def lora(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[Case]
         options = {"method": "lora", "lora": LORA}
         run = Training("gptj", options, (state, state, "device"), frozen, dtype, kept=kept, fp16_exponent=20)
         yield from _cases("lora", dtype, f"frozen on {frozen}, state on {state}, {kept} kept", run, schedules)
+
+
+def quantized(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[Case]:
+    """Adapters on quantized weights, in each place, and on a plain model with the same values."""
+    for dtype, (name, (shape, _, is_restored)) in product(dtypes, QUANTIZED.items()):
+        targets = ["all-linear"] if shape == "gpt2" else LORA["targets"]
+        options = {"method": "lora", "lora": {**LORA, "targets": targets}}
+        for frozen in PLACES[:1] if is_restored else PLACES:
+            run = Training(name, options, ("device", "device", "device"), frozen, dtype, kept=1, fp16_exponent=20)
+            yield from _cases("quantized", f"{shape}, {dtype}", f"{name}, frozen on {frozen}", run, schedules)
+    for dtype, in_memory in product(dtypes, ((), (1,), (2,))):
+        run = Training("gptj nf4", {"method": "lora", "lora": LORA}, ("disk", "disk", "device"), "disk", dtype,
+                       fp16_exponent=20, in_memory=in_memory)  # fmt: skip
+        yield from _cases("quantized", f"gptj, split, {dtype}", f"{in_memory} in host", run, schedules)
 
 
 def part(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[Case]:
@@ -418,8 +450,8 @@ def _cases(
 
 
 SCENARIOS = {
-    "full": full, "tied": tied, "lora": lora, "part": part, "split": split, "newer": newer, "read": read,
-    "write": write, "run": runs,
+    "full": full, "tied": tied, "lora": lora, "quantized": quantized, "part": part, "split": split, "newer": newer,
+    "read": read, "write": write, "run": runs,
 }  # fmt: skip
 
 
@@ -433,7 +465,17 @@ def reduced() -> list[Case]:
     found: list[Case] = []
     for name, scenario in SCENARIOS.items():
         cases = list(scenario(tuple(DTYPES), ("late",)))
-        steps = {"full": 17, "tied": 9, "lora": 5, "part": 7, "newer": 122, "read": 8, "write": 8, "run": 4}
+        steps = {
+            "full": 17,
+            "tied": 9,
+            "lora": 5,
+            "quantized": 5,
+            "part": 7,
+            "newer": 122,
+            "read": 8,
+            "write": 8,
+            "run": 4,
+        }
         # Of the splits, one group: it has 18 cases.
         for number, case in enumerate(cases[18:36:4] if name == "split" else cases[:: steps[name]]):
             schedule = SCHEDULES[number // 2 % len(SCHEDULES)] if number % 2 else "late"

@@ -31,6 +31,9 @@ def convert(
         str, flag("format of DEST: folder (one shard per layer), huggingface (usual files), mesh (slim) or gguf")
     ] = "folder",
     dtype: Annotated[str, flag("type of the weights: keep, fp32, bf16, fp16 or, with --to gguf, q8_0")] = "keep",
+    quantize: Annotated[
+        str | None, flag("quantize the blocks' matrices as bitsandbytes does: nf4 or int8", metavar="TYPE")
+    ] = None,
     config: Annotated[Path | None, flag("model configuration, as JSON or YAML of any of these systems")] = None,
     tokenizer: Annotated[Path | None, flag("folder of the tokenizer to copy; default: SRC")] = None,
     shard_size: Annotated[str, flag("with --to huggingface: maximum size of a file")] = "5GB",
@@ -43,6 +46,9 @@ def convert(
     public: Annotated[bool, flag("with --push: make the repository public", "--public")] = False,
     dry_run: Annotated[bool, flag("with --push: list the files to upload and stop", "--dry-run")] = False,
     merge: Annotated[Path | None, flag("merge an adapter into its base model, SRC", metavar="ADAPTER")] = None,
+    any_base: Annotated[
+        bool, flag("with --merge: SRC is another model than the adapter's, such as the unquantized one", "--any-base")
+    ] = False,
     average: Annotated[
         list[Path] | None, flag("average SRC with this checkpoint or adapter; may be repeated", metavar="CHECKPOINT")
     ] = None,
@@ -65,6 +71,8 @@ def convert(
     if check:
         compare_checkpoints(source, target, _form_of(source_form), config, out)
         return
+    if any_base and merge is None:
+        raise UsageError("--any-base needs --merge ADAPTER")
     if push is None and (public or dry_run):
         raise UsageError("--public and --dry-run need --push REPO")
     conversion = Conversion(
@@ -72,11 +80,13 @@ def convert(
         config=config,
         to=_one_of("--to", to, ("folder", "huggingface", "mesh", "gguf")),  # type: ignore[arg-type]
         dtype=_one_of("--dtype", dtype, ("keep", "fp32", "bf16", "fp16", "q8_0")),  # type: ignore[arg-type]
+        quantize=None if quantize is None else _one_of("--quantize", quantize, ("nf4", "int8")),  # type: ignore[arg-type]
         shard_bytes=parse_size_flag("--shard-size", shard_size),
         mesh_shards=mesh_shards,
         tokenizer=tokenizer,
         verify=verify,
         merge=find_model(str(merge)) if merge is not None else None,
+        any_base=any_base,
         average=tuple(find_model(str(each)) for each in average or ()),
         with_optimizer=with_optimizer,
     )

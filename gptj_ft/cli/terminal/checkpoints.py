@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from gptj_ft import api
-from gptj_ft.checkpoints.architecture import read_architecture
+from gptj_ft.checkpoints.architecture import is_quantized, read_architecture
 from gptj_ft.checkpoints.base_model import downloaded_model
 from gptj_ft.checkpoints.compare import diff_checkpoints
 from gptj_ft.checkpoints.convert import Conversion, ConvertReport
@@ -97,7 +97,8 @@ def _uses(folder: Path, has_all: bool) -> tuple[str, ...]:
         return ask(recipe, folder), command_line("evaluate", folder, "--data", "test.jsonl")
     model = () if folder == downloaded_model() else ("--model", folder)
     recipe_name = "classification" if architecture.family.is_encoder else "summarization"
-    return (command_line("finetune", "--recipe", recipe_name, "--data", "my.jsonl", *model),)
+    method = ("--method", "lora") if is_quantized(folder) else ()
+    return (command_line("finetune", "--recipe", recipe_name, "--data", "my.jsonl", *model, *method),)
 
 
 def compare_checkpoints(

@@ -53,6 +53,10 @@ class LayerStore:
         """Return the store's flat tensor in host memory, valid while no transfer is pending; None: not in memory."""
         return None
 
+    def bytes_moved(self, span: Span, out: Tensor) -> int:
+        """Return the bytes that a read moves."""
+        return out.nbytes
+
     def read(self, span: Span, out: Tensor) -> Future[Tensor]:
         """Read as many elements as ``out`` holds into this flat device tensor."""
         raise AssertionError("internal error: read from a store of resident tensors")

@@ -26,14 +26,20 @@ class CountingStore(LayerStore):
 
     Args:
         fails: called with each request; the exception that it returns is the request's result.
+        size_of: gives the bytes of a read; default: those of its target.
     """
 
-    def __init__(self, fails: Callable[[Request], BaseException | None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        fails: Callable[[Request], BaseException | None] = lambda _: None,
+        size_of: Callable[[Span, Tensor], int] = lambda _, out: out.nbytes,
+    ) -> None:
         self.requests: list[Request] = []  # in the order of the calls
+        self._size_of = size_of
         self._fails, self._done = fails, finished(None)  # shared: a forecast makes very many requests
 
     def read(self, span: Span, out: Tensor) -> Future[Tensor]:
-        error = self._note(Request("read", span.kind, span.layer, out.nbytes))
+        error = self._note(Request("read", span.kind, span.layer, self._size_of(span, out)))
         return cast("Future[Tensor]", self._done) if error is None else failed(error)
 
     def read_rows(self, span: Span, name: str, rows: Sequence[int], out: Tensor) -> None:

@@ -41,6 +41,9 @@ class SplitStore(LayerStore):
     def in_host(self, kind: Kind, layer: int) -> Tensor | None:
         return self.part(layer).in_host(kind, layer)
 
+    def bytes_moved(self, span: Span, out: Tensor) -> int:
+        return self.part(span.layer).bytes_moved(span, out)
+
     def read(self, span: Span, out: Tensor) -> Future[Tensor]:
         return self.part(span.layer).read(span, out)
 

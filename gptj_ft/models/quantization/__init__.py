@@ -1,0 +1,1 @@
+"""Quantize frozen matrices, and restore their values on the way to the computation."""
