@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 ABSMAX, NESTED_ABSMAX, MAP, NESTED_MAP = "absmax", "nested_absmax", "quant_map", "nested_quant_map"
 STATE, ROW_SCALES, ROW_FORMAT = "quant_state.bitsandbytes__", "SCB", "weight_format"
 MOST_STATE_BYTES = 1 << 16
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in PRECISIONS.values()}
+VALUE_TYPES = {str(dtype).removeprefix("torch."): dtype for dtype in PRECISIONS.values()}
 
 
 class QuantizedTensor(Shard):
@@ -164,7 +164,7 @@ def _four_bit(files: _Files, name: str, state_name: str, is_transposed: bool) ->
     try:
         table, block = str(state["quant_type"]), int(state["blocksize"])
         rows, columns = map(int, state["shape"])
-        dtype = DTYPES[state["dtype"]]
+        dtype = VALUE_TYPES[state["dtype"]]
         is_known = table in TABLES and block >= 2 and block & (block - 1) == 0 and min(rows, columns) > 0
         if not is_known:
             raise ValueError(f"{table} in blocks of {block}, shape {[rows, columns]}")
