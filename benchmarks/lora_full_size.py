@@ -20,13 +20,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from full_size import SHAPE, fill
+from full_size import SHAPES, fill
 from side_by_side import command, watch
 
 from gptj_ft.checkpoints.model_folder import write_model
 from gptj_ft.config.run_folder import Run
 from gptj_ft.models.registry import Architecture, families
 
+SHAPE = SHAPES["gptj"]
 ROWS, ROW_WORDS, WINDOW = 8, 2000, 256
 MOST_RSS, MOST_WRITTEN = 4 * 2**30, 0.01
 
@@ -43,7 +44,7 @@ def random_layers(architecture: Architecture) -> Iterator[dict[str, torch.Tensor
 
 def prepare(arguments: argparse.Namespace) -> int:
     """Make model and rows; return the bytes of the model's files."""
-    shape = {**SHAPE, "n_layer": arguments.layers, "n_embd": arguments.width, "model_type": "gptj"}
+    shape = {**SHAPE, "n_layer": arguments.layers, "n_embd": arguments.width}
     if arguments.width < SHAPE["n_embd"]:
         shape |= {"n_head": 4, "rotary_dim": 8}
     family, model = families()["gptj"], arguments.work / "model"

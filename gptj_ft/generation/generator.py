@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from gptj_ft.checkpoints.adapter import tokenizer_folder, tuned_architecture, weight_bytes
+from gptj_ft.checkpoints.adapter import base_folder, tokenizer_folder, tuned_architecture, weight_bytes
+from gptj_ft.checkpoints.model_folder import open_checkpoint, with_stored_sizes
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.chat import MESSAGES, start_conversation
 from gptj_ft.data.encode import Prompt, encode_prompt
@@ -21,7 +22,7 @@ from gptj_ft.generation.decoding import AnswerStreamer, generate_tokens, text_of
 from gptj_ft.generation.hf_model import StreamedModel
 from gptj_ft.generation.workers import NO_WORKERS, Workers
 from gptj_ft.models.registry import Architecture
-from gptj_ft.planning.inference_plan import InferencePlan, InferenceWorkload, plan_inference
+from gptj_ft.planning.inference_plan import InferencePlan, InferenceWorkload, model_layouts, plan_inference
 from gptj_ft.planning.memory import device_cap
 from gptj_ft.planning.resources import free_resources, inference_dtype
 from gptj_ft.streaming.offloaded_model import OffloadedModel
@@ -90,7 +91,11 @@ class InferenceSetup:
             ResourceError: the model does not fit.
         """
         size, settings = weight_bytes(self.folder), self.recipe.generation
-        reads = InferenceWorkload.of(self.architecture, self.dtype, settings, adapter_bytes=size, **workload)
+        with open_checkpoint(base_folder(self.folder)) as checkpoint:
+            layouts = with_stored_sizes(self.architecture, checkpoint, model_layouts(self.architecture))
+        reads = InferenceWorkload.of(
+            self.architecture, self.dtype, settings, layouts=layouts, adapter_bytes=size, **workload
+        )
         free = free_resources(self.device, disk, self.recipe.device, self.workers.group)
         return plan_inference(self.recipe, reads, free, before)
 

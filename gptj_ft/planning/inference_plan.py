@@ -57,8 +57,8 @@ class InferenceWorkload:
 
     @classmethod
     def of(cls, architecture: Architecture, dtype: torch.dtype, settings: Generation, **more: Any) -> InferenceWorkload:
-        """Build a workload from a model and the fields after ``settings``."""
-        config, layouts = architecture.config, [Layout.of(layer) for layer in architecture.skeleton]
+        """Build a workload from a model and the fields after ``settings``; ``layouts`` may have sizes in files."""
+        config, layouts = architecture.config, more.pop("layouts", None) or model_layouts(architecture)
         more = {"key_width": architecture.attention.key_width, "live_tensors": _live_tensors(architecture), **more}
         return cls(layouts, int(config.n_embd), int(config.vocab_size), dtype, settings, **more)
 
@@ -72,9 +72,13 @@ class InferenceWorkload:
         """Bytes of a token's hidden state."""
         return self.width * self.dtype.itemsize
 
-    def weight_bytes(self) -> int:
-        """Return the size of the model, in bytes."""
-        return sum(layout.numel for layout in self.layouts) * self.dtype.itemsize
+    def weight_bytes(self, place: Place) -> int:
+        """Return the size of the model in a place, in bytes."""
+        return sum(layout.bytes_in(place, self.dtype) for layout in self.layouts)
+
+    @property
+    def is_quantized(self) -> bool:
+        return any(layout.is_quantized for layout in self.layouts)
 
     def slot_bytes(self, read_ahead: int) -> int:
         """Return the size of the buffers of streamed weights, in bytes."""
@@ -101,6 +105,11 @@ class InferenceWorkload:
             logits = LIVE_LOGITS * 4 * self.vocabulary * len(rows) * self.rows_of_prompt
             most = max(most, reading, (blocks + 1) * of_slot * slots + logits)
         return most
+
+
+def model_layouts(architecture: Architecture) -> list[Layout]:
+    """Return the layout of each layer of a model."""
+    return [Layout.of(layer) for layer in architecture.skeleton]
 
 
 def _live_tensors(architecture: Architecture) -> int:
@@ -192,8 +201,9 @@ def _plans(recipe: Recipe, workload: InferenceWorkload, free: Free, written: int
     """Yield the plans that the recipe allows, fastest first."""
     have = free.capped(recipe)
     for place in PLACES_FASTEST_FIRST:
-        # On a CPU, "host" is a second copy in the same memory: only if the recipe says so.
-        if recipe.weights == place or (recipe.weights == "auto" and not (free.is_shared and place == "host")):
+        # On a CPU, "host" is a second copy in the same memory: only if the recipe says so, or codes are smaller.
+        is_copy = free.is_shared and place == "host" and not workload.is_quantized
+        if recipe.weights == place or (recipe.weights == "auto" and not is_copy):
             for together in _token_budgets(recipe.micro_batch_tokens, written):
                 yield _plan(recipe, workload, have, place, together)
 
@@ -214,7 +224,7 @@ def _token_budgets(computed: int, written: int | None) -> Iterator[TokenBudget]:
 def _plan(
     recipe: Recipe, workload: InferenceWorkload, have: Free, place: Place, together: TokenBudget
 ) -> InferencePlan:
-    weights = workload.weight_bytes() if place == "device" else workload.slot_bytes(recipe.read_ahead)
+    weights = workload.weight_bytes(place) if place == "device" else workload.slot_bytes(recipe.read_ahead)
     texts = LISTED_TOKEN_BYTES * (sum(workload.documents) or sum(workload.prompts))
     staging = STAGING_BYTES if place == "disk" else 0
     answers = len(workload.prompts) * workload.num_return * workload.settings.max_new_tokens
@@ -223,7 +233,7 @@ def _plan(
         precision=str(workload.dtype).removeprefix("torch."),
         together=together,
         device_bytes=weights + workload.adapter_bytes + workload.working_bytes(together),
-        host_bytes=PROCESS_BYTES + texts + staging + (workload.weight_bytes() if place == "host" else 0),
+        host_bytes=PROCESS_BYTES + texts + staging + (workload.weight_bytes(place) if place == "host" else 0),
         disk_bytes=WRITTEN_TOKEN_BYTES * (answers + 16 * len(workload.documents)),
         have=have,
     )

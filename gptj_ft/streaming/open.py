@@ -13,7 +13,14 @@ from torch import Tensor
 
 from gptj_ft.checkpoints.adapter import Adapter, base_folder, open_adapter, tuned_architecture
 from gptj_ft.checkpoints.metadata import check_base
-from gptj_ft.checkpoints.model_folder import Checkpoint, check_tensors, layer_tensor, open_checkpoint, tensor_source
+from gptj_ft.checkpoints.model_folder import (
+    Checkpoint,
+    check_tensors,
+    layer_tensor,
+    open_checkpoint,
+    tensor_source,
+    with_stored_sizes,
+)
 from gptj_ft.checkpoints.quantized import QuantizedTensor
 from gptj_ft.models.heads import initialise_head
 from gptj_ft.models.layout import FROZEN, MOMENTS, NO_PARAMETERS, Kind, Layout
@@ -307,10 +314,11 @@ def open_for_inference(
         selection = adapted(architecture, adapter.ranks, adapter.whole) if adapter else adapted(architecture, {})
         dtypes: dict[Kind, torch.dtype] = {"weight": compute}
         if weights == "auto":
-            size = sum(layout.numel for layout in selection.frozen) * compute.itemsize
+            layouts = with_stored_sizes(architecture, checkpoint, selection.frozen)
+            size, in_host = (sum(layout.bytes_in(place, compute) for layout in layouts) for place in ("device", "host"))
             free = free_memory(device)
             # The other 30 % are for buffers, activations and caches of keys and values.
-            fits_host = device.type != "cpu" and size < 0.7 * free_memory(torch.device("cpu"))
+            fits_host = (device.type != "cpu" or in_host < size) and in_host < 0.7 * free_memory(torch.device("cpu"))
             weights = "device" if size < 0.7 * min(free, memory_cap or free) else "host" if fits_host else "disk"
         budget = BufferBudget(read_ahead)
         model = OffloadedModel(selection.build(), dtypes, {}, device, budget, selection.trained, selection.frozen)
