@@ -44,13 +44,13 @@ from gptj_ft.streaming.activations import NUM_BUFFERS
 from gptj_ft.streaming.buffers import PASS_TOKENS, BufferBudget, pool_shapes
 from gptj_ft.streaming.stores.base import CHUNK_NUMEL
 from gptj_ft.streaming.stores.placement import Place, Placement, training_dtypes
-from gptj_ft.streaming.stores.quantized import PIECE_BYTES
+from gptj_ft.streaming.stores.quantized import NUM_THREADS, PIECE_BYTES
 from gptj_ft.system.block_reader import STAGING_BYTES
 from gptj_ft.system.dtypes import PRECISIONS
 from gptj_ft.system.machine import bf16_unit
 from gptj_ft.system.units import gigabytes
 
-RESTORED_BYTES = 4 * PIECE_BYTES  # two pieces of codes in each of two threads
+RESTORED_BYTES = NUM_THREADS * PIECE_BYTES
 BUFFERS = ((2, 48), (2, 24), (1, 16), (1, 6))  # gradients and chunks of a budget, the roomiest first
 # The same beside an accelerator without a disk, and the chunks that a buffer holds. A disk's threads read small chunks
 # in parallel, and its rate hides the program's time for each.

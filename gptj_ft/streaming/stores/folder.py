@@ -81,11 +81,11 @@ class FolderStore(LayerStore):
         for read, target in others:
             target.copy_(read())
 
-    def _load_parts(self, piece: Piece, staging: Parts, after: Sequence[StreamEvent]) -> Parts:
+    def _load_parts(self, piece: Piece, staging: Parts) -> Parts:
         """Read the parts of some rows of a quantized matrix."""
         extents: Mapping[str, Extent] = piece.source
         requests = (extents[part].to(staging[part], span.start) for part, span in piece.spans.items())
-        self._blocks.read(requests, after)
+        self._blocks.read(requests)
         return staging
 
     def read_rows(self, span: Span, name: str, rows: Sequence[int], out: Tensor) -> None:

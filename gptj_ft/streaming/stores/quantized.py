@@ -17,10 +17,12 @@ from gptj_ft.models.quantization.form import QuantizedForm
 from gptj_ft.streaming.stores.base import LayerStore, Span
 from gptj_ft.streaming.stores.host import HostStore
 from gptj_ft.streaming.stores.queue import TransferQueue
-from gptj_ft.system.accelerator import StreamEvent, copy, current_stream, record_event, use_own_stream, wait_for_stream
+from gptj_ft.system.accelerator import StreamEvent, copy, current_stream, use_own_stream, wait_for_stream
 from gptj_ft.system.memory import allocate
+from gptj_ft.system.threads import compute_in_one_thread
 
-PIECE_BYTES = 16 << 20  # of codes and scales on the device at once; twice, because the next piece arrives meanwhile
+NUM_THREADS = 2  # that restore values
+PIECE_BYTES = 8 << 20  # of codes and scales that a thread restores at once
 PART_ALIGNMENT = 64  # bytes
 
 Parts = Mapping[str, Tensor]  # flat
@@ -69,58 +71,48 @@ def pieces_of(form: QuantizedForm, source: Mapping[str, Any], out: Tensor) -> li
 
 
 class Restorer:
-    """Restore matrices while the next piece arrives.
+    """Restore matrices by two threads: one piece arrives while the values of another are computed.
 
     Args:
-        load: fills views of staging memory with the parts of a piece, after some events, and returns them; or returns
-            other tensors on the device that hold the parts.
+        load: fills views of staging memory with the parts of a piece and returns them; or returns other tensors on the
+            device that hold the parts.
     """
 
-    def __init__(self, device: torch.device, load: Callable[[Piece, Parts, Sequence[StreamEvent]], Parts]) -> None:
+    def __init__(self, device: torch.device, load: Callable[[Piece, Parts], Parts]) -> None:
         self._device, self._load = device, load
-        self._loader = ThreadPoolExecutor(2, "codes", partial(use_own_stream, device))
-        self._staging = local()  # of each thread that restores
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "codes", partial(_begin_thread, device))
+        self._staging = local()  # of each thread
 
     def restore(self, pieces: Sequence[Piece], after: Sequence[StreamEvent]) -> None:
-        """Write the values of all pieces on this thread's stream; return when they are written.
+        """Write the values of all pieces; return when they are written.
 
         Args:
             after: work of other streams that still uses the targets.
         """
-        if not pieces:
-            return
-        halves, size = self._halves(max(piece.num_bytes for piece in pieces)), len(pieces)
-        free = record_event(self._device)  # the memory is zeroed, and the pieces before are restored
-        used = [free, free]
+        tasks = [self._threads.submit(self._restore, piece, after) for piece in pieces]
+        failed = [error for task in tasks if (error := task.exception())]  # waits for all: they write to the targets
+        if failed:
+            raise failed[0]
+
+    def _restore(self, piece: Piece, after: Sequence[StreamEvent]) -> None:
+        parts = self._load(piece, piece.views(self._staged(piece.num_bytes)))
         for event in after:
             event.wait(current_stream(self._device))
-        arriving = self._request(pieces[0], halves[0], free)
-        try:
-            for number, piece in enumerate(pieces):
-                parts, half = arriving.result(), (number + 1) % 2
-                if number + 1 < size:
-                    arriving = self._request(pieces[number + 1], halves[half], used[half])
-                piece.restore(parts)
-                used[number % 2] = record_event(self._device)
-            wait_for_stream(self._device)
-        finally:
-            arriving.exception()  # waits for it: it writes to the staging memory
+        piece.restore(parts)
+        wait_for_stream(self._device)  # before the next piece arrives in the same staging memory
 
-    def _request(self, piece: Piece, staging: Tensor, after: Sequence[StreamEvent]) -> Future[Parts]:
-        return self._loader.submit(self._load, piece, piece.views(staging), after)
-
-    def _halves(self, num_bytes: int) -> list[Tensor]:
-        """Return two pieces of this thread's staging memory."""
-        halves: list[Tensor] = getattr(self._staging, "halves", [])
-        if not halves or len(halves[0]) < num_bytes:
-            # A row may be larger than a piece.
-            halves = [allocate(max(PIECE_BYTES, num_bytes), torch.uint8, self._device) for _ in range(2)]
-            self._staging.halves = halves
-        return halves
+    def _staged(self, num_bytes: int) -> Tensor:
+        """Return this thread's staging memory."""
+        memory: Tensor | None = getattr(self._staging, "memory", None)
+        if memory is None or len(memory) < num_bytes:  # a row may be larger than a piece
+            memory = allocate(max(PIECE_BYTES, num_bytes), torch.uint8, self._device)
+            wait_for_stream(self._device)  # it is zeroed, and other streams write to it
+            self._staging.memory = memory
+        return memory
 
     def close(self) -> None:
         """Stop the threads."""
-        self._loader.shutdown()
+        self._threads.shutdown()
 
 
 @dataclass(frozen=True)
@@ -224,13 +216,18 @@ class PackedStore(LayerStore):
         self._restorer.close()
         self._memory.close()
 
-    def _load(self, piece: Piece, staging: Parts, after: Sequence[StreamEvent]) -> Parts:
+    def _load(self, piece: Piece, staging: Parts) -> Parts:
         stored = {part: piece.source[part][span] for part, span in piece.spans.items()}
         if self._device.type == "cpu":
             return stored
         for part, values in stored.items():
-            copy(values, staging[part], after)
+            copy(values, staging[part])
         return staging
+
+
+def _begin_thread(device: torch.device) -> None:
+    use_own_stream(device)
+    compute_in_one_thread()
 
 
 def part_name(parameter: str, part: str) -> str:
