@@ -13,7 +13,7 @@ import torch
 def compute_in_one_thread() -> None:
     """Have operations that the calling thread starts run in it alone; other threads of the program are as before.
 
-    On a CPU, torch divides each operation among its OpenMP threads, a team for every thread of the program. Two teams on
+    On a CPU, torch divides each operation among OpenMP threads, a team for every thread of the program. Two teams on
     the same cores wait for each other at the end of each operation, which can take many times as long.
     """
     # `torch.set_num_threads` would also set the number for threads that start later. torch sets a thread's number at

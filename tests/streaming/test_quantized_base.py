@@ -11,12 +11,13 @@ import torch
 from conftest import random_model
 from support.cli_runner import Shell
 from support.family_models import random_of_family
-from support.small_run import new_run, small_session, weights_of
+from support.small_run import assert_same_weights, cut_and_resume, new_run, small_session, weights_of
 from support.small_run import train as train_run
 from support.small_stack import CPU, LENGTHS, LITTLE, PROMPTS, documents, train
 
 from gptj_ft.checkpoints.architecture import read_architecture
 from gptj_ft.checkpoints.convert import Conversion, convert
+from gptj_ft.checkpoints.fingerprint import check_unchanged, fingerprint
 from gptj_ft.checkpoints.model_folder import open_checkpoint, with_stored_sizes
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.batches import micro_batches
@@ -179,3 +180,32 @@ def test_adapter_on_another_quantization_is_named_and_merged_only_with_any_base(
     message = "trained on a model quantized as nf4"
     with pytest.raises(DataError, match=message), open_for_inference(adapter, CPU, torch.float32):
         pass
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "int8"])
+@pytest.mark.parametrize("place", ["disk", "host"])
+def test_run_cut_at_any_write_resumes_to_the_same_adapter(place: str, quantization: str, tmp_path: Path) -> None:
+    small_session(tmp_path / "plain")
+    convert(tmp_path / "plain", tmp_path / "base", Conversion(quantize=quantization))  # type: ignore[arg-type]
+    options = {"method": "lora", "lora": {"targets": ["all-linear"]}, "weights": place}
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "cut").mkdir()
+    whole, cut = new_run(tmp_path / "whole"), new_run(tmp_path / "cut")
+    train_run(small_session(tmp_path / "base", **options), whole)
+    cut_and_resume(small_session(tmp_path / "base", **options), cut, (3, 11, 20))
+    assert_same_weights(weights_of(cut.model), weights_of(whole.model))
+
+
+def test_changed_codes_are_noticed_before_a_run_resumes(tmp_path: Path) -> None:
+    small_session(tmp_path / "plain")
+    convert(tmp_path / "plain", tmp_path / "base", Conversion(quantize="nf4"))
+    session = small_session(tmp_path / "base", method="lora", weights="disk")
+    run = new_run(tmp_path)
+    train_run(session, run)
+    before = fingerprint(tmp_path / "base")
+    file = sorted((tmp_path / "base").glob("*.safetensors"))[1]
+    content = bytearray(file.read_bytes())
+    content[-300] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(DataError, match=f"{file.name} has changed"):
+        check_unchanged(tmp_path / "base", before)
