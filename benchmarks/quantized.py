@@ -41,7 +41,7 @@ from gptj_ft.models.registry import Architecture, families
 from gptj_ft.system.cgroup import limited_memory
 
 SHAPE = SHAPES["gptj"]
-WINDOW, KILLED_AT = 512, 1
+WINDOW, KILLED_AT = 256, 1
 ROWS, ROW_WORDS = 64, 2000
 WORDS = ("room", "cold", "printer", "paper", "lift", "parcel", "door", "desk", "floor", "light", "key", "note")
 TIMED, MATRIX = 5, (4096, 4096)
@@ -78,7 +78,7 @@ def train(arguments: argparse.Namespace, model: Path, rows: Path) -> None:
         "model": model, "data": rows, "output": run.folder, "holdout": 0, "max_steps": arguments.steps,
         "batch_size": arguments.tokens // WINDOW, "max_length": WINDOW, "packing": "apart", "on_long": "split",
         "precision": arguments.precision, "device": "cpu", "weights": arguments.weights, "cache": "false",
-        "schedule": "constant", "warmup": 0, "host_memory": f"{arguments.limit - 0.05}GiB",
+        "schedule": "constant", "warmup": 0, "host_memory": f"{arguments.limit}GiB",
         **dict(word.split("=", 1) for word in arguments.set),
     }  # fmt: skip
     limit = int(arguments.limit * 2**30)
