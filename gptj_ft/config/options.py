@@ -470,6 +470,11 @@ class Recipe(Options):
     """type of Adam's two moments; bf16 rounds stochastically and halves their memory and traffic"""
     initial_moments: Literal["model", "zero"] = "model"
     """start from the moments in the model's folder (convert --with-optimizer), or from zero"""
+    master: Literal["split", "fp32"] = "split"
+    """
+    layout of the fp32 master weights of a bf16 run: split: 16 bits next to each bf16 weight; fp32: 32 bits; both give
+    the same numbers
+    """
     gradients: Literal["fp32", "bf16"] = "fp32"
     """type of stored gradients; they are summed in fp32"""
     weights: Annotated[_Place, FlagSpec(in_more=True)] = "auto"
@@ -572,9 +577,13 @@ YOUNGER = frozenset((
     "task", "pair", "stride", "class_weights", "label_threshold", "max_answer_tokens", "num_best", "null_threshold",
     "num_sentences", "block_trigrams", "dropout", "attention_dropout", "layer_decay", "bias_correction",
     "header", "lanes", "lora.rslora", "chat_template", "template_options", "template_date", "generation.end_tokens",
-    "lora.dora", "revision", "products",
+    "lora.dora", "revision", "products", "master",
 ))  # fmt: skip
-OLD_VALUES: Mapping[str, Any] = {"revision": 1, "products": "onednn"}  # of those that were not the defaults of today
+OLD_VALUES: Mapping[str, Any] = {
+    "revision": 1,
+    "products": "onednn",
+    "master": "fp32",
+}  # of those that were not the defaults of today
 GROUPS: Mapping[str, type[Options]] = {"generation": Generation, "lora": LoRA, "schedule": SchedulePiece}
 STRETCHING = ("warmup", "final_lr")  # unused by a schedule of pieces
 

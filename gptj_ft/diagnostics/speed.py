@@ -19,7 +19,7 @@ from gptj_ft.models.batch import PackedBatch, most_padded
 from gptj_ft.models.layout import Layout
 from gptj_ft.models.registry import Architecture, families
 from gptj_ft.planning.machine_profile import rates
-from gptj_ft.planning.memory import Free, allocator_limit
+from gptj_ft.planning.memory import Free, allocator_limit, recipe_dtypes
 from gptj_ft.planning.plan import DoesNotFit, Plan, choose, forecast
 from gptj_ft.planning.probe import Rates
 from gptj_ft.planning.workload import RowLengths, StepTokens, Workload
@@ -28,7 +28,6 @@ from gptj_ft.streaming.adamw import AdamW
 from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.open import fill_layer, open_for_training
 from gptj_ft.streaming.step import train_step
-from gptj_ft.streaming.stores.placement import training_dtypes
 from gptj_ft.system.accelerator import (
     CPU,
     empty_cache,
@@ -165,7 +164,7 @@ class Blocks:
     def opened(self, plan: Plan) -> Iterator[OffloadedModel]:
         """Open the blocks with random weights under a plan."""
         recipe, most = self.recipe(), max(self.tokens)
-        dtypes = training_dtypes(PRECISIONS[self.precision], PRECISIONS[recipe.moments], PRECISIONS[recipe.gradients])
+        dtypes = recipe_dtypes(recipe, PRECISIONS[self.precision])
         with scratch_folder() as folder:
             model = open_for_training(
                 self.architecture, plan.placement, dtypes, self.device, folder, plan.budget,

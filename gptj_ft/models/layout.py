@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gptj_ft.models.linear import TiedLinear
 
-Kind = Literal["weight", "master", "exp_avg", "exp_avg_sq", "grad", "frozen", "boundary"]
+Kind = Literal["weight", "master", "low_bits", "exp_avg", "exp_avg_sq", "grad", "frozen", "boundary"]
 FROZEN: Kind = "frozen"
 MOMENTS: tuple[Kind, Kind] = ("exp_avg", "exp_avg_sq")
 PARAMETER_ALIGNMENT = 32  # elements: 64 bytes in bf16, a cache line and the widest vector register

@@ -42,6 +42,7 @@ from gptj_ft.planning.layer_cost import LayerCost, LayerInput, embedding_cost, m
 from gptj_ft.planning.workload import Workload, exported_elements
 from gptj_ft.streaming.activations import NUM_BUFFERS
 from gptj_ft.streaming.buffers import PASS_TOKENS, BufferBudget, pool_shapes
+from gptj_ft.streaming.split_master import LOW_BITS
 from gptj_ft.streaming.stores.base import CHUNK_NUMEL
 from gptj_ft.streaming.stores.placement import Place, Placement, training_dtypes
 from gptj_ft.streaming.stores.quantized import NUM_THREADS, PIECE_BYTES
@@ -299,8 +300,11 @@ class _Demand:
             needed += ["gradients", "tied gradient"]
         if workload.frozen_elements and placement.of("frozen") != "device":
             needed.append("frozen")
-        # One for the clipped gradient, and one for each narrow kind, which AdamW widens to fp32.
-        scratch = 1 + sum(stored[kind] != fp32 for kind in chunked)
+        # One for the clipped gradient, one for each narrow kind, which AdamW widens to fp32, and one for master weights
+        # that are restored or rounded.
+        scratch = (
+            1 + sum(stored[kind] != fp32 for kind in {*chunked} - {LOW_BITS}) + (stored["weight"] == torch.bfloat16)
+        )
         return sum(shapes[name].num_bytes for name in needed) + scratch * shapes["exp_avg"].numel * fp32.itemsize
 
     def most_kept(self, fits: Callable[[int], bool]) -> int:
@@ -324,7 +328,7 @@ class _Demand:
 
 def forecast_memory(placement: Placement, workload: Workload, recipe: Recipe, have: Free) -> MemoryForecast:
     """Forecast the memory of a placement, and choose its buffer budget."""
-    dtypes, stored = _dtypes(workload, recipe), stored_kinds(placement, workload, recipe)
+    dtypes, stored = recipe_dtypes(recipe, workload.dtype), stored_kinds(placement, workload, recipe)
     total, largest = workload.stored_elements, max(layout.numel for layout in workload.layouts)
     by_place: dict[Place, int] = {"device": 0, "host": 0, "disk": 0}
     for kind, dtype in stored.items():
@@ -450,8 +454,9 @@ def keeps_gradients(recipe: Recipe, placement: Placement, dtype: torch.dtype) ->
 def stored_kinds(placement: Placement, workload: Workload, recipe: Recipe) -> dict[Kind, torch.dtype]:
     """Return the kinds of a training run that have a store, and their types."""
     keeps = keeps_gradients(recipe, placement, workload.dtype)
-    return {kind: dtype for kind, dtype in _dtypes(workload, recipe).items() if kind != "grad" or keeps}
+    return {kind: dtype for kind, dtype in recipe_dtypes(recipe, workload.dtype).items() if kind != "grad" or keeps}
 
 
-def _dtypes(workload: Workload, recipe: Recipe) -> dict[Kind, torch.dtype]:
-    return training_dtypes(workload.dtype, PRECISIONS[recipe.moments], PRECISIONS[recipe.gradients])
+def recipe_dtypes(recipe: Recipe, compute: torch.dtype) -> dict[Kind, torch.dtype]:
+    """Return the kinds of a training run with these options, and their types."""
+    return training_dtypes(compute, PRECISIONS[recipe.moments], PRECISIONS[recipe.gradients], recipe.master)

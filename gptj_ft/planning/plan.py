@@ -120,7 +120,7 @@ class Plan(MemoryForecast):
         """Bytes and seconds by rates alone, with the best number of deferred blocks; good enough to rank placements."""
         placement, workload, rates = self.placement, self.workload, self.rates
         costs = self._cost(0)
-        # See `OffloadedModel.can_defer`: weights are written only, if a master copy is read instead.
+        # See `OffloadedModel.can_defer`: weights next to a stored master are only written.
         has_master = "master" in stored_kinds(placement, workload, self.recipe)
         can_defer = placement.optimizer_state != "device" and (placement.weights != "device" or has_master)
         if not can_defer or costs.forward.transfer_seconds(rates) <= costs.forward.compute_seconds(workload, rates):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gptj_ft.models.batch import PackedBatch, Poll
 from gptj_ft.models.embedding import Embedding
-from gptj_ft.models.layout import FROZEN, TIED_SOURCE_LAYER, Kind, Layout
+from gptj_ft.models.layout import FROZEN, MOMENTS, TIED_SOURCE_LAYER, Kind, Layout
 from gptj_ft.planning.layer_cost import LayerInput
 from gptj_ft.planning.workload import StepTokens, Workload
 from gptj_ft.streaming.buffers import BufferBudget
@@ -27,6 +27,7 @@ from gptj_ft.streaming.objective import CrossEntropy
 from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.prefetch import Prefetcher
 from gptj_ft.streaming.schedule import LayerTask, PendingUpdates, flush_tasks, training_tasks
+from gptj_ft.streaming.split_master import LOW_BITS
 from gptj_ft.streaming.step import Step, attach_gradients, backward, forward, kept_layers, open_channel
 from gptj_ft.streaming.stores.base import LayerStore, Span
 from gptj_ft.streaming.stores.device import DeviceStore
@@ -361,16 +362,18 @@ def bytes_to_update(stored: Mapping[Kind, torch.dtype]) -> int:
     A stored gradient is clipped into a copy. Narrow kinds become fp32 first. Moments are rounded stochastically (see
     `adamw.round_stochastically`): random bits are drawn and added, and the lower bits masked.
     """
-    state = state_kinds(stored)
-    # A master copy replaces the weights: an update does not read them.
-    old = tuple(kind for kind in state if kind != "weight" or "master" not in state)
-    fp32, noise = torch.float32.itemsize, torch.int32.itemsize
-    size = 2 * fp32 * len(old) + (3 if "grad" in stored else 1) * fp32
-    for kind in (*old, "grad"):
+    fp32, noise, weight = torch.float32.itemsize, torch.int32.itemsize, stored["weight"]
+    size = 2 * fp32 * (1 + len(MOMENTS)) + (3 if "grad" in stored else 1) * fp32
+    for kind in (*MOMENTS, "grad"):
         if (narrow := stored.get(kind, torch.float32).itemsize) < fp32:
             size += narrow + fp32 + (0 if kind == "grad" else 4 * fp32 + noise + fp32 + narrow)
-    if "weight" not in old:
-        size += fp32 + stored["weight"].itemsize  # the master copy, rounded to weights
+    if weight != torch.float32:
+        size += fp32 + weight.itemsize  # the master weights, rounded to weights
+    if weight == torch.bfloat16:
+        size += 2 * fp32  # half a unit is added first, see `split_master`
+    if LOW_BITS in stored:  # weights and low bits become fp32, and its low half is stored
+        low = stored[LOW_BITS].itemsize
+        size += weight.itemsize + fp32 + 2 * fp32 + low + fp32 + low
     return size
 
 

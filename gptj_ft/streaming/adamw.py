@@ -24,11 +24,13 @@ from torch import Tensor
 
 from gptj_ft.errors import GptjFtError
 from gptj_ft.models.layout import MOMENTS, Kind
+from gptj_ft.streaming import split_master
 from gptj_ft.streaming.loaded_layer import LoadedLayer
 from gptj_ft.streaming.loss_scale import LossScale
 from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.prefetch import Prefetcher
 from gptj_ft.streaming.schedule import LayerTask, PendingUpdates, flush_tasks
+from gptj_ft.streaming.split_master import LOW_BITS
 from gptj_ft.streaming.stores.base import chunks
 from gptj_ft.streaming.update_check import UnchangedParameters
 from gptj_ft.streaming.update_pump import Updated
@@ -76,7 +78,7 @@ class AdamWConfig:
 class AdamW:
     """AdamW (https://arxiv.org/abs/1711.05101) with torch's formula and kernel.
 
-    It updates the fp32 parameters: kind ``master``, or ``weight`` if the computation is in fp32.
+    It updates the fp32 parameters: kind ``master``, stored or split, or ``weight`` if the computation is in fp32.
 
     Args:
         num_deferred: leading blocks whose updates are deferred, see `PendingUpdates`.
@@ -202,16 +204,27 @@ class AdamW:
         numel = span.stop - span.start
         for block in chunks(numel, self._config.block_numel if self._model.device.type == "cpu" else numel):
             part = {kind: tensor[block] for kind, tensor in tensors.items()}
+            parameter = self._parameter(part)
             if update.is_skipped:  # write the old values: the layer's file still gets this step's number
                 for kind in MOMENTS:
                     updated(kind, part[kind])
             else:
-                self._apply(update, task, slice(span.start + block.start, span.start + block.stop), part, updated)
-            if self._model.parameter == "master":
-                part["weight"].copy_(part["master"])
-            for kind in ("weight", "master"):
+                span_of_block = slice(span.start + block.start, span.start + block.stop)
+                self._apply(update, task, span_of_block, {**part, self._model.parameter: parameter}, updated)
+            if LOW_BITS in part:
+                split_master.split(parameter, part["weight"], part[LOW_BITS])
+            elif "master" in part:
+                split_master.store(parameter, "weight", part["weight"])
+            for kind in ("weight", "master", LOW_BITS):
                 if kind in part:
                     updated(kind, part[kind])
+
+    def _parameter(self, tensors: Mapping[Kind, Tensor]) -> Tensor:
+        """Return the fp32 parameters of a block; a split master is restored in scratch memory."""
+        if LOW_BITS not in tensors:
+            return tensors[self._model.parameter]
+        weight = tensors["weight"]
+        return split_master.join(weight, tensors[LOW_BITS], self._scratch_for("master", len(weight)))
 
     def _apply(
         self, update: Update, task: LayerTask, span: slice, tensors: Mapping[Kind, Tensor], updated: Updated

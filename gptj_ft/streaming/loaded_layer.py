@@ -64,9 +64,8 @@ class WeightSlot:
             # not take the slot for complete.
             lease.label(None)
         if task.updates:
-            # An update overwrites the weights, from the master copy if there is one. Without a master copy it reads
-            # each chunk of the old weights along with the moments.
-            self.reads_in_chunks = not lease.is_cached and model.parameter == "weight"
+            # An update overwrites the weights. If it reads the old ones, they come in chunks along with the moments.
+            self.reads_in_chunks = not lease.is_cached and model.updates_read_weights
         elif layout.numel and not lease.is_cached:
             model.transfers.fill(lease, "weight", task.layer)
             self.reads.append(lease.transfers[-1])

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from gptj_ft.models.embedding import Embedding, EmbeddingRows
 from gptj_ft.models.functional import FunctionalLayer
-from gptj_ft.models.layout import MOMENTS, TIED_SOURCE_LAYER, Kind, Layout
+from gptj_ft.models.layout import TIED_SOURCE_LAYER, Kind, Layout
 from gptj_ft.streaming.activations import Activations, DeviceActivations
 from gptj_ft.streaming.buffers import DEFAULT_BUDGET, BufferBudget, BufferPools
 from gptj_ft.streaming.exchange import LOCAL, Exchange
+from gptj_ft.streaming.split_master import LOW_BITS, join
 from gptj_ft.streaming.stores.base import LayerStore, chunks
 from gptj_ft.streaming.transfers import Transfers
 from gptj_ft.system.accelerator import current_stream, fresh, new_stream, wait_for
@@ -72,18 +73,30 @@ class OffloadedModel:
 
     @property
     def parameter(self) -> Kind:
-        """Kind of the fp32 parameters: ``master``, or ``weight`` if the computation is in fp32."""
-        return "master" if "master" in self.dtypes else "weight"
+        """Kind of the fp32 parameters: ``master``, or ``weight`` if the computation is in fp32.
+
+        `read_chunks` yields ``master`` in both layouts, stored or split.
+        """
+        return "master" if self.has_split_master or "master" in self.dtypes else "weight"
+
+    @property
+    def has_split_master(self) -> bool:
+        """Whether ``weight`` and ``low_bits`` together are the fp32 parameters, see `split_master`."""
+        return LOW_BITS in self.dtypes
 
     @property
     def updated_kinds(self) -> tuple[Kind, ...]:
         """Kinds that an update changes."""
-        return tuple(dict.fromkeys(("weight", self.parameter, *MOMENTS)))
+        return tuple(kind for kind in self.dtypes if kind != "grad")
+
+    @property
+    def updates_read_weights(self) -> bool:
+        """Whether an update reads the weights that it changes; those next to a stored ``master`` are only written."""
+        return "master" not in self.dtypes
 
     def can_defer(self, layer: int) -> bool:
         """Tell whether a layer's update can be applied twice: it changes nothing that it reads before it writes."""
-        # Weights beside a master copy are only written: both updates write the same ones.
-        read: tuple[Kind, ...] = (self.parameter, *MOMENTS)
+        read = (kind for kind in self.updated_kinds if kind != "weight" or self.updates_read_weights)
         return all(self.stores[kind].own(kind, layer) is None for kind in read)
 
     def is_split_off(self, layer: int) -> bool:
@@ -134,12 +147,23 @@ class OffloadedModel:
         self.transfers.read_rows(layer, name, numbers, values, zeroed)
         return EmbeddingRows(rows.to(self.device), values)
 
+    def in_host(self, kind: Kind, layer: int) -> Tensor | None:
+        """Return a layer's flat tensor in host memory; None: it is elsewhere, or is a split master."""
+        return self.stores[kind].in_host(kind, layer) if kind in self.stores else None
+
     def read_chunks(self, kind: Kind, layer: int) -> Iterator[tuple[int, Tensor]]:
         """Yield (start, chunk) of a layer's tensor; a chunk is valid until the next one.
 
-        Chunks are on the device, or in host memory if the store is there: they need not cross the link then.
+        Chunks are on the device, or in host memory if the store is there: they need not cross the link then. A split
+        master is restored.
         """
-        in_host = self.stores[kind].in_host(kind, layer)
+        if kind == "master" and self.has_split_master:
+            for (start, weight), (_, low) in zip(
+                self.read_chunks("weight", layer), self.read_chunks(LOW_BITS, layer), strict=True
+            ):
+                yield start, join(weight, low.to(weight.device))
+            return
+        in_host = self.in_host(kind, layer)
         for span in chunks(self.layouts[layer].numel, self.budget.chunk_numel):
             if in_host is not None:
                 yield span.start, in_host[span]

@@ -31,6 +31,7 @@ from gptj_ft.streaming.activations import OffloadedActivations
 from gptj_ft.streaming.buffers import BufferBudget
 from gptj_ft.streaming.exchange import LOCAL, Exchange
 from gptj_ft.streaming.offloaded_model import OffloadedModel
+from gptj_ft.streaming.split_master import store
 from gptj_ft.streaming.stores.base import LayerStore, Span
 from gptj_ft.streaming.stores.device import DeviceStore
 from gptj_ft.streaming.stores.folder import FolderStore
@@ -196,23 +197,28 @@ def fill_layer(
         fill: writes a parameter into an fp32 view, given its name and the view.
         fill_moment: the same for each moment; None: zeros.
     """
-    layout, kinds = model.layouts[layer], tuple(kind for kind in model.dtypes if kind != "grad")
+    layout, kinds = model.layouts[layer], model.updated_kinds
     slot = model.pools.lease_scratch(layer)
     # Zeros for the padding between parameters, too, which goes to the stores along with them.
     flat = slot.tensor[: layout.numel].zero_()
     for name, view in layout.views(flat).items():
         fill(name, view)
     for kind in kinds:
-        if kind in MOMENTS and fill_moment is None:
+        if kind not in MOMENTS:
+            model.write_chunks(kind, layer, partial(_store, flat, kind))
+        elif fill_moment is None:
             model.write_chunks(kind, layer, lambda start, part: part.zero_())
-            continue
-        if kind in MOMENTS and fill_moment is not None:
+        else:
             flat.zero_()
             for name, view in layout.views(flat).items():
                 fill_moment(kind, name, view)
-        model.write_chunks(kind, layer, lambda start, part: part.copy_(flat[start : start + len(part)]))
+            model.write_chunks(kind, layer, lambda start, part: part.copy_(flat[start : start + len(part)]))
     slot.release()
     model.transfers.commit(kinds, layer, 0)
+
+
+def _store(parameters: Tensor, kind: Kind, start: int, part: Tensor) -> None:
+    store(parameters[start : start + len(part)], kind, part)
 
 
 def trained_parameters(model: OffloadedModel) -> Iterator[dict[str, Tensor]]:
@@ -243,7 +249,7 @@ def flat_views(model: OffloadedModel, kind: Kind, layer: int) -> dict[str, Tenso
 
     They are in host memory if the store is there, else on the device.
     """
-    in_host = model.stores[kind].in_host(kind, layer)
+    in_host = model.in_host(kind, layer)
     if in_host is not None:
         return model.layouts[layer].views(in_host.float())
     slot = model.pools.lease_scratch(layer)

@@ -38,6 +38,7 @@ from gptj_ft.models.layout import Kind, Layout
 from gptj_ft.planning.step_replay import state_kinds
 from gptj_ft.streaming.adamw import Update
 from gptj_ft.streaming.offloaded_model import OffloadedModel
+from gptj_ft.streaming.split_master import LOW_BITS, join
 from gptj_ft.streaming.stores.state_file import Digests, StateFile, layer_path
 from gptj_ft.system.digests import write_sealed
 from gptj_ft.system.direct_io import RESUME, open_direct, sync
@@ -188,7 +189,10 @@ def parameters(folder: Path, layouts: Sequence[Layout]) -> Iterator[dict[str, Te
             yield {}
             continue
         shard = open_shard(layer_path(folder / "layer", layer))
-        yield layout.views(shard.read("master" if "master" in shard.entries else "weight"))
+        if LOW_BITS in shard.entries:
+            yield layout.views(join(shard.read("weight"), shard.read(LOW_BITS)))
+        else:
+            yield layout.views(shard.read("master" if "master" in shard.entries else "weight"))
 
 
 def _host_memory(part: Tensor) -> Tensor:

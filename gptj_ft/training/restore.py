@@ -13,14 +13,13 @@ from gptj_ft.config.run_folder import COMMIT, Run, recipe_digest
 from gptj_ft.errors import DataError
 from gptj_ft.models.batch import most_padded
 from gptj_ft.models.products import Products, set_products
-from gptj_ft.planning.memory import keeps_gradients
+from gptj_ft.planning.memory import keeps_gradients, recipe_dtypes
 from gptj_ft.streaming.activations import boundary_layout
 from gptj_ft.streaming.adamw import AdamW, AdamWConfig, Update
 from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.open import load_weights, open_for_training, open_frozen
-from gptj_ft.streaming.stores.placement import Placement, training_dtypes
+from gptj_ft.streaming.stores.placement import Placement
 from gptj_ft.system.direct_io import takes_direct
-from gptj_ft.system.dtypes import PRECISIONS
 from gptj_ft.system.files import discard
 from gptj_ft.system.units import gigabytes
 from gptj_ft.training import checkpoint
@@ -114,7 +113,7 @@ def open_offloaded(setup: TrainSetup, run: Run, placement: Placement) -> Offload
     """Open the stores of a run, without filling them."""
     keep_gradients = keeps_gradients(setup.recipe, placement, setup.dtype)
     recipe = setup.recipe
-    dtypes = training_dtypes(setup.dtype, PRECISIONS[recipe.moments], PRECISIONS[recipe.gradients])
+    dtypes = recipe_dtypes(recipe, setup.dtype)
     # The plan counts this process's blocks that keep activations, the engine counts all blocks of the model.
     planned, group = setup.plan.budget, setup.parallel.pipeline
     # All processes run the same passes, so the process with the least memory decides their size.

@@ -22,6 +22,7 @@ from gptj_ft.models.layout import Layout
 from gptj_ft.models.registry import Architecture
 from gptj_ft.models.trainable import select
 from gptj_ft.streaming.loss_scale import LossScale
+from gptj_ft.streaming.split_master import LOW_BITS
 from gptj_ft.streaming.stores.base import CHUNK_NUMEL
 from gptj_ft.streaming.stores.state_file import StateFile, layer_path
 from gptj_ft.system.digests import FOLDER_DIGESTS, damaged_files, read_sealed
@@ -30,7 +31,8 @@ from gptj_ft.system.paths import is_adapter, is_model, is_tuned
 from gptj_ft.training.run_state import RunState
 from gptj_ft.training.setup import trained_architecture
 
-STATE_KINDS = {"weight", "exp_avg", "exp_avg_sq"}  # with ``master`` if the computation is not in fp32
+STATE_KINDS = {"weight", "exp_avg", "exp_avg_sq"}
+MASTER_KINDS = {"master", LOW_BITS}  # one of them, if the computation is not in fp32
 _Progress = Callable[[int, int | None], None]
 
 
@@ -171,9 +173,9 @@ class Checker:
         """Check a state file; return its step, if readable, and its problems."""
         try:
             form = stored_form(path, layout)
-            if form.kinds.keys() - {"master"} != kinds:
+            if (found := form.kinds.keys() - MASTER_KINDS) != kinds:
                 raise DataError(
-                    f"{path} has the tensors {', '.join(sorted(form.kinds.keys() - {'master'}))}, but this run needs "
+                    f"{path} has the tensors {', '.join(sorted(found))}, but this run needs "
                     f"{', '.join(sorted(kinds))}: the file may be from another run"
                 )
             stamp, _ = form.check(path)

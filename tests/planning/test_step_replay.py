@@ -85,7 +85,7 @@ def test_update_state_is_requested_before_the_gradient() -> None:
             layer.gradient.begin()
             layer.use_gradient(1)
     first = {
-        request.layer: number for number, request in reversed([*enumerate(host.requests)]) if request.kind == "master"
+        request.layer: number for number, request in reversed([*enumerate(host.requests)]) if request.kind == "low_bits"
     }
     assert gradients.keys() == first.keys() == {*range(len(workload.layouts))}
     assert all(first[layer] < gradients[layer] for layer in gradients)

@@ -66,8 +66,11 @@ def test_replay_moves_the_counted_bytes(clips: bool) -> None:
     workload, inputs = make_workload(2048), schedule(clips=clips)
     timeline = replay(workload, inputs, RATES)
     passes = training_passes(workload, inputs)[:2]
-    assert timeline.step.link_in * 1e10 == pytest.approx(sum(each.read["host"] for each in passes), rel=0.01)
-    assert timeline.step.link_out * 1e10 == pytest.approx(sum(each.written.get("host", 0) for each in passes), rel=0.01)
+    # The replay adds the time to start each copy.
+    assert timeline.step.link_in * 1e10 == pytest.approx(sum(each.read["host"] for each in passes), rel=0.015)
+    assert timeline.step.link_out * 1e10 == pytest.approx(
+        sum(each.written.get("host", 0) for each in passes), rel=0.015
+    )
 
 
 @pytest.mark.parametrize("place", ["host", "disk"])
@@ -121,7 +124,7 @@ def plan_of_gptj_6b(device: str) -> Plan:
 def test_gptj_6b_step_reaches_its_bound(device: str) -> None:
     timeline = plan_of_gptj_6b(device).timeline
     assert timeline is not None
-    assert timeline.share_by_pass > 0.95  # the program's time for chunks takes 4 % on the fastest cards
+    assert timeline.share_by_pass > 0.945  # the program's time for chunks takes 5 % on the fastest cards
     assert timeline.share_of_bound <= timeline.share_by_pass < 1.0001
     for name, number in asdict(timeline.step).items():
         assert number == pytest.approx(sum(getattr(each, name) for each in (timeline.forward, timeline.backward)))
@@ -144,8 +147,9 @@ def test_suggested_tokens_hide_transfers_of_gptj_6b() -> None:
 
 @pytest.mark.parametrize("device", ["RTX 4090 24GB", pytest.param("H200 141GB", marks=pytest.mark.slow)])
 def test_accelerator_gets_placement_with_fastest_replay(device: str) -> None:
-    recipe, workload, free, rates = gptj_6b(device)
-    plan = plan_of_gptj_6b(device)
+    # With a split master, streamed weights move more bytes than resident ones: the gain is smaller.
+    recipe, workload, free, rates = gptj_6b(device, master="fp32")
+    plan = choose(recipe, workload, free, rates)
     assert not kinds_on_disk(plan.placement)
     seconds = {}
     for each in candidates(recipe, free):

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from gptj_ft.models.layout import Kind, Layout
+from gptj_ft.streaming.split_master import LOW_BITS
 from gptj_ft.streaming.stores.base import CHUNK_NUMEL, LayerStore
 from gptj_ft.streaming.stores.device import DeviceStore
 from gptj_ft.streaming.stores.disk import DiskStore, replaced_files
@@ -20,6 +21,7 @@ from gptj_ft.system.direct_io import TRANSFERS
 from gptj_ft.system.files import keep_folder
 
 Place = Literal["device", "host", "disk"]
+Master = Literal["split", "fp32"]  # layout of the fp32 master weights
 
 
 @dataclass(frozen=True)
@@ -85,11 +87,22 @@ class Placement:
 
 
 def training_dtypes(
-    compute: torch.dtype, moments: torch.dtype = torch.float32, gradients: torch.dtype = torch.float32
+    compute: torch.dtype,
+    moments: torch.dtype = torch.float32,
+    gradients: torch.dtype = torch.float32,
+    master: Master = "split",
 ) -> dict[Kind, torch.dtype]:
-    """Return the kinds of a training run; with a compute type other than fp32, including an fp32 master copy."""
-    master: dict[Kind, torch.dtype] = {} if compute == torch.float32 else {"master": torch.float32}
-    return {"weight": compute, **master, "exp_avg": moments, "exp_avg_sq": moments, "grad": gradients}
+    """Return the kinds of a training run and their types.
+
+    Args:
+        master: layout of the fp32 master weights, if the compute type is bf16; see `split_master`.
+    """
+    kinds: dict[Kind, torch.dtype] = {"weight": compute}
+    if compute == torch.bfloat16 and master == "split":
+        kinds[LOW_BITS] = torch.int16
+    elif compute != torch.float32:  # 16 bits do not restore an fp32 number from an fp16 one
+        kinds["master"] = torch.float32
+    return {**kinds, "exp_avg": moments, "exp_avg_sq": moments, "grad": gradients}
 
 
 def open_stores(
