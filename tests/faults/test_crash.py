@@ -84,10 +84,11 @@ def test_power_cut_with_deferred_updates(stride: int, session: TrainSetup, strai
         check(late, straight, tmp_path, [last])
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stride", [19, pytest.param(1, marks=pytest.mark.slow)])
-def test_power_cut_with_tied_weights(stride: int, tmp_path: Path) -> None:
+def test_power_cut_with_tied_weights(stride: int, precision: str, tmp_path: Path) -> None:
     random_gpt2(vocab_size=40, n_positions=32, n_embd=16, n_layer=2, n_head=2).save_pretrained(tmp_path)
-    session = small_session(tmp_path)
+    session = small_session(tmp_path, precision=precision)
     train(session, run := new_run(tmp_path))
     straight = weights_of(run.model)
     shutil.rmtree(run.folder)
@@ -117,20 +118,22 @@ def check(session: TrainSetup, straight, folder: Path, cuts: list[int]) -> None:
     shutil.rmtree(run.folder)
 
 
-@pytest.fixture(scope="module", params=["disk", "host", "device", "split"])
+@pytest.fixture(scope="module", params=["disk", "host", "device", "split", "disk bf16", "host bf16"])
 def keeping_session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TrainSetup:
     """Return a run that validates and keeps checkpoints; without all state on disk it checkpoints after each step."""
-    weights, state = ("device", "disk") if request.param == "split" else (request.param, request.param)
+    place, _, precision = request.param.partition(" ")
+    weights, state = ("device", "disk") if place == "split" else (place, place)
     session = small_session(
         tmp_path_factory.mktemp("model"),
         num_steps=4,
         keep="best,1",
         validate_every=1,
-        save_every=2 if request.param == "disk" else 1,
+        save_every=2 if place == "disk" else 1,
+        precision=precision or "fp32",
         weights=weights,
         optimizer_state=state,
     )
-    if request.param != "split":
+    if place != "split":
         return session
     placement = replace(session.plan.placement, in_memory=(1,), memory="device")
     return replace(session, plan=replace(session.plan, placement=placement))

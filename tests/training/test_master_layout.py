@@ -1,0 +1,116 @@
+"""Test both layouts of a run's master weights through the command line: stop, resume, verify, export."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+import subprocess
+from pathlib import Path
+
+import pytest
+from support.cli_runner import Shell
+from support.small_run import assert_same_weights, losses_of, weights_of
+from support.stopped_runs import make_runs
+
+from gptj_ft.checkpoints.weight_file import open_shard
+from gptj_ft.config.run_folder import Run
+from gptj_ft.streaming.stores.state_file import layer_path
+
+OPTIONS = (
+    "finetune --recipe summarization --data rows.jsonl --model tiny --lr 1e-2 --batch-size 8 --max-length 64 "
+    "--set holdout=0.1 --precision bf16 --max-steps 4 --save-every 2 --keep all"
+)
+PLACES = {
+    "disk": "--weights disk --optimizer-state disk",
+    "host": "--weights host --optimizer-state host",
+    "lora": "--weights host --optimizer-state disk --method lora",
+}
+LAYOUTS = {"split": "", "fp32": "--set master=fp32"}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Create, for each place and layout, a run stopped after 3 of 4 steps and the same run completed."""
+    folder = tmp_path_factory.mktemp("made")
+    lines = {
+        f"{place}-{layout}": f"{OPTIONS} {options} {master}"
+        for place, options in PLACES.items()
+        for layout, master in LAYOUTS.items()
+    }
+    make_runs(folder, lines, steps=3)
+    return folder
+
+
+@pytest.fixture
+def here(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Copy those runs to the working folder."""
+    subprocess.run(f"cp -a {made}/*-split* {made}/*-fp32* {made}/rows.jsonl {tmp_path}", shell=True, check=True)
+    monkeypatch.setenv("GPTJ_FT_HOME", str(made / "home"))
+    return tmp_path
+
+
+def state_file(run: Run, layer: int = 1) -> Path:
+    """Return a layer's file in the newest state of a run."""
+    newest = run.state if run.state.is_dir() else run.checkpoint(max(run.whole_checkpoints()))
+    return layer_path(newest / "layer", layer)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_both_layouts_end_with_the_same_bits(place: str, here: Path) -> None:
+    split, fp32 = (Run(here / f"{place}-{layout}-done") for layout in LAYOUTS)
+    assert_same_weights(weights_of(split.model), weights_of(fp32.model))
+    assert losses_of(split) == losses_of(fp32)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("place", PLACES)
+def test_stopped_run_resumes_in_its_layout(place: str, layout: str, here: Path, shell: Shell) -> None:
+    run = Run(here / f"{place}-{layout}")
+    if layout == "fp32":  # as written before the option existed
+        text = run.recipe_file.read_text(encoding="utf-8")
+        run.recipe_file.write_text(re.sub(r"^master: fp32.*\n", "", text, flags=re.MULTILINE), encoding="utf-8")
+        assert text != run.recipe_file.read_text(encoding="utf-8")
+        assert "master" not in run.record()["recipe"], "as in runs that started before"
+    kinds = open_shard(state_file(run)).entries.keys()
+    assert kinds >= ({"weight", "low_bits"} if layout == "split" else {"weight", "master"})
+    assert shell(f"runs verify {run.folder}").code == 0
+    done = shell(f"finetune --resume {run.folder}")
+    assert done.code == 0, done.said
+    assert_same_weights(weights_of(run.model), weights_of(here / f"{place}-split-done" / "model"))
+    assert losses_of(run) == losses_of(Run(here / f"{place}-split-done"))
+    assert shell(f"runs verify {run.folder}").code == 0
+
+
+def test_run_continues_elsewhere_with_a_split_master(here: Path, shell: Shell) -> None:
+    for name, place in (("disk-split", "host"), ("host-split", "disk")):
+        done = shell(f"finetune --resume {name} --weights {place} --optimizer-state {place}")
+        assert done.code == 0, done.said
+        assert_same_weights(weights_of(here / name / "model"), weights_of(here / f"{name}-done" / "model"))
+
+
+def test_checkpoints_of_both_layouts_export_the_same_model(here: Path, shell: Shell) -> None:
+    models = []
+    for layout in LAYOUTS:
+        done = shell(f"runs export disk-{layout}-done exported-{layout} --from step-000002")
+        assert done.code == 0, done.said
+        models.append(weights_of(here / f"exported-{layout}"))
+    assert_same_weights(*models)
+    assert all(tensor.dtype.itemsize == 4 for tensor in models[0].values())
+
+
+@pytest.mark.parametrize("place", ["disk", "host"])
+def test_damaged_low_bits_are_named(place: str, here: Path, shell: Shell) -> None:
+    run = Run(here / f"{place}-split")
+    path = state_file(run)
+    data = bytearray(path.read_bytes())
+    (length,) = struct.unpack_from("<Q", data)
+    start = 8 + length + json.loads(data[8 : 8 + length])["low_bits"]["data_offsets"][0]
+    data[start + 14] ^= 1
+    path.unlink()  # the same file may have other names
+    path.write_bytes(data)
+    for command in (f"finetune --resume {run.folder}", f"runs verify {run.folder}"):
+        done = shell(command)
+        assert done.code == 3, done.said
+        assert str(path) in done.said, done.said
+        assert "low_bits" in done.said, done.said
