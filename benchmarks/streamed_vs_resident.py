@@ -75,7 +75,8 @@ def open_model(arguments: argparse.Namespace, place: Place, budget: BufferBudget
     """Open a model of GPT-J's blocks, with its stores uninitialized."""
     family = families()["gptj"]
     layers = family.build_layers(family.read_config({**SHAPE, "n_embd": arguments.width, "n_layer": arguments.layers}))
-    dtypes = training_dtypes(TYPES[arguments.compute], TYPES[arguments.moments], TYPES[arguments.gradients])
+    types = (TYPES[each] for each in (arguments.compute, arguments.moments, arguments.gradients))
+    dtypes = training_dtypes(*types, arguments.master)
     device = torch.device("cpu")
     stores = open_stores(
         Placement(place, place), [Layout.of(layer) for layer in layers], dtypes, device, arguments.work
@@ -202,6 +203,7 @@ def main() -> None:
     parser.add_argument("--compute", default="fp32", choices=list(TYPES))
     parser.add_argument("--moments", default="fp32", choices=list(TYPES))
     parser.add_argument("--gradients", default="fp32", choices=list(TYPES))
+    parser.add_argument("--master", default="split", choices=["split", "fp32"], help="layout of a bf16 run's masters")
     parser.add_argument("--products", default="onednn", help="libraries of gradients, of inputs/weights")
     parser.add_argument("--profile", action="store_true", help="profile the last step")
     parser.add_argument("--variants", default="device,disk")

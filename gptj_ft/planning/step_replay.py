@@ -370,7 +370,7 @@ def bytes_to_update(stored: Mapping[Kind, torch.dtype]) -> int:
     if weight != torch.float32:
         size += fp32 + weight.itemsize  # the master weights, rounded to weights
     if weight == torch.bfloat16:
-        size += 2 * fp32  # half a unit is added first, see `split_master`
+        size += 2 * 2 * fp32  # half a unit is added, and the sum shifted, see `split_master`
     if LOW_BITS in stored:  # weights and low bits become fp32, and its low half is stored
         low = stored[LOW_BITS].itemsize
         size += weight.itemsize + fp32 + 2 * fp32 + low + fp32 + low

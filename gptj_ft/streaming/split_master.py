@@ -10,6 +10,8 @@ NaN. The same split in Transformer Engine: https://github.com/NVIDIA/Transformer
 
 # Half away from zero, not half to even as torch rounds. Half to even leaves 65,537 differences to a weight with an even
 # last bit, one more than 16 bits can tell apart. Both rules differ only halfway between two bf16 numbers.
+# The sum overflows for a NaN of all ones: its weight is a zero. No master becomes NaN, because models with such weights
+# are rejected, and so are such gradients.
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ def split(master: Tensor, weight: Tensor, low_bits: Tensor) -> None:
     # Conversion to int16 keeps the low half.
     low_bits.copy_(bits)
     bits += HALF
-    torch.bitwise_right_shift(bits, 16, out=weight.view(torch.int16))
+    bits >>= 16
+    weight.view(torch.int16).copy_(bits)
 
 
 def store(master: Tensor, kind: Kind, target: Tensor) -> None:

@@ -31,7 +31,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gptj_ft.checkpoints.weight_file import open_shard
+from gptj_ft.checkpoints.weight_file import Shard, open_shard
 from gptj_ft.config.run_folder import COMMIT, MANIFEST, Run
 from gptj_ft.errors import DataError, ResourceError
 from gptj_ft.models.layout import Kind, Layout
@@ -39,6 +39,7 @@ from gptj_ft.planning.step_replay import state_kinds
 from gptj_ft.streaming.adamw import Update
 from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.split_master import LOW_BITS, join
+from gptj_ft.streaming.stores.base import CHUNK_NUMEL, chunks
 from gptj_ft.streaming.stores.state_file import Digests, StateFile, layer_path
 from gptj_ft.system.digests import write_sealed
 from gptj_ft.system.direct_io import RESUME, open_direct, sync
@@ -188,11 +189,18 @@ def parameters(folder: Path, layouts: Sequence[Layout]) -> Iterator[dict[str, Te
         if not layout.numel:
             yield {}
             continue
-        shard = open_shard(layer_path(folder / "layer", layer))
-        if LOW_BITS in shard.entries:
-            yield layout.views(join(shard.read("weight"), shard.read(LOW_BITS)))
-        else:
-            yield layout.views(shard.read("master" if "master" in shard.entries else "weight"))
+        yield layout.views(_master_weights(open_shard(layer_path(folder / "layer", layer))))
+
+
+def _master_weights(shard: Shard) -> Tensor:
+    """Read the fp32 parameters of a layer, whatever their layout."""
+    if LOW_BITS not in shard.entries:
+        return shard.read("master" if "master" in shard.entries else "weight")
+    master = torch.empty(shard.entries["weight"].shape)
+    for span in chunks(len(master), CHUNK_NUMEL):
+        at = span.start, span.stop
+        join(shard.read("weight", *at), shard.read(LOW_BITS, *at), master[span])
+    return master
 
 
 def _host_memory(part: Tensor) -> Tensor:

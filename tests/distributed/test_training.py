@@ -292,14 +292,16 @@ class Killed(BaseException):
 
 
 RESUMES = [
-    ("disk", "layers"), ("device", "rows"), pytest.param("device", "layers", marks=pytest.mark.slow),
-    pytest.param("disk", "rows", marks=pytest.mark.slow),
+    ("disk", "layers", "fp32"), ("device", "rows", "fp32"), ("device", "rows", "bf16"),
+    pytest.param("device", "layers", "bf16", marks=pytest.mark.slow),
+    pytest.param("disk", "rows", "bf16", marks=pytest.mark.slow),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("place", "share"), RESUMES)
-def test_resume_with_other_size_keeps_bits(models, tmp_path, place, share) -> None:
-    options = {**PLACES[place], "max_steps": 6, "save_every": 1, "lanes": 3 if share == "rows" else None}
+@pytest.mark.parametrize(("place", "share", "precision"), RESUMES)
+def test_resume_with_other_size_keeps_bits(models, tmp_path, place, share, precision) -> None:
+    lanes = 3 if share == "rows" else None
+    options = {**PLACES[place], "max_steps": 6, "save_every": 1, "lanes": lanes, "precision": precision}
     train_alone(models["gptj"], tmp_path / "alone", **options)
     folder = tmp_path / "moving"
     for step, size in ((1, 2), (3, 3), (4, 1), (5, 2)):
