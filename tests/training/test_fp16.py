@@ -137,12 +137,12 @@ def test_fp16_stores_gradients_without_clipping(tmp_path: Path) -> None:
     assert_same_weights(*(weights_of(run.model) for run in runs))
 
 
-def test_fp16_plan_equals_bf16_plan(tmp_path: Path) -> None:
-    half, other = (small_session(tmp_path, precision=precision).plan for precision in ("fp16", "bf16"))
-    assert half.costs.seconds_per_step == pytest.approx(other.costs.seconds_per_step)
-    budget = replace(half.budget, forward_bytes=other.budget.forward_bytes)
-    assert replace(half, recipe=other.recipe, budget=budget, have=other.have) == other  # but for the free memory
-    assert (half.costs.forward, half.costs.backward) == (other.costs.forward, other.costs.backward)
+def test_fp16_plan_moves_bytes_of_fp32_master(tmp_path: Path) -> None:
+    half, other = (small_session(tmp_path, precision=precision, master="fp32").plan for precision in ("fp16", "bf16"))
+    assert (half.placement, half.host_bytes, half.disk_bytes) == (other.placement, other.host_bytes, other.disk_bytes)
+    for ours, theirs in ((half.costs.forward, other.costs.forward), (half.costs.backward, other.costs.backward)):
+        # Weights in bf16 are rounded in more passes over memory, see `split_master`.
+        assert replace(ours, updated=theirs.updated) == theirs
 
 
 def test_overflow_at_any_scale_ends_run(session: TrainSetup, tmp_path: Path) -> None:
