@@ -9,7 +9,12 @@ memory.
 
     python benchmarks/lora_vs_peft.py --data train.jsonl --tokenizer gpt2/ --work /tmp/lora-loop
 
-`--set key=value` is passed to `gptj-ft`. Needs `peft`.
+With `--form nf4` both train on the same folder, quantized by `gptj-ft convert`: `peft` by bitsandbytes' 4-bit layers,
+in bf16, adapters on all linear layers. `--layers 20` has 355 M parameters.
+
+    python benchmarks/lora_vs_peft.py --form nf4 --layers 20 --loops plain,targets ...
+
+`--set key=value` is passed to `gptj-ft`. Needs `peft`, and bitsandbytes for `--form`.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from same_work import (
     SHAPE,
     Step,
@@ -31,16 +37,21 @@ from same_work import (
     take_steps,
     with_adapters,
 )
-from side_by_side import facts_of, finetune, parser, report, watch
+from side_by_side import SAME_LOSS, facts_of, finetune, parser, report, watch
+
+from gptj_ft.checkpoints.convert import Conversion, convert
 
 TARGETS = ("q_proj", "v_proj")
+SAME_LOSS_BF16 = 1e-2
+ALL = ("q_proj", "k_proj", "v_proj", "out_proj", "fc_in", "fc_out")
 PLACES = ("auto", "disk")
 LOOPS = ("plain", "targets", "recompute")
 
 
-def train(folder: Path, work: Work, loop: str) -> Iterator[float]:
+def train(folder: Path, work: Work, loop: str, is_quantized: bool) -> Iterator[float]:
     """Train adapters for a model folder; yield the loss of each step."""
-    model = with_adapters(open_model(folder), TARGETS)
+    dtype = torch.bfloat16 if is_quantized else torch.float32
+    model = with_adapters(open_model(folder, dtype), ALL if is_quantized else TARGETS)
     if loop == "recompute":
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable()
@@ -63,15 +74,23 @@ def main() -> None:
     options.add_argument("--loops", default=",".join(LOOPS), help="of peft; the first is compared with")
     options.add_argument("--loop", choices=LOOPS, help="internal")
     options.add_argument("--width", type=int, default=SHAPE["n_embd"], help="smaller only to try the script")
+    options.add_argument("--layers", type=int, default=SHAPE["n_layer"])
+    options.add_argument("--form", choices=("nf4",), help="quantize the model")
     arguments = options.parse_args()
     folder = arguments.work
     if arguments.loop:
         work = Work.load(folder / "work.json")
-        work.write_losses(train(folder / "model", work, arguments.loop), folder / f"{arguments.loop}.jsonl")
+        work.write_losses(
+            train(folder / "model", work, arguments.loop, bool(arguments.form)), folder / f"{arguments.loop}.jsonl"
+        )
         return
     folder.mkdir(parents=True)
-    make_model(folder / "model", arguments.tokenizer, shape_of(arguments.width))
-    arguments.set += adapter_options(TARGETS)
+    plain = folder / ("plain" if arguments.form else "model")
+    make_model(plain, arguments.tokenizer, {**shape_of(arguments.width), "n_layer": arguments.layers})
+    if arguments.form:
+        convert(plain, folder / "model", Conversion(quantize=arguments.form, dtype="bf16"))
+    precision = ("precision=bf16",) if arguments.form else ()
+    arguments.set += (*adapter_options(ALL if arguments.form else TARGETS), *precision)
     ours = {}
     for place in arguments.places.split(","):
         ours[f"gptj-ft, {place}"], run = finetune(arguments, place)
@@ -80,8 +99,9 @@ def main() -> None:
     theirs = {}
     for loop in arguments.loops.split(","):
         command = [sys.executable, __file__, "--loop", loop, "--work", str(folder)]
+        command += ["--form", arguments.form] if arguments.form else []
         theirs[f"peft, {loop}"] = watch(command, folder / f"{loop}.jsonl")
-    report({**theirs, **ours}, work, arguments.warm_up, facts_of(run))
+    report({**theirs, **ours}, work, arguments.warm_up, facts_of(run), SAME_LOSS_BF16 if arguments.form else SAME_LOSS)
 
 
 if __name__ == "__main__":

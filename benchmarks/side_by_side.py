@@ -148,11 +148,13 @@ def memory(pid: int, key: str) -> int:
     return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(f"{key}:")), 0)
 
 
-def report(runs: Mapping[str, Watched], work: Work, warm_up: int, facts: Mapping[str, Any]) -> None:
+def report(
+    runs: Mapping[str, Watched], work: Work, warm_up: int, facts: Mapping[str, Any], same_loss: float = SAME_LOSS
+) -> None:
     """Print a JSON line and a table; the first run is the reference.
 
     Raises:
-        AssertionError: the runs did not do the same work: other tokens, or losses apart by `SAME_LOSS`.
+        AssertionError: the runs did not do the same work: other tokens, or losses apart by ``same_loss``.
     """
     reference = next(iter(runs))
     results, timed = {}, work.steps[warm_up:]
@@ -188,7 +190,7 @@ def report(runs: Mapping[str, Watched], work: Work, warm_up: int, facts: Mapping
         )
     print(", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in tokens.items()))
     apart = {name: result["largest_difference_of_loss"] for name, result in results.items()}
-    assert max(apart.values()) < SAME_LOSS, f"not the same losses: {apart}"
+    assert max(apart.values()) < same_loss, f"not the same losses: {apart}"
 
 
 def facts_of(run: Run) -> dict[str, Any]:
