@@ -7,6 +7,11 @@ from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import Any
 
+import torch
+
+from gptj_ft.models.layout import Layout, StoredSize
+from gptj_ft.models.quantization.bitsandbytes import WRITTEN
+from gptj_ft.models.quantization.form import QuantizedForm
 from gptj_ft.planning.plan import Plan, fastest_within
 from gptj_ft.planning.suggestions import Candidate
 from gptj_ft.planning.workload import Workload
@@ -64,6 +69,24 @@ def _candidates(now: Candidate[Workload]) -> Iterator[tuple[Candidate[Workload],
             options: dict[str, Any] = {name: "bf16"}
             narrow = narrow.with_options(f"--set {name}=bf16", **options)
         yield narrow, " and ".join(ROUNDED[name] for name in names) + ": other numbers than in fp32"
+    if recipe.method == "lora" and not any(layout.is_quantized for layout in workload.frozen):
+        for name, bits in (("int8", "8"), ("nf4", "4.5")):
+            typed = f"--model of `gptj-ft convert --quantize {name}`"
+            yield now.with_options(typed, quantized(workload, name)), f"frozen weights are rounded to {bits} bits"
     rows = 4 * recipe.batch_size
     larger = replace(workload, step=workload.step.scaled(Fraction(4), workload.rows.longest))
     yield now.with_options(f"--batch-size {rows}", larger, batch_size=rows), "a fourth of the updates per epoch"
+
+
+def quantized(workload: Workload, name: str) -> Workload:
+    """Return the same work with the frozen matrices of the blocks quantized."""
+
+    def resized(layout: Layout) -> Layout:
+        shapes = [shape for shape in layout.shapes.values() if len(shape) == 2]
+        codes = sum(QuantizedForm(WRITTEN[name], *shape, torch.float32).num_bytes for shape in shapes)
+        numbers = sum(shape.numel() for shape in shapes)
+        others = (layout.numel - numbers) * workload.dtype.itemsize
+        return replace(layout, stored=StoredSize(codes + others, codes, numbers))
+
+    embedding, *blocks, head = workload.frozen
+    return replace(workload, frozen=(embedding, *map(resized, blocks), head))

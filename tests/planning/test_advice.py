@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from support.rates import round_rates
 from gptj_ft.config.options import Recipe
 from gptj_ft.models.gptj import GPTJConfig, build_layers
 from gptj_ft.models.layout import Layout
-from gptj_ft.planning.advice import MUCH, advise
+from gptj_ft.models.registry import architecture_of
+from gptj_ft.models.trainable import select
+from gptj_ft.planning.advice import MUCH, advise, quantized
 from gptj_ft.planning.memory import Free
 from gptj_ft.planning.plan import Plan, choose
 from gptj_ft.planning.probe import DiskRates
@@ -49,3 +52,27 @@ def test_waiting_run_gets_options_that_pay(workload: Workload) -> None:
 
 def test_run_without_waits_gets_no_advice(workload: Workload) -> None:
     assert advise(plan_with(Recipe(), replace(workload, step=StepTokens(512, 8192, 8192.0, 2048.0)), 64)) == []
+
+
+def test_adapters_that_wait_for_the_disk_get_a_quantized_model() -> None:
+    config = {"n_layer": 4, "n_embd": 1024, "n_head": 8, "rotary_dim": 16, "vocab_size": 5000, "n_positions": 512}
+    architecture = architecture_of({"model_type": "gptj", **config}, Path("config.json"))
+    recipe = Recipe(method="lora", weights="disk", lora={"targets": ["all-linear"]})
+    selection = select(architecture, recipe)
+    work = Workload(
+        selection.trained, 1024, torch.float32, StepTokens(128, 128, 128.0, 32.0), 10**5, frozen=selection.frozen,
+        layers=selection.build(),
+    )  # fmt: skip
+    plan = plan_with(recipe, work, 64)
+    found = {each.typed: each for each in advise(plan)}
+    nf4 = found["--model of `gptj-ft convert --quantize nf4`"]
+    assert nf4.cost == "frozen weights are rounded to 4.5 bits"
+    smaller = quantized(work, "nf4")
+    read, before = (each.costs.bytes_read_per_step for each in (plan_with(recipe, smaller, 64), plan))
+    assert 0.14 < read / before < 0.3  # 4.5 of 32 bits, and the head and adapters as before
+    assert nf4.speedup == pytest.approx(
+        plan.costs.seconds_per_step / plan_with(recipe, smaller, 64).costs.seconds_per_step
+    )
+    assert not {
+        typed for typed in (each.typed for each in advise(plan_with(recipe, smaller, 64))) if "quantize" in typed
+    }
