@@ -71,8 +71,9 @@ def training_passes(workload: Workload, schedule: ScheduleInputs) -> tuple[Pass,
     away: Bytes = {} if placement.boundaries == "device" else {
         placement.boundaries: round(workload.boundary_bytes(kept) * share)
     }  # fmt: skip
-    flops, restored = 2.0 * workload.block_parameters * workload.step.mean, RESTORED * sum(workload.restored(placement))
-    forward = Pass(flops, up.updated, restored, 1.0, up.read, _added(up.written, away), workload.forward_seconds)
+    flops = 2.0 * workload.block_parameters * workload.step.mean
+    restored = RESTORED * sum(workload.restored(placement))
+    forward = Pass(flops, up.updated, float(restored), 1.0, up.read, _added(up.written, away), workload.forward_seconds)
     backward = Pass(
         workload.flops(kept).hardware - flops,
         down.updated,

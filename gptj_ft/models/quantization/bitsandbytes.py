@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from threading import local
 
 import torch
 from torch import Tensor
@@ -27,8 +28,19 @@ FP4 = (
 TABLES = {"nf4": NF4, "fp4": FP4}
 BLOCK, NESTED_BLOCK = 64, 256
 CODES, SCALES, NESTED_SCALES = "codes", "scales", "nested_scales"
+
 LEAST_SCALE = 1e-38  # a block of zeros is divided by it
 INT8_STEP = 7.874015718698502e-3  # 1 / 127, as bitsandbytes writes it
+
+
+class _Tables(local):
+    """Tables of one thread. Threads have streams of their own, which would have to wait for a common table."""
+
+    def __init__(self) -> None:
+        self.pairs: dict[tuple[str, torch.device], Tensor] = {}
+
+
+_tables = _Tables()
 
 
 @dataclass(frozen=True)
@@ -118,11 +130,13 @@ WRITTEN: Mapping[str, Codec] = {"nf4": FourBit(), "int8": Int8()}
 """Quantizations that `convert --quantize` offers."""
 
 
-@lru_cache
 def _pairs(name: str, device: torch.device) -> Tensor:
     """Return the two fp32 values of each byte, [256], as 8-byte numbers."""
-    table, byte = torch.tensor(TABLES[name], dtype=torch.float32), torch.arange(256)
-    return torch.stack([table[byte >> 4], table[byte & 15]], dim=1).view(torch.float64).view(-1).to(device)
+    if (name, device) not in _tables.pairs:
+        table, byte = torch.tensor(TABLES[name], dtype=torch.float32), torch.arange(256)
+        pairs = torch.stack([table[byte >> 4], table[byte & 15]], dim=1).view(torch.float64).view(-1)
+        _tables.pairs[name, device] = pairs.to(device)
+    return _tables.pairs[name, device]
 
 
 @lru_cache
