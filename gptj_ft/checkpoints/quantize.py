@@ -148,7 +148,8 @@ class QuantizedCheckpoint(Checkpoint):
             values = self._source.read(name).t()[first:last]
         else:
             values = self._source.read(name, first, last)
-        parts = form.codec.encode(values if self._dtype is None else values.to(self._dtype))
+        values = values if self._dtype is None else values.to(self._dtype)
+        parts = {SCALES: form.codec.scales(values)} if part == SCALES else form.codec.encode(values)
         if not parts[SCALES].isfinite().all():
             raise DataError(
                 f"{self.folder}: {name} holds NaN, infinity or numbers too large for {self._name}, so it cannot be "

@@ -85,22 +85,30 @@ class FourBit(Codec):
         outer = parts[NESTED_SCALES].repeat_interleave(NESTED_BLOCK)[: len(scales)]
         return scales.mul_(outer).add_(self.nested.offset)
 
+    def scales(self, values: Tensor) -> Tensor:
+        flat, whole = self._blocks(values)
+        scales = flat[:whole].view(-1, self.block).abs().amax(dim=-1)
+        if whole == len(flat):
+            return scales
+        return torch.cat([scales, flat[whole:].abs().max().clamp(min=LEAST_SCALE)[None]])
+
     def encode(self, values: Tensor) -> dict[str, Tensor]:
         # In the order of bitsandbytes' operations, which decides a code between two values.
         assert self == FourBit(), "only nf4 in blocks of 64 without nested scales is written"
-        flat, bounds = values.float().reshape(-1), _bounds(values.device)
-        whole = len(flat) // self.block * self.block
-        blocks = flat[:whole].view(-1, self.block)
-        scales = blocks.abs().amax(dim=-1)
-        scaled = torch.clamp(blocks * (1.0 / scales.clamp(min=LEAST_SCALE)[:, None]), -1, 1).view(-1)
+        (flat, whole), scales = self._blocks(values), self.scales(values)
+        inverse = 1.0 / scales[: whole // self.block].clamp(min=LEAST_SCALE)[:, None]
+        scaled = torch.clamp(flat[:whole].view(-1, self.block) * inverse, -1, 1).view(-1)
         if whole < len(flat):
-            last = flat[whole:].abs().max().clamp(min=LEAST_SCALE)
-            scales = torch.cat([scales, last[None]])
-            scaled = torch.cat([scaled, torch.clamp(flat[whole:] / last, -1, 1)])
-        codes = torch.bucketize(scaled, bounds, out_int32=True).to(torch.uint8)
-        if len(codes) % 2:
-            codes = torch.cat([codes, torch.bucketize(codes.new_zeros(1).float(), bounds).to(torch.uint8)])
+            scaled = torch.cat([scaled, torch.clamp(flat[whole:] / scales[-1], -1, 1)])
+        if len(scaled) % 2:
+            scaled = torch.cat([scaled, scaled.new_zeros(1)])
+        codes = torch.bucketize(scaled, _bounds(scaled.device), out_int32=True).to(torch.uint8)
         return {CODES: (codes[::2] << 4) | codes[1::2], SCALES: scales}
+
+    def _blocks(self, values: Tensor) -> tuple[Tensor, int]:
+        """Return the numbers, flat and fp32, and how many are in whole blocks."""
+        flat = values.float().reshape(-1)
+        return flat, len(flat) // self.block * self.block
 
 
 @dataclass(frozen=True)
@@ -117,10 +125,12 @@ class Int8(Codec):
         values = parts[CODES].view(rows, columns).to(torch.float32)
         return values.mul_(parts[SCALES][:rows, None]).mul_(INT8_STEP)
 
+    def scales(self, values: Tensor) -> Tensor:
+        return values.to(torch.float16).abs().amax(dim=1).float()
+
     def encode(self, values: Tensor) -> dict[str, Tensor]:
         # bitsandbytes rounds weights to fp16 first.
-        halves = values.to(torch.float16)
-        scales = halves.abs().amax(dim=1).float()
+        halves, scales = values.to(torch.float16), self.scales(values)
         codes = torch.round(halves * (127.0 / scales[:, None])).to(torch.int8)
         # A row of zeros has no scale to divide by: its products are NaN, which no integer represents.
         return {CODES: codes.masked_fill_((scales == 0)[:, None], 0).reshape(-1), SCALES: scales}

@@ -44,6 +44,9 @@ class Codec(Protocol):
             parts: items of these rows; of each part the rows begin at the first item.
         """
 
+    def scales(self, values: Tensor) -> Tensor:
+        """Return the scales of rows of a matrix, as `encode` does, in a fraction of its time."""
+
     def encode(self, values: Tensor) -> dict[str, Tensor]:
         """Quantize rows of a matrix, [rows, columns]; return the items of each part."""
 
