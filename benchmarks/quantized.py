@@ -10,13 +10,16 @@ products, measured right after them.
     python benchmarks/quantized.py --tokenizer gpt2/ --work /tmp/quantized --form nf4 --limit 1.8
 
 `--keep` leaves the folder, so that the next form starts from the same model. `--layers 2` tries the script.
-`--codecs` compares codes, values and speed with bitsandbytes, which must be installed, and stops.
+`--codecs` compares codes, values and speed with bitsandbytes, which must be installed, and stops. `--perplexity MODEL
+--text FILE` prints the perplexity of a model and of its forms, and with bitsandbytes installed that by `transformers`.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import math
 import random
 import shutil
 import signal
@@ -31,20 +34,24 @@ from full_size import SHAPES
 from lora_full_size import random_layers
 from side_by_side import command
 from streamed_vs_resident import best_product
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gptj_ft.checkpoints.convert import Conversion, convert
 from gptj_ft.checkpoints.model_folder import write_model
 from gptj_ft.config.run_folder import Run
+from gptj_ft.data.batches import micro_batches
 from gptj_ft.models.quantization.bitsandbytes import WRITTEN
 from gptj_ft.models.quantization.form import QuantizedForm
 from gptj_ft.models.registry import Architecture, families
+from gptj_ft.streaming.open import open_for_inference
+from gptj_ft.streaming.scoring import evaluate_losses
 from gptj_ft.system.cgroup import limited_memory
 
 SHAPE = SHAPES["gptj"]
 WINDOW, KILLED_AT = 256, 1
 ROWS, ROW_WORDS = 64, 2000
 WORDS = ("room", "cold", "printer", "paper", "lift", "parcel", "door", "desk", "floor", "light", "key", "note")
-TIMED, MATRIX = 5, (4096, 4096)
+TIMED, MATRIX, LONG_WINDOW = 5, (4096, 4096), 1024
 
 
 def prepare(arguments: argparse.Namespace) -> tuple[Path, Path]:
@@ -98,13 +105,12 @@ def train(arguments: argparse.Namespace, model: Path, rows: Path) -> None:
     lines = steps_of(run)
     steady = lines[KILLED_AT + 1 :] or lines[-1:]
     seconds = median(line["seconds"] for line in steady)
-    flops = median(line["hfu"] * line["seconds"] for line in steady) if "hfu" in steady[0] else 0.0
     result = {
         "form": arguments.form, "limit_bytes": limit, "peak_bytes": peak, "tokens": steady[0]["tokens"],
         "seconds": [round(line["seconds"], 1) for line in lines], "median": seconds, "best_product_gflops": best,
         "hfu": [line.get("hfu") for line in lines], "stall": [line.get("stall") for line in lines],
         "bytes_read": [line["bytes_read"] for line in lines], "loss": [line["loss"] for line in lines],
-        "signal": signal.SIGKILL.name, "flops": flops,
+        "signal": signal.SIGKILL.name,
     }  # fmt: skip
     print(json.dumps(result))
     print(
@@ -161,6 +167,34 @@ def compare_codecs() -> None:
         )
 
 
+def compare_perplexities(arguments: argparse.Namespace) -> None:
+    """Print the perplexity of a model, and of its quantized forms, on windows of a text."""
+    tokenizer = AutoTokenizer.from_pretrained(arguments.perplexity)
+    text = arguments.text.read_text(encoding="utf-8")[: 8 * arguments.windows * LONG_WINDOW]
+    ids = tokenizer(text).input_ids
+    documents = [ids[start * LONG_WINDOW : (start + 1) * LONG_WINDOW] for start in range(arguments.windows)]
+    batches = list(micro_batches(documents, [1] * len(documents), 2 * LONG_WINDOW))
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    for form in (None, "int8", "nf4"):
+        folder = arguments.perplexity
+        if form is not None:
+            folder = arguments.work / form
+            convert(arguments.perplexity, folder, Conversion(quantize=form))
+        with open_for_inference(folder, torch.device("cpu"), torch.float32, "device") as (_, model):
+            total = sum(loss.total for loss in evaluate_losses(model, batches))
+        targets = sum(len(document) - 1 for document in documents)
+        print(f"{form or 'plain'}: perplexity {math.exp(total / targets):.4f} on {targets:,} tokens")
+    if importlib.util.find_spec("bitsandbytes"):
+        theirs, total = AutoModelForCausalLM.from_pretrained(arguments.work / "nf4").eval(), 0.0
+        for document in documents:
+            tokens = torch.tensor([document])
+            with torch.no_grad():
+                logits = theirs(tokens).logits[0, :-1].float()
+            total += float(torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="sum"))
+        print(f"nf4 by bitsandbytes: perplexity {math.exp(total / targets):.4f}")
+    shutil.rmtree(arguments.work)
+
+
 def fastest(work: object) -> float:
     """Return the seconds of the fastest of some calls."""
     seconds = []
@@ -185,10 +219,16 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=SHAPE["n_layer"], help="smaller only to try the script")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of the recipe")
     parser.add_argument("--keep", action="store_true", help="do not remove the folder")
+    parser.add_argument("--perplexity", type=Path, metavar="MODEL", help="compare perplexities of its forms")
+    parser.add_argument("--text", type=Path, help="text for --perplexity")
+    parser.add_argument("--windows", type=int, default=8, help="of 1,024 tokens, for --perplexity")
     parser.add_argument("--codecs", action="store_true", help="compare with bitsandbytes")
     arguments = parser.parse_args()
     if arguments.codecs:
         compare_codecs()
+        return
+    if arguments.perplexity:
+        compare_perplexities(arguments)
         return
     arguments.work.mkdir(parents=True, exist_ok=True)
     train(arguments, *prepare(arguments))

@@ -116,6 +116,8 @@ def convert(
         ResourceError: not enough disk space.
     """
     start = time.monotonic()
+    if conversion.quantize is not None:
+        _check_quantization(source, conversion)
     if conversion.average:
         if conversion.merge is not None or conversion.with_optimizer or conversion.to == "gguf":
             raise UsageError(
@@ -123,8 +125,6 @@ def convert(
             )
         if is_adapter(source):
             return _average_adapters(source, target, conversion)
-    if conversion.quantize is not None:
-        _check_quantization(source, conversion)
     if conversion.to == "gguf":
         return _convert_to_gguf(source, target, conversion, progress)
     if conversion.dtype == "q8_0":

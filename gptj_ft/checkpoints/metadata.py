@@ -109,8 +109,8 @@ def check_base(adapter: Path, architecture: Architecture, checkpoint: Checkpoint
     now, then = checkpoint.quantization, metadata.base_quantization
     if now != then:
         raise DataError(
-            f"the adapter in {adapter} was trained on a model {_form_of(then)}, but {checkpoint.folder} is "
-            f"one {_form_of(now)}: name the model that it was trained on, or merge it into this one with `gptj-ft "
+            f"the adapter in {adapter} was trained on a model that is {_form_of(then)}, but {checkpoint.folder} is "
+            f"{_form_of(now)}: name the model that it was trained on, or merge it into this one with `gptj-ft "
             "convert --merge ADAPTER MODEL --any-base`"
         )
     raise DataError(
@@ -120,7 +120,7 @@ def check_base(adapter: Path, architecture: Architecture, checkpoint: Checkpoint
 
 
 def _form_of(quantization: str | None) -> str:
-    return f"quantized as {quantization}" if quantization else "that was not quantized"
+    return f"quantized as {quantization}" if quantization else "not quantized"
 
 
 @dataclass(frozen=True)

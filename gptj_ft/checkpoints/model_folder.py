@@ -107,8 +107,8 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return Extent(shard.path, entry.offset, entry.dtype) if entry.offset else None
 
     def matrix(self, name: str) -> QuantizedTensor | None:
-        """Return the stored form of a quantized matrix; ``None`` for other tensors."""
-        shard = self._shards[name]
+        """Return the stored form of a quantized matrix; ``None`` for other tensors, computed ones included."""
+        shard = self._shards.get(name)
         return shard if isinstance(shard, QuantizedTensor) else None
 
     @property

@@ -20,10 +20,8 @@ from gptj_ft.models import lora
 from gptj_ft.models.quantization.bitsandbytes import CODES, SCALES, TABLES, WRITTEN
 from gptj_ft.models.quantization.form import QuantizedForm
 from gptj_ft.models.registry import Architecture, full_name
-from gptj_ft.system.dtypes import PRECISION_NAMES
 
 Quantization = Literal["nf4", "int8"]
-FLOATS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def quantized_names(architecture: Architecture) -> dict[str, bool]:
@@ -132,7 +130,7 @@ class QuantizedCheckpoint(Checkpoint):
         state = {
             "quant_type": self._name,
             "blocksize": codec.parts(columns)[SCALES].numbers,
-            "dtype": FLOATS[PRECISION_NAMES[form.dtype]],
+            "dtype": str(form.dtype).removeprefix("torch."),
             "shape": [rows, columns],
         }
         constant(f"{name}.{STATE}{self._name}", torch.tensor([*json.dumps(state).encode()], dtype=torch.uint8))

@@ -1,4 +1,4 @@
-"""Read and write quantized weights in the layout of Hugging Face folders with bitsandbytes.
+"""Read quantized weights in the layout of Hugging Face folders with bitsandbytes.
 
 A 4-bit matrix ``X.weight`` holds packed codes, [bytes, 1]; beside it stand ``X.weight.absmax``, ``X.weight.quant_map``
 and, as JSON in bytes, ``X.weight.quant_state.bitsandbytes__nf4``. An 8-bit one holds codes, [out, in], with ``X.SCB``.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,9 +29,6 @@ from gptj_ft.models.quantization.bitsandbytes import (
 from gptj_ft.models.quantization.form import QuantizedForm
 from gptj_ft.system.block_reader import Extent
 from gptj_ft.system.dtypes import PRECISIONS
-
-if TYPE_CHECKING:
-    pass
 
 ABSMAX, NESTED_ABSMAX, MAP, NESTED_MAP = "absmax", "nested_absmax", "quant_map", "nested_quant_map"
 STATE, ROW_SCALES, ROW_FORMAT = "quant_state.bitsandbytes__", "SCB", "weight_format"
@@ -142,9 +139,7 @@ def with_matrices(shards: Mapping[str, Shard], transposed: Collection[str]) -> d
         DataError: a part is missing, damaged, or does not fit its matrix.
     """
     files = _Files(shards)
-    states = {
-        name.partition(f".{STATE}")[0]: name for name in shards if f".{STATE}" in name and not name.endswith(STATE)
-    }
+    states = {name.partition(f".{STATE}")[0]: name for name in shards if f".{STATE}" in name}
     result: dict[str, Shard] = {}
     for name, shard in shards.items():
         if is_part(name, shards.keys()):
@@ -189,7 +184,8 @@ def _int8(files: _Files, name: str, is_transposed: bool) -> QuantizedTensor:
     layout = f"{module}.{ROW_FORMAT}"
     if layout in files.shards and int(files.shards[layout].read(layout).item()) != 0:
         raise UsageError(
-            f"{shard.path}: {name} has the 8-bit layout of an old GPU, which is not read; load and save it"
+            f"{shard.path}: {name} has the 8-bit layout of an old GPU, which is not read: load and save the model with "
+            "today's bitsandbytes"
         )
     # No type is recorded; restored values are fp32.
     form = QuantizedForm(Int8(), rows, columns, torch.float32, is_transposed)

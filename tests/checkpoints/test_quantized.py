@@ -228,6 +228,7 @@ def test_weights_that_are_not_finite_are_refused(values: float, quantization: st
         (["--to", "mesh"], "leave out --to mesh"),
         (["--with-optimizer"], "excludes --with-optimizer"),
         (["--quantize", "int3"], "expected nf4 or int8"),
+        (["--any-base"], "--any-base needs --merge"),
     ],
 )
 def test_options_that_exclude_quantization_are_named(
@@ -236,3 +237,13 @@ def test_options_that_exclude_quantization_are_named(
     result = shell("convert", folders["gptj"], tmp_path / "target", "--quantize", "nf4", *options)
     assert (result.code, result.out, "Traceback" in result.err) == (2, "", False)
     assert message in result.said
+
+
+def test_folder_without_a_name_is_not_that_of_the_plain_model(folders, shell: Shell) -> None:
+    result = shell("convert --json --quantize nf4", folders["gptj"])
+    assert (result.code, Path(result.json["folder"]).name) == (0, "model-nf4")
+
+
+def test_push_without_target_never_uploads_the_plain_model(folders, shell: Shell) -> None:
+    result = shell("convert --quantize nf4 --push owner/name", folders["gptj"])
+    assert (result.code, "name DEST to convert" in result.said) == (2, True)

@@ -160,7 +160,7 @@ def test_adapter_on_another_quantization_is_named_and_merged_only_with_any_base(
     assert metadata["base_quantization"] == "nf4"
     result = shell("convert --merge", adapter, tmp_path / "plain", tmp_path / "merged")
     assert (result.code, (tmp_path / "merged").exists()) == (3, False)
-    assert "trained on a model quantized as nf4" in result.said
+    assert "trained on a model that is quantized as nf4" in result.said
     assert "--any-base" in result.said
     result = shell("convert --any-base --merge", adapter, tmp_path / "plain", tmp_path / "merged")
     assert result.code == 0, result.said
@@ -177,9 +177,19 @@ def test_adapter_on_another_quantization_is_named_and_merged_only_with_any_base(
     (adapter / "adapter_config.json").write_text(
         json.dumps({**config_path, "base_model_name_or_path": str(tmp_path / "plain")})
     )
-    message = "trained on a model quantized as nf4"
+    message = "trained on a model that is quantized as nf4"
     with pytest.raises(DataError, match=message), open_for_inference(adapter, CPU, torch.float32):
         pass
+
+
+def test_merged_model_is_quantized_in_one_command(tmp_path: Path, shell: Shell) -> None:
+    adapter = adapter_of(tmp_path)
+    merged, both = tmp_path / "merged", tmp_path / "both"
+    assert shell("convert --merge", adapter, tmp_path / "nf4", merged).code == 0
+    convert(merged, tmp_path / "after", Conversion(quantize="int8"))
+    result = shell("convert --quantize int8 --merge", adapter, tmp_path / "nf4", both)
+    assert result.code == 0, result.said
+    assert_same_weights(weights_of(both), weights_of(tmp_path / "after"))
 
 
 @pytest.mark.parametrize("quantization", ["nf4", "int8"])

@@ -101,7 +101,7 @@ def convert(
         source = source or base_folder(conversion.merge)
         target = target or conversion.merge.with_name(f"{conversion.merge.name}-merged")
     if push is not None and (target is None or dry_run or to == "mesh"):
-        if source is None or target is not None or (dtype, to) != ("keep", "folder"):
+        if source is None or target is not None or (dtype, to, quantize) != ("keep", "folder", None):
             raise UsageError(
                 "--push without DEST uploads SRC unchanged: gptj-ft convert SRC --push REPO; name DEST to convert"
             )
@@ -111,7 +111,8 @@ def convert(
     if target is None:
         paths.make_home()
         paths.part_of_home("models")
-        target = paths.model_folder(source.name.split("--")[-1])
+        suffix = "" if quantize is None else f"-{quantize}"
+        target = paths.model_folder(source.name.split("--")[-1] + suffix)
     if to == "gguf":
         source = source / "model" if paths.is_tuned(source / "model") else source  # of a run
         target = target if target.suffix == ".gguf" else target.with_name(f"{target.name}.gguf")

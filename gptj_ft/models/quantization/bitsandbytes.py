@@ -60,11 +60,11 @@ class FourBit(Codec):
     nested: NestedScales | None = None
 
     def parts(self, columns: int) -> Mapping[str, Part]:
-        codes = Part(torch.uint8, 1, 2)
+        codes = Part(torch.uint8, 2)
         if self.nested is None:
-            return {CODES: codes, SCALES: Part(torch.float32, 1, self.block)}
-        nested = Part(torch.float32, 1, self.block * NESTED_BLOCK)
-        return {CODES: codes, SCALES: Part(torch.uint8, 1, self.block), NESTED_SCALES: nested}
+            return {CODES: codes, SCALES: Part(torch.float32, self.block)}
+        nested = Part(torch.float32, self.block * NESTED_BLOCK)
+        return {CODES: codes, SCALES: Part(torch.uint8, self.block), NESTED_SCALES: nested}
 
     def values(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> Tensor:
         codes, numbers = parts[CODES], rows * columns
@@ -118,7 +118,7 @@ class Int8(Codec):
     name: str = "int8"
 
     def parts(self, columns: int) -> Mapping[str, Part]:
-        return {CODES: Part(torch.int8, 1, 1), SCALES: Part(torch.float32, 1, columns)}
+        return {CODES: Part(torch.int8, 1), SCALES: Part(torch.float32, columns)}
 
     def values(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> Tensor:
         # Two products, each rounded: one with scale / 127 would give other values.

@@ -17,12 +17,11 @@ class Part(NamedTuple):
     """One of the flat tensors that a quantized matrix is stored in."""
 
     dtype: torch.dtype
-    items: int  # items of the tensor ...
-    numbers: int  # ... for every so many numbers of the matrix, in the order of its rows
+    numbers: int  # of the matrix for each item, in the order of its rows
 
     def span(self, start: int, stop: int) -> slice:
         """Return the items for numbers ``start`` to ``stop``."""
-        return slice(start // self.numbers * self.items, -(-stop // self.numbers) * self.items)
+        return slice(start // self.numbers, -(-stop // self.numbers))
 
 
 class Codec(Protocol):
