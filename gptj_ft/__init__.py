@@ -15,9 +15,11 @@ if TYPE_CHECKING:
         evaluate_tasks,
         finetune,
         generate_file,
+        leaks,
         load,
         plan,
         plan_evaluation,
+        plan_leaks,
         predict,
         predict_file,
         prepare,
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from gptj_ft.evaluation.comparison import ModelComparison
     from gptj_ft.evaluation.evaluate import EvaluateRequest
     from gptj_ft.evaluation.generate import BatchResult
+    from gptj_ft.evaluation.leak_report import LeakReport
+    from gptj_ft.evaluation.leaks import LeakRequest
     from gptj_ft.evaluation.predict import LabelResult
     from gptj_ft.generation.generator import Answer
     from gptj_ft.training.finetune import PreparedRun
@@ -47,6 +51,8 @@ _HOMES = {  # modules of the names outside `api`
     "ModelComparison": "evaluation.comparison",
     "EvaluateRequest": "evaluation.evaluate",
     "BatchResult": "evaluation.generate",
+    "LeakReport": "evaluation.leak_report",
+    "LeakRequest": "evaluation.leaks",
     "Answer": "generation.generator",
     "Diagnosis": "diagnostics.checkup",
     "Forecast": "training.forecast",
@@ -67,6 +73,8 @@ __all__ = [
     "Forecast",
     "GptjFtError",
     "LabelResult",
+    "LeakReport",
+    "LeakRequest",
     "Model",
     "ModelComparison",
     "Preparation",
@@ -84,9 +92,11 @@ __all__ = [
     "evaluate_tasks",
     "finetune",
     "generate_file",
+    "leaks",
     "load",
     "plan",
     "plan_evaluation",
+    "plan_leaks",
     "predict",
     "predict_file",
     "prepare",

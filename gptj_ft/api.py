@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from gptj_ft.evaluation.comparison import ModelComparison
     from gptj_ft.evaluation.evaluate import EvaluateRequest, PairedEvaluation
     from gptj_ft.evaluation.generate import BatchJob, BatchResult
+    from gptj_ft.evaluation.leak_report import LeakReport
+    from gptj_ft.evaluation.leaks import LeakExamination, LeakRequest
     from gptj_ft.evaluation.predict import LabelJob, LabelResult
     from gptj_ft.generation.generator import Answer, GenerationSetup, Generator, InferenceSetup
     from gptj_ft.training.finetune import PreparedRun
@@ -296,6 +298,55 @@ def evaluate(
     recipe = model_options(folder, options).recipe
     request = EvaluateRequest(folder, recipe, str(baseline), rows, limit)
     return plan_evaluation(request, reporter).run(reporter.on_count)
+
+
+def plan_leaks(request: LeakRequest, reporter: Reporter | None = None) -> LeakExamination:
+    """Read the rows of a leak report and plan its passes; `leaks` also runs it."""
+    from gptj_ft.evaluation.leaks import LeakExamination
+
+    reporter = reporter or Reporter()
+    reporter.on_activity("reading the rows")
+    return LeakExamination.of(request)
+
+
+def leaks(
+    model: str | os.PathLike[str] | None = None,
+    data: str | os.PathLike[str] | None = None,
+    *,
+    baseline: str | os.PathLike[str] = "auto",
+    limit: int | None = None,
+    prefix: int | None = None,
+    length: int | None = None,
+    reporter: Reporter | None = None,
+    **options: Any,
+) -> LeakReport:
+    """Report how much of its training rows a tuned model gives away, see ``docs/leaks.md``.
+
+        >>> report = gptj_ft.leaks("runs/summarization-1")
+        >>> report.scores["leaks"].value, report.scores["calibrated_auc"].value
+
+    Args:
+        model: run, or the model in its folder; default: the newest run.
+        data: rows that the model has never seen; default: the run's held-out rows.
+        baseline: untuned model; ``auto``: the model it was tuned from; ``none``.
+        limit: maximum number of training rows, and of unseen rows; default: 1,000.
+        prefix: tokens given before a continuation; default: 50.
+        length: tokens of a continuation; default: 50.
+        reporter: receiver of progress.
+        **options: see `evaluate`.
+
+    Raises:
+        UsageError: the run's rows or unseen rows are missing, or none is long enough.
+        ResourceError: memory does not suffice.
+        Interrupted: stopped by a signal; the same call resumes.
+    """
+    from gptj_ft.evaluation.leaks import LeakRequest
+
+    folder, reporter = named_model(model, "evaluate"), reporter or Reporter()
+    rows = str(data) if data is not None else None
+    recipe = model_options(folder, options).recipe
+    request = LeakRequest(folder, recipe, str(baseline), rows, limit, prefix, length)
+    return plan_leaks(request, reporter).run(reporter.on_count)
 
 
 def evaluate_tasks(

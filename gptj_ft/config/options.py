@@ -46,6 +46,7 @@ Duration = Annotated[float, BeforeValidator(parse_duration), Field(gt=0.0)]
 
 # Bounds that no run reaches; beyond them, a recipe from somebody else could exhaust the memory or overflow.
 MOST_STEPS, MOST_EPOCHS = 10**9, 10**6
+MOST_CANARIES, MOST_REPEATS = 250, 10_000
 MOST_THREADS, MOST_RANKS = 4096, 10_000
 # A thousand times GPT-J's context; published corpora that are one long line are not larger.
 MOST_RECORD_BYTES = 256 * 2**20
@@ -91,6 +92,11 @@ Keep = Annotated[tuple[str, ...], BeforeValidator(_words), AfterValidator(_keep_
 
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_words)]
+
+
+Repeats = Annotated[
+    tuple[Annotated[int, Field(ge=1, le=MOST_REPEATS)], ...], BeforeValidator(_words), Field(min_length=1)
+]
 
 
 @dataclass(frozen=True)
@@ -456,6 +462,11 @@ class Recipe(Options):
     bias_correction: bool = True
     """divide Adam's moments by 1 - beta ** step; false: as BERT was fine-tuned"""
 
+    canaries: Annotated[int, FlagSpec(in_more=True)] = Field(0, ge=0, le=MOST_CANARIES)
+    """random secrets planted in copies of training rows, for `evaluate --leaks`; 0: none"""
+    canary_repeats: Repeats = (1,)
+    """training rows that contain each canary; several numbers take turns, e.g. 1,4,16"""
+
     # Hardware
     device: Annotated[str, FlagSpec(in_more=True)] = "auto"
     """auto, cpu, or an accelerator: cuda, cuda:1, xpu, mps"""
@@ -577,7 +588,7 @@ YOUNGER = frozenset((
     "task", "pair", "stride", "class_weights", "label_threshold", "max_answer_tokens", "num_best", "null_threshold",
     "num_sentences", "block_trigrams", "dropout", "attention_dropout", "layer_decay", "bias_correction",
     "header", "lanes", "lora.rslora", "chat_template", "template_options", "template_date", "generation.end_tokens",
-    "lora.dora", "revision", "products", "master",
+    "lora.dora", "revision", "products", "master", "canaries", "canary_repeats",
 ))  # fmt: skip
 OLD_VALUES: Mapping[str, Any] = {
     "revision": 1,

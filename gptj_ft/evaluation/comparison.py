@@ -160,9 +160,8 @@ def parse_gates(texts: Sequence[str], names: Sequence[str]) -> list[Gate]:
     return gates
 
 
-def failed_gates(gates: Sequence[Gate], verdict: ModelComparison) -> list[str]:
-    """Describe the thresholds that the scores miss."""
-    scores = verdict.comparison.scores
+def failed_gates(gates: Sequence[Gate], scores: Mapping[str, Estimate]) -> list[str]:
+    """Describe the thresholds that scores miss."""
     return [
         f"{gate.text}: it is {scores[gate.name].value:.4f}" if gate.name in scores else f"{gate.text}: no row has it"
         for gate in gates

@@ -31,7 +31,7 @@ from gptj_ft.planning.inference_plan import InferencePlan
 from gptj_ft.system.paths import is_adapter, is_model, models
 from gptj_ft.system.signals import stop_message
 
-_STOPPED = "stopped; finished rows are kept, and the same command resumes there"
+STOPPED = "stopped; finished rows are kept, and the same command resumes there"
 Count = Callable[[str, int, int | None, str], None]  # called with (model or baseline, done, to do, unit)
 
 
@@ -126,7 +126,7 @@ class PairedEvaluation:
         """
         results: dict[str, Evaluation] = {}
         for name, each in self.runs.items():
-            with stop_message(lambda: _STOPPED):
+            with stop_message(lambda: STOPPED):
                 results[name] = each.run(lambda done, total, name=name: count(name, done, total, self.unit))  # type: ignore[misc]
         comparison = self.compare(results["model"], results.get("baseline"))
         # Only now: if a comparison failed, repeating the command would not compute the results again.

@@ -60,14 +60,14 @@ def losses(
         budget_tokens: tokens computed at once.
         score: scorer of token queries; default: `score_tokens`.
     """
-    targets = [_targets(document) for document in documents]
+    targets = [target_spans(document) for document in documents]
     queries = [
         (document.ids[: document.num_inputs], [(at - 1, document.ids[at]) for span in spans for at in span])
         for document, spans in zip(documents, targets, strict=True)
     ]
     rows = []
     for document, spans, scores in zip(
-        documents, targets, _run_queries(offloaded, queries, budget_tokens, score), strict=True
+        documents, targets, run_queries(offloaded, queries, budget_tokens, score), strict=True
     ):
         words, num_bytes = _text_size(tokenizer, [document.ids[span.start : span.stop] for span in spans])
         rows.append(
@@ -140,7 +140,7 @@ def log_likelihoods(
             # The token before predicts: the prompt's last one predicts the answer's first.
             scored[own] += [(len(prompt) - 1 + at, token) for at, token in enumerate(answer)]
         queries += zip(documents, scored, strict=True)
-    scores = _run_queries(offloaded, queries, budget_tokens)
+    scores = run_queries(offloaded, queries, budget_tokens)
     likelihoods = iter([_likelihood(scores[n], slice(first, first + count)) for n, first, count in places])
     return [list(islice(likelihoods, len(own_answers))) for own_answers in answers]
 
@@ -149,7 +149,7 @@ def _likelihood(scores: TokenScores, span: slice) -> Likelihood:
     return Likelihood(math.fsum(scores.log_probabilities_S[span].tolist()), bool(scores.is_argmax_S[span].all()))
 
 
-def _targets(document: Document) -> list[range]:
+def target_spans(document: Document) -> list[range]:
     """Return the spans of target tokens, without the document's first token: it has no context to predict it from."""
     row = {"input_ids": document.ids, "prompt_length": document.prompt_length, "untrained": document.masked_spans}
     spans = [range(max(start, 1), end) for start, end in list(pairwise(span_borders(row)))[1::2]]
@@ -175,10 +175,16 @@ def _text_size(
     return sum(len(text.split()) for text in texts), sum(map(len, names))
 
 
-def _run_queries(
+def run_queries(
     offloaded: OffloadedModel, queries: Sequence[Query], budget_tokens: int, score: Score | None = None
 ) -> list[TokenScores]:
-    """Score the token queries of each document in one pass over the weights."""
+    """Score the token queries of each document in one pass over the weights.
+
+    Args:
+        queries: documents with their pairs of a position and the token after it.
+        budget_tokens: tokens computed at once.
+        score: scorer of token queries; default: `score_tokens`.
+    """
     groups = first_fit([len(ids) for ids, _ in queries], budget_tokens)
     batches, batch_queries = [], []
     for group in groups:

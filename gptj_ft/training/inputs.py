@@ -10,6 +10,7 @@ from gptj_ft.checkpoints.base_model import choose_model
 from gptj_ft.checkpoints.model_defaults import with_model_defaults, within_context
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.resolve import Resolved
+from gptj_ft.data.canaries import check_canaries, plant
 from gptj_ft.data.dataset import Prepared, Report
 from gptj_ft.data.load import data_path, read_or_prepare
 from gptj_ft.data.prepare import TokenizeJob
@@ -34,6 +35,7 @@ class Inputs:
 def gather(resolved: Resolved) -> Inputs:
     """Find the model and prepare the rows; hold some out for validation unless ``val_data`` is set."""
     recipe = resolved.recipe
+    check_canaries(recipe)
     source = identify(data_path(recipe.data), FileOptions.of(recipe))
     model = choose_model(recipe, source)
     recipe, note = within_context(with_model_defaults(recipe, model, source.path), model, resolved.typed)
@@ -42,13 +44,18 @@ def gather(resolved: Resolved) -> Inputs:
     vocab_size = vocab_size_of(model)
     known = read_architecture(model).labels if recipe.task != "language-model" else ()
     rows = read_or_prepare(TokenizeJob(recipe, tokenizer, source, vocab_size, known_labels=known))
+    validation: Prepared | None
     if recipe.val_data is not None:
         path, labels = data_path(recipe.val_data), rows.report.labels
         validation = read_or_prepare(TokenizeJob.of(recipe, tokenizer, path, vocab_size, labels=labels))
         train = warn_of_shared(note_left_out(rows, validation), validation)
-        return Inputs(recipe, model, train, validation, train.report, note)
-    train, held_out = split(rows, recipe.holdout, recipe.seed)
-    return Inputs(recipe, model, train, held_out, rows.report, note)
+        report = train.report
+    else:
+        (train, validation), report = split(rows, recipe.holdout, recipe.seed), rows.report
+    if recipe.canaries:
+        train = plant(train, recipe, tokenizer)
+        report = replace(report, notes=train.report.notes)
+    return Inputs(recipe, model, train, validation, report, note)
 
 
 def note_left_out(train: Prepared, validation: Prepared) -> Prepared:

@@ -72,6 +72,15 @@ def evaluate(
         Path | None, flag("with --tasks: folder of more tasks, as YAML files", metavar="FOLDER", more=True)
     ] = None,
     num_fewshot: Annotated[int | None, flag("with --tasks: examples before each question", min=0, more=True)] = None,
+    leaks: Annotated[
+        bool, flag("report how much of its training rows the model gives away, instead of its scores", "--leaks")
+    ] = False,
+    leak_prefix: Annotated[
+        int | None, flag("with --leaks: tokens given before a continuation [default: 50]", min=1, more=True)
+    ] = None,
+    leak_tokens: Annotated[
+        int | None, flag("with --leaks: tokens that the model has to repeat [default: 50]", min=1, more=True)
+    ] = None,
     config: Config = None,
     assignments: Assignments = None,
     offline: Offline = False,
@@ -89,6 +98,7 @@ def evaluate(
 
     with leading(nproc) as workers:
         _check_kind(predictions, tasks, data, allow_empty, include_path is not None or num_fewshot is not None)
+        _check_leaks(leaks, predictions or tasks or output, show, leak_prefix or leak_tokens)
         if predictions is not None and (dry_run or nproc not in (None, 1)):
             option = "--dry-run" if dry_run else "--nproc"
             raise UsageError(f"{option} is for evaluating a model, and --predictions reads none: leave one out")
@@ -96,9 +106,12 @@ def evaluate(
         with out.activity():
             from gptj_ft import api
             from gptj_ft.cli.terminal.evaluation import EvaluationOutput, evaluate_model
+            from gptj_ft.cli.terminal.leaks import examine_leaks
             from gptj_ft.cli.terminal.progress import TerminalReporter
             from gptj_ft.evaluation.comparison import parse_gates
             from gptj_ft.evaluation.evaluate import EvaluateRequest, TasksRequest
+            from gptj_ft.evaluation.leak_report import LEAK_SCORES
+            from gptj_ft.evaluation.leaks import LeakRequest
             from gptj_ft.evaluation.lm_eval.tasks import TaskSelection, load_tasks
             from gptj_ft.evaluation.metrics import score_names
             from gptj_ft.evaluation.metrics.language_model import LOSS_SCORES
@@ -118,6 +131,10 @@ def evaluate(
             return
         folder = api.named_model(model, "evaluate")
         recipe = api.model_options(folder, {**options, "config": config}, assignments=assignments).recipe
+        if leaks:
+            wanted = LeakRequest(folder, recipe, baseline, rows, limit, leak_prefix, leak_tokens, workers)
+            examine_leaks(wanted, parse_gates(gates or (), LEAK_SCORES), target, dry_run)
+            return
         request: EvaluateRequest | TasksRequest = EvaluateRequest(folder, recipe, baseline, rows, limit, workers)
         names: Sequence[str] = [*LOSS_SCORES, *score_names(recipe.metrics, recipe.task)]
         if tasks is not None:
@@ -125,6 +142,14 @@ def evaluate(
             loaded = load_tasks(TaskSelection(task_names, include_path, num_fewshot), offline)
             request, names = TasksRequest(folder, recipe, loaded, baseline, limit, workers), loaded.score_names
         evaluate_model(request, parse_gates(gates or (), names), target, dry_run)
+
+
+def _check_leaks(leaks: bool, other: Path | str | None, show: int, length: int | None) -> None:
+    """Check that the options fit a leak report."""
+    if leaks and (other is not None or show):
+        raise UsageError("--leaks has a report of its own: leave out --predictions, --tasks, --output and --show")
+    if not leaks and length is not None:
+        raise UsageError("--leak-prefix and --leak-tokens are for a leak report: add --leaks")
 
 
 def _check_kind(

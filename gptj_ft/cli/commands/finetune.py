@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 @takes_options(
     "recipe", "data", "model", "map", "val_data", "output", "method", "lr", "epochs", "max_steps", "batch_size",
     "max_length", "max_time", "train", "seed", "on_long", "max_bad_rows", "cache", "validate_every", "save_every",
-    "keep", "export", "report_to", *PLACEMENT_OPTIONS,
+    "keep", "export", "canaries", "report_to", *PLACEMENT_OPTIONS,
 )  # fmt: skip
 def finetune(
     options: SetOptions,

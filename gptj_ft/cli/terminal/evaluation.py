@@ -65,7 +65,7 @@ class EvaluationOutput:
         Raises:
             GateError: a score missed its gate.
         """
-        failed = failed_gates(gates, result)
+        failed = failed_gates(gates, result.comparison.scores)
         facts = evaluation_facts(result, self.command, self.show)
         json_facts = {**result.to_dict(self.show > 0), "gates_missed": failed}
         if self.output is not None:
@@ -76,10 +76,7 @@ class EvaluationOutput:
         self.out.finish(
             json_facts, scores_text(facts), lambda console: show_comparison(console, facts, written, following)
         )
-        if failed and self.out.as_json:  # the JSON object has it
-            raise typer.Exit(GateError.exit_code)
-        if failed:
-            raise GateError("gate missed: " + "; ".join(failed))
+        fail_if_missed(failed, self.out)
 
     def record(self, model: Path, result: ModelComparison) -> tuple[str, ...]:
         """Add a comparison to the report of the model's run, if any; return the command that shows it."""
@@ -89,6 +86,18 @@ class EvaluationOutput:
         record(run.folder, result, self.command)
         write_page(run, self.out.notes.print)
         return (command_line("report", model.parent, "--show-text"),)
+
+
+def fail_if_missed(failed: Sequence[str], out: Output) -> None:
+    """End the command with an error if a score missed its gate.
+
+    Raises:
+        GateError: a gate was missed.
+    """
+    if failed and out.as_json:  # the JSON object has it
+        raise typer.Exit(GateError.exit_code)
+    if failed:
+        raise GateError("gate missed: " + "; ".join(failed))
 
 
 def evaluate_model(
