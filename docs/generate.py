@@ -44,7 +44,8 @@ UNITS = {
     "sample_rows": "rows", "max_bad_rows": "rows", "holdout": "share of rows", "epochs": "passes", "max_steps": "steps",
     "validate_every": "steps", "save_every": "steps", "save_minutes": "minutes", "patience": "validations",
     "warmup": "share of steps, or steps", "final_lr": "share of lr", "schedule.start": "share of lr",
-    "schedule.end": "share of lr", "schedule.steps": "steps", "read_ahead": "layers",
+    "schedule.end": "share of lr", "schedule.steps": "steps", "read_ahead": "layers", "canaries": "secrets",
+    "canary_repeats": "rows",
 }  # fmt: skip
 SLOW_PARTS = ("hours", "hours-details")
 TYPES = {bool: "true, false", int: "integer", float: "number", str: "text"}

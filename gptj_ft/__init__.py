@@ -19,7 +19,6 @@ if TYPE_CHECKING:
         load,
         plan,
         plan_evaluation,
-        plan_leaks,
         predict,
         predict_file,
         prepare,
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from gptj_ft.evaluation.evaluate import EvaluateRequest
     from gptj_ft.evaluation.generate import BatchResult
     from gptj_ft.evaluation.leak_report import LeakReport
-    from gptj_ft.evaluation.leaks import LeakRequest
     from gptj_ft.evaluation.predict import LabelResult
     from gptj_ft.generation.generator import Answer
     from gptj_ft.training.finetune import PreparedRun
@@ -52,7 +50,6 @@ _HOMES = {  # modules of the names outside `api`
     "EvaluateRequest": "evaluation.evaluate",
     "BatchResult": "evaluation.generate",
     "LeakReport": "evaluation.leak_report",
-    "LeakRequest": "evaluation.leaks",
     "Answer": "generation.generator",
     "Diagnosis": "diagnostics.checkup",
     "Forecast": "training.forecast",
@@ -74,7 +71,6 @@ __all__ = [
     "GptjFtError",
     "LabelResult",
     "LeakReport",
-    "LeakRequest",
     "Model",
     "ModelComparison",
     "Preparation",
@@ -96,7 +92,6 @@ __all__ = [
     "load",
     "plan",
     "plan_evaluation",
-    "plan_leaks",
     "predict",
     "predict_file",
     "prepare",

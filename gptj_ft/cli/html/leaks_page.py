@@ -19,7 +19,6 @@ NO_GUARANTEE = (
     "A report without leaks is no guarantee: it tries greedy continuations and attacks by loss, on a sample of the "
     "rows. Other prompts, sampling, or questions about facts in other words may find more."
 )
-Facts = Mapping[str, Any]
 
 
 def leak_facts(report: LeakReport, command: str) -> dict[str, Any]:
@@ -49,7 +48,7 @@ def headline(report: LeakReport) -> str:
     return ", and ".join(parts)
 
 
-def leak_report(suffix: str, facts: Facts, json_facts: Facts) -> str:
+def leak_report(suffix: str, facts: Mapping[str, Any], json_facts: Mapping[str, Any]) -> str:
     """Return a report in the format of its suffix: ``.json``, ``.md`` or ``.html``."""
     if suffix == ".json":
         return to_json({**json_facts, "command": facts["command"]})
@@ -145,6 +144,6 @@ def _text(estimate: Estimate | None, digits: int) -> str:
     return f"{estimate.value:.{digits}f}{ends}"
 
 
-def table_rows(table: Facts) -> Sequence[Sequence[str]]:
+def table_rows(table: Mapping[str, Any]) -> Sequence[Sequence[str]]:
     """Return the rows of a table below its column names."""
     return [table["head"], *table["rows"]]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from gptj_ft import api
 from gptj_ft.cli.html import write_new
-from gptj_ft.cli.html.leaks_page import SHOWN_ROWS, Facts, leak_facts, leak_report, table_rows
+from gptj_ft.cli.html.leaks_page import SHOWN_ROWS, leak_facts, leak_report, table_rows
 from gptj_ft.cli.terminal.evaluation import EvaluationOutput, fail_if_missed
 from gptj_ft.cli.terminal.progress import TerminalReporter
 from gptj_ft.cli.terminal.screen import say, table, whole
@@ -61,7 +62,7 @@ def _about(examination: LeakExamination) -> list[tuple[str, str]]:
     ]
 
 
-def _show(console: Console, facts: Facts, written: Sequence[Path]) -> None:
+def _show(console: Console, facts: Mapping[str, Any], written: Sequence[Path]) -> None:
     rows = {**facts["rows"], "rows": facts["rows"]["rows"][:ROWS_ON_TERMINAL]}
     for each in [*facts["tables"], rows]:
         table(console, each["title"], table_rows(each))
