@@ -182,7 +182,7 @@ def test_report_files_hold_no_text_of_rows(shell, place: Path) -> None:
     line = f"evaluate {place / 'text'} --leaks --limit 20 --leak-prefix {PREFIX} --leak-tokens {LENGTH}"
     result = shell(f"{line} --report leaks.html --report leaks.md --report leaks.json")
     assert result.code == 0
-    assert "training rows word for word" in result.out
+    assert "training rows repeated word for word" in result.out
     facts = json.loads(Path("leaks.json").read_text(encoding="utf-8"))
     assert facts["rows"] == {"trained": 20, "unseen": 20}
     assert facts["scores"]["leaks"] > 10

@@ -22,11 +22,12 @@ NO_GUARANTEE = (
 
 
 def leak_facts(report: LeakReport, command: str) -> dict[str, Any]:
-    """Lay out a report: headline, tables of texts, notes."""
+    """Lay out a report: title, summary, tables of texts, notes."""
     return {
         "model": model_name(report.model),
         "baseline": model_name(report.baseline) if report.baseline else None,
-        "headline": headline(report),
+        "title": _title(report),
+        "summary": _summary(report),
         "tables": [table for table in (_continuations(report), _membership(report), _canaries(report)) if table],
         "rows": _rows(report),
         "notes": [*report.notes, NO_GUARANTEE],
@@ -35,17 +36,23 @@ def leak_facts(report: LeakReport, command: str) -> dict[str, Any]:
     }
 
 
-def headline(report: LeakReport) -> str:
-    """Return the result in a sentence."""
-    parts = []
-    if (leaks := report.scores.get("leaks")) is not None:
-        checked = sum(bool(row.lengths) for row in report.rows if row.is_trained)
-        count = sum(row.is_leaked for row in report.rows if row.is_trained)
-        most = f"; at most {leaks.high:.2g} % of all with 95 % confidence" if not count and leaks.high else ""
-        parts.append(f"repeats {count:,} of {checked:,} training rows word for word{most}")
+def _title(report: LeakReport) -> str:
+    """Return the main result in a few words."""
+    checked = sum(bool(row.lengths) for row in report.rows if row.is_trained)
+    if not checked:
+        return "no row is long enough for a continuation"
+    leaked = sum(row.is_leaked for row in report.rows if row.is_trained)
+    return f"{leaked:,} of {checked:,} training rows repeated word for word"
+
+
+def _summary(report: LeakReport) -> str:
+    """Return the intervals of the main results in a sentence."""
+    parts, leaks = [], report.scores.get("leaks")
+    if leaks is not None and leaks.high is not None:
+        parts.append(f"With 95 % confidence, at most {leaks.high:.2g} % of all training rows are repeated.")
     name = "calibrated_auc" if "calibrated_auc" in report.scores else "membership_auc"
-    parts.append(f"tells them from unseen rows with AUC {_text(report.scores[name], 1)} (chance: 50)")
-    return ", and ".join(parts)
+    parts.append(f"Training rows are told from unseen rows with an AUC of {_text(report.scores[name], 1)}; chance: 50.")
+    return " ".join(parts)
 
 
 def leak_report(suffix: str, facts: Mapping[str, Any], json_facts: Mapping[str, Any]) -> str:
@@ -134,14 +141,14 @@ def _rows(report: LeakReport) -> dict[str, Any]:
 
 
 def _rate(count: int, total: int) -> str:
-    return f": {_text(wilson_estimate(count, total), 1)} %" if total else ""
+    return f": {_text(wilson_estimate(count, total), 1, ' %')}" if total else ""
 
 
-def _text(estimate: Estimate | None, digits: int) -> str:
+def _text(estimate: Estimate | None, digits: int, unit: str = "") -> str:
     if estimate is None:
         return ""
     ends = "" if estimate.low is None else f" ({estimate.low:.{digits}f} to {estimate.high:.{digits}f})"
-    return f"{estimate.value:.{digits}f}{ends}"
+    return f"{estimate.value:.{digits}f}{unit}{ends}"
 
 
 def table_rows(table: Mapping[str, Any]) -> Sequence[Sequence[str]]:

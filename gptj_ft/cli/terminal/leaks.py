@@ -69,6 +69,7 @@ def _show(console: Console, facts: Mapping[str, Any], written: Sequence[Path]) -
         say(console, each["caption"], "  ")
     for note in facts["notes"]:
         say(console, f"\n{note}", "  ")
-    console.print(Text(f"\n{facts['model']} {facts['headline']}", style="bold"), soft_wrap=True)
+    console.print(Text(f"\n{facts['model']}: {facts['title']}", style="bold"), soft_wrap=True)
+    say(console, facts["summary"])
     for path in written:
         console.print(f"written to {path}")
