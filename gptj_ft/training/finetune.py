@@ -214,10 +214,21 @@ def options_on_resume(
 def train_run(prepared: PreparedRun, reporter: Reporter | None = None, session: Session | None = None) -> TrainResult:
     """Make the run folder of a new run, or return to the chosen checkpoint of an old one, and train.
 
-    Errors are those of `loop.train`; further `UsageError` if another process trains the run, and `DataError` if the
-    chosen checkpoint is damaged.
+    Errors are those of `loop.train` and `opened_run`.
     """
     reporter, session = reporter or Reporter(), session or Session()
+    with opened_run(prepared, reporter, session) as run:
+        return train(prepared.setup, run, reporter, session)
+
+
+@contextmanager
+def opened_run(prepared: PreparedRun, reporter: Reporter, session: Session) -> Iterator[Run]:
+    """Make the run folder of a new run, or return to the chosen checkpoint of an old one; lock it in the block.
+
+    Raises:
+        UsageError: another process trains the run.
+        DataError: the chosen checkpoint is damaged.
+    """
     run = prepared.run or Run(Path(prepared.setup.recipe.output or ""))
     # Before the folder exists: the other ranks plan while rank 0 makes it.
     prepared.setup.parallel.announce(prepared.setup, run, prepared.start)
@@ -238,7 +249,7 @@ def train_run(prepared: PreparedRun, reporter: Reporter | None = None, session: 
         if (start := prepared.setup.plan.costs.start.seconds) > LONG_START_SECONDS:
             reporter.on_message(f"putting weights and state in their places, about {clock(start)}")
         prepared.setup.parallel.share_folder(run)
-        return train(prepared.setup, run, reporter, session)
+        yield run
 
 
 def warn_of_changes(run: Run, setup: TrainSetup, reporter: Reporter) -> None:

@@ -1,4 +1,4 @@
-"""Train a run. Read `train` first: it is the loop; `Training` has the state and the body of each line."""
+"""Train a run. Read `train` and its loop, `train_until`, first; `Training` has the state and the body of each line."""
 
 from __future__ import annotations
 
@@ -81,16 +81,22 @@ def train(setup: TrainSetup, run: Run, reporter: Reporter | None = None, session
     """
     start, session = time.monotonic(), session or Session()
     with open_session(setup, run, reporter or Reporter(), session) as training:
-        while True:
-            training.validate_if_due()
-            training.stop_if_asked()
-            if training.is_done:
-                break
-            training.take_step()
-            training.save_if_due()
-            training.stop_if_late()
+        train_until(training)
         training.export()
     return training.finish(start)
+
+
+def train_until(training: Training, pause: int | None = None) -> None:
+    """Train to the end of the run, or to the step ``pause``; errors are those of `train`."""
+    # A validation that is due at the pause belongs to the session that resumes the run.
+    while training.state.step != pause or pause == training.setup.num_steps:
+        training.validate_if_due()
+        training.stop_if_asked()
+        if training.is_done:
+            break
+        training.take_step()
+        training.save_if_due()
+        training.stop_if_late()
 
 
 @contextmanager
