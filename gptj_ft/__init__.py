@@ -23,7 +23,9 @@ if TYPE_CHECKING:
         predict_file,
         prepare,
         prepare_run,
+        prepare_search,
         prove,
+        search,
     )
     from gptj_ft.config.options import Recipe
     from gptj_ft.diagnostics.checkup import Diagnosis
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from gptj_ft.training.loop import TrainResult
     from gptj_ft.training.prepare_command import Preparation
     from gptj_ft.training.reporter import Progress, Reporter, StepReport
+    from gptj_ft.training.search import PreparedSearch, SearchResult
 
 __version__ = "0.1.0"
 _HOMES = {  # modules of the names outside `api`
@@ -61,6 +64,8 @@ _HOMES = {  # modules of the names outside `api`
     "Progress": "training.reporter",
     "Reporter": "training.reporter",
     "StepReport": "training.reporter",
+    "PreparedSearch": "training.search",
+    "SearchResult": "training.search",
 }
 __all__ = [
     "Answer",
@@ -75,11 +80,13 @@ __all__ = [
     "ModelComparison",
     "Preparation",
     "PreparedRun",
+    "PreparedSearch",
     "Progress",
     "Proof",
     "ProofRequest",
     "Recipe",
     "Reporter",
+    "SearchResult",
     "StepReport",
     "TrainResult",
     "doctor",
@@ -96,7 +103,9 @@ __all__ = [
     "predict_file",
     "prepare",
     "prepare_run",
+    "prepare_search",
     "prove",
+    "search",
 ]
 
 

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from gptj_ft.training.finetune import PreparedRun
     from gptj_ft.training.forecast import Forecast
     from gptj_ft.training.loop import TrainResult
+    from gptj_ft.training.search import PreparedSearch, SearchResult
 
 bound_kernel_caches()  # must precede the first matrix product of torch
 
@@ -162,6 +163,67 @@ def finetune(
     """
     run = prepare_run(recipe, resume=resume, start=start, offline=offline, reporter=reporter, **options)
     return run.train(reporter)
+
+
+def search(
+    recipe: str | Resolved | None = None,
+    *,
+    lr: Sequence[float] | None = None,
+    over: Mapping[str, Sequence[Any]] | None = None,
+    by: str = "loss",
+    resume: str | os.PathLike[str] | None = None,
+    offline: bool = False,
+    reporter: Reporter | None = None,
+    **options: Any,
+) -> SearchResult:
+    """Train runs that differ in some options, drop the worse ones early, and choose the best.
+
+        >>> result = gptj_ft.search("classification", data="my.jsonl", model="tiny-bert", lr=[1e-5, 3e-5, 1e-4])
+        >>> result.best, result.model, result.config
+
+    Args:
+        recipe: name of a preset, or resolved options.
+        lr: learning rates; short for ``over={"lr": ...}``.
+        over: values of each option to search; default: six learning rates around the recipe's.
+        by: deciding score on the validation rows.
+        resume: folder of a search to resume; needs no other option.
+        offline: use the fetched copy of a dataset on the Hub.
+        reporter: receiver of progress.
+        **options: fields of `Recipe`; ``config`` is a YAML file of them.
+
+    Raises:
+        UsageError: an option cannot be searched, or the search does not fit in ``max_time``.
+        DataError, ResourceError: see `finetune`.
+        Interrupted, OutOfTime: stopped; everything is saved.
+        NotFinite: every candidate diverged.
+    """
+    over = {**(over or {}), **({"lr": lr} if lr is not None else {})}
+    prepared = prepare_search(recipe, over=over, by=by, resume=resume, offline=offline, reporter=reporter, **options)
+    return prepared.run(reporter)
+
+
+def prepare_search(
+    recipe: str | Resolved | None = None,
+    *,
+    over: Mapping[str, Sequence[Any]] | None = None,
+    by: str = "loss",
+    resume: str | os.PathLike[str] | None = None,
+    offline: bool = False,
+    reporter: Reporter | None = None,
+    **options: Any,
+) -> PreparedSearch:
+    """Read model and rows of a search and plan it, without writing anything. Arguments and errors: see `search`.
+
+    >>> gptj_ft.prepare_search("classification", data="my.jsonl", model="tiny-bert").plan.rungs
+    """
+    from gptj_ft.training.search import prepare_search, resume_search
+
+    reporter = reporter or Reporter()
+    if resume is not None:
+        limit = recipe.recipe.max_time if isinstance(recipe, Resolved) else options.get("max_time")
+        return resume_search(Path(resume).expanduser(), limit, reporter)
+    resolved = fetched(resolved_options(recipe, options), offline, reporter)
+    return prepare_search(resolved, over or {}, by, reporter)
 
 
 def plan(

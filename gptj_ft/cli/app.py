@@ -33,6 +33,7 @@ from gptj_ft.cli.commands import (
     recipes,
     report,
     runs,
+    search,
 )
 from gptj_ft.cli.help import Command, Commands
 from gptj_ft.cli.options import flag
@@ -70,6 +71,10 @@ _add(START, convert.convert, "convert", "convert runs/summarization-1 my-model -
 _add(
     START, finetune.finetune, "finetune --recipe summarization --data my.jsonl", FIRST_RUN,
     "finetune --resume runs/summarization-1",
+)  # fmt: skip
+_add(
+    START, search.search, "search --recipe classification --data my.jsonl --max-steps 200",
+    "search --recipe qa --data my.jsonl --lr 1e-5,3e-5,1e-4 --max-time 2h", "search --resume runs/search-1",
 )  # fmt: skip
 _add(
     START,

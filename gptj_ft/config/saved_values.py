@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -279,3 +279,63 @@ def checked(
     except (OverflowError, RecursionError) as error:
         raise DataError(f"{path} is damaged: {error}; {advice}") from error
     return values
+
+
+class _Budget(Saved):
+    """See `halving.Budget`."""
+
+    seconds_per_step: Positive
+    seconds_per_rung: Positive
+    seconds_per_start: Positive
+    seconds_per_end: Positive
+    limit: Positive | None
+
+
+class _Estimate(Saved):
+    """See `Estimate`."""
+
+    value: float | None
+    low: float | None
+    high: float | None
+
+
+class _Standing(Saved):
+    """See `halving.Standing`."""
+
+    candidate: Text
+    fate: Literal["best", "kept", "worse", "budget", "diverged"]
+    score: float | None
+    difference: _Estimate | None
+    reason: Text
+
+
+class _Decision(Saved):
+    """See `halving.Decision`."""
+
+    step: Step
+    standings: Annotated[list[_Standing], Field(min_length=1, max_length=100)]
+
+
+class SavedSearch(Saved):
+    """``search.json``."""
+
+    request: Annotated[str, Field(max_length=128)]
+    recipe: dict[Name, Any]  # validated as any recipe
+    candidates: Annotated[list[dict[Name, Any]], Field(min_length=2, max_length=100)]
+    by: Name
+    rungs: Annotated[list[Step], Field(min_length=1, max_length=10)]
+    max_time: Positive | None
+    budget: _Budget
+    decisions: Annotated[list[_Decision], Field(max_length=10)]
+
+
+class SavedRowScores(Saved):
+    """Scores of a candidate at a rung, see `RowScores`, or the reason of its divergence."""
+
+    diverged: Text | None = None
+    losses: list[float] = []
+    weights: list[float] = []
+    right: list[int] = []
+    texts: list[Text] = []
+    expected: list[Any] = []
+    predicted: list[Any] = []

@@ -58,6 +58,7 @@ def test_commands_are_grouped_with_an_example(shell) -> None:
         "download",
         "convert",
         "finetune",
+        "search",
         "evaluate",
         "generate",
         "predict",

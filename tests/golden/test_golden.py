@@ -189,6 +189,7 @@ COMMANDS = {
     **PLANS,
     "finetune-dry-run": f"finetune {TRAIN} --val-data val.jsonl {ON_DEVICE} --output runs/a --dry-run",
     "finetune": f"finetune {TRAIN} --val-data val.jsonl {ON_DEVICE} --save-every 2 --keep all --output runs/a",
+    "search": f"search {TRAIN} --lr 1e-3,3e-3 --val-data val.jsonl {ON_DEVICE} --output found",
     "finetune-resume-error": "finetune --resume runs/a --max-steps 6",
     "finetune-lora": (
         f"finetune {TRAIN.replace('full', 'lora')} --val-data val.jsonl {ON_DISK} --output runs/b --set lora.merge=true"
@@ -228,8 +229,8 @@ VOLATILE = re.compile(
 # seconds are, too, but for the order in which fractions are summed, and kernels that a processor does without.
 VOLATILE_IN_PLANS = re.compile(r"have|load|timeline")
 PLAN_TOLERANCE = 0.01
-# Their adapters' numbers were recorded on another processor than those of machine.json.
-FROM_ELSEWHERE = ("finetune-lora", "evaluate-lora", "runs", "runs-list")
+# Their numbers, or those of adapters in them, were recorded on another processor than those of machine.json.
+FROM_ELSEWHERE = ("finetune-lora", "evaluate-lora", "search", "runs", "runs-list")
 SIZES_ON_DISK = re.compile(r"bytes|.*_bytes")
 
 

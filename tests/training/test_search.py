@@ -1,0 +1,281 @@
+"""Search of learning rates: survivors equal runs of their own, kills change nothing, bad input is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import write_rows
+from support.small_run import assert_same_weights, losses_of, weights_of
+
+from gptj_ft import api
+from gptj_ft.config.run_folder import Run
+from gptj_ft.data.dataset import load_dataset
+from gptj_ft.errors import DataError, Interrupted, NotFinite, OutOfTime, UsageError
+from gptj_ft.system.lock import locked
+from gptj_ft.training import search as module
+from gptj_ft.training.halving import Budget, halved, rungs_of
+from gptj_ft.training.reporter import Reporter
+from gptj_ft.training.search import SearchPlan, SearchResult, check_time, read_search
+from gptj_ft.training.search_space import Candidate, candidates_of, parse_over
+
+STEPS, RATES = 6, [1e-3, 1e-2, 3e-2]
+OPTIONS: dict[str, Any] = {
+    "data": "rows.jsonl", "model": "tiny", "batch_size": 2, "max_steps": STEPS, "holdout": 0.2, "precision": "fp32",
+}  # fmt: skip
+LABELLED = {**OPTIONS, "model": "tiny-bert", "map": {"text": "note", "label": "kind"}, "dropout": 0.1}
+
+
+def recipe_of(options: dict[str, Any]) -> str:
+    return "classification" if options["model"] == "tiny-bert" else "summarization"
+
+
+def run_search(folder: str, options: dict[str, Any] = OPTIONS, **more: Any) -> SearchResult:
+    return api.search(recipe_of(options), **{"lr": RATES, **options, "output": folder, **more})
+
+
+@pytest.fixture(autouse=True)
+def rows(tmp_path: Path) -> None:
+    lines = write_rows(tmp_path / "rows.jsonl").read_text().splitlines()
+    kinds = [{**json.loads(line), "kind": f"k{n % 3}"} for n, line in enumerate(lines)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, kinds)) + "\n")
+
+
+@pytest.mark.parametrize("options", [OPTIONS, LABELLED, {**OPTIONS, "weights": "disk", "optimizer_state": "disk"}])
+def test_survivor_equals_a_run_of_its_own(options: dict[str, Any]) -> None:
+    result = run_search("s", {**options, "validate_every": 1})
+    rate = float(result.best.partition("=")[2])
+    own = api.finetune(recipe_of(options), **{**options, "validate_every": 1, "lr": rate, "output": "own"})
+    assert_same_weights(weights_of(Path(result.model)), weights_of(Path(own.model)))
+    assert losses_of(Run(Path(result.run))) == losses_of(Run(Path(own.run)))
+    again = api.finetune(config=result.config, output="again")
+    assert_same_weights(weights_of(Path(result.model)), weights_of(Path(again.model)))
+
+
+def test_dropped_candidates_leave_no_state() -> None:
+    result = run_search("s")
+    assert len(result.decisions) == 3
+    dropped = [name for name in (f"lr-{rate:g}" for rate in RATES) if name != Path(result.run).name]
+    assert len(dropped) == 2
+    for name in dropped:
+        run = Run(Path("s") / name)
+        assert not run.state.exists()
+        assert not run.checkpoints.exists()
+        assert not run.model.exists()
+        rung = next(
+            step for step, each in result.standings if Candidate({"lr": float(name[3:])}).name == each.candidate
+        )
+        assert [line["step"] for line in run.metrics() if "validation_loss" in line][-1] == rung < STEPS
+
+
+def test_row_losses_sum_to_the_validation_loss() -> None:
+    for folder, options in (("text", OPTIONS), ("label", LABELLED)):
+        result = run_search(folder, options)
+        lines = Run(Path(result.run)).metrics()
+        assert result.decisions[-1].leader.score == pytest.approx(lines[-1]["validation_loss"], rel=1e-5)
+
+
+class KillAt(Reporter):
+    """Kill the process at an event; -1: never, and count the events."""
+
+    def __init__(self, event: int = -1) -> None:
+        self.left, self.count = event, 0
+
+    def _event(self, *_: object) -> None:
+        self.count += 1
+        if self.count == self.left:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    on_activity = on_message = on_step = on_validation = _event  # type: ignore[assignment]
+
+
+def killed(event: int, **options: Any) -> bool:
+    """Run a search in a child that is killed at an event; return False if it ended before."""
+    if (child := os.fork()) == 0:
+        try:
+            run_search(reporter=KillAt(event), **options)
+        finally:
+            os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+
+def choice_of(result: SearchResult) -> tuple[Any, ...]:
+    return result.best, [(step, each) for step, each in result.standings]
+
+
+@pytest.mark.parametrize("options", [OPTIONS, LABELLED])
+def test_killed_search_comes_to_the_same_choice(options: dict[str, Any]) -> None:
+    counter = KillAt()
+    whole = run_search("whole", options, reporter=counter)
+    assert counter.count > 20
+    # Twice in each search: inside a rung, between rungs, while it ends.
+    for first in range(3, counter.count, counter.count // 4):
+        folder = f"killed-{first}"
+        assert killed(first, folder=folder, options=options)
+        killed(first // 2 + 4, folder=folder, options=options)
+        result = run_search(folder, options)
+        assert choice_of(result) == choice_of(whole)
+        assert_same_weights(weights_of(Path(result.model)), weights_of(Path(whole.model)))
+        shutil.rmtree(folder)
+
+
+def test_kill_before_the_files_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(module.PreparedSearch, "_discard_dropped", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(Interrupted, match="search --resume s"):
+            run_search("s")
+    assert len(read_search(Path("s"))[1]) == 1
+    run_search("s")
+    assert len(list(Path("s").glob("*/model"))) == 1
+    assert not list(Path("s").glob("*/checkpoints"))
+
+
+def test_finished_search_returns_its_result() -> None:
+    first = run_search("s")
+    before = {path: path.stat().st_mtime_ns for path in Path("s").rglob("*.safetensors")}
+    again = api.search(resume="s")
+    assert choice_of(again) == choice_of(first)
+    assert {path: path.stat().st_mtime_ns for path in Path("s").rglob("*.safetensors")} == before
+
+
+def test_same_command_resumes_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {key: value for key, value in OPTIONS.items() if key != "output"}
+    with monkeypatch.context() as patch:
+        patch.setattr("gptj_ft.training.deadline.Deadline.allows", lambda *_: False)
+        with pytest.raises(OutOfTime, match="resume with\ngptj-ft search --resume runs/search-1"):
+            api.search("summarization", lr=RATES, **options)
+    assert api.search("summarization", lr=RATES, **options).folder == "runs/search-1"
+    assert api.search("summarization", lr=RATES, **options).folder == "runs/search-2"
+
+
+def test_diverging_candidate_is_dropped_and_named() -> None:
+    result = run_search("s", lr=[1e-2, 1e30], clip_norm=None)
+    assert result.best == "lr=0.01"
+    _, last = result.standings[-1]
+    assert (last.candidate, last.fate) == ("lr=1e+30", "diverged")
+    assert "not finite" in last.reason
+    assert not (Path("s") / "lr-1e-30" / "checkpoints").exists()
+
+
+def test_search_of_divergence_alone_fails() -> None:
+    with pytest.raises(NotFinite, match="every candidate diverged"):
+        run_search("s", lr=[1e30, 1e31], clip_norm=None)
+
+
+def test_score_decides_by_name() -> None:
+    result = run_search("s", LABELLED, by="macro_f1")
+    table = load_dataset(Path("s/data/validation"))
+    assert result.plan.by == "macro_f1"
+    saved = json.loads(next(Path("s/scores").glob("*-step-000006.json")).read_text())
+    assert len(saved["losses"]) == len(table.rows)
+    evaluated = api.evaluate(result.run, baseline="none").comparison.scores["macro_f1"].value
+    assert result.decisions[-1].leader.score == pytest.approx(evaluated)
+
+
+def test_several_options_give_the_product() -> None:
+    recipe = api.resolved_options("summarization", {}).recipe
+    candidates = candidates_of(recipe, parse_over(["lr=1e-5,3e-5", "warmup=0,0.1", "clip_norm=null,1"]))
+    assert len(candidates) == 8
+    assert candidates[0].name == "lr=1e-05, warmup=0, clip_norm=null"
+    assert candidates[0].folder == "lr-1e-05_warmup-0_clip_norm-null"
+    assert candidates[-1].recipe(recipe).clip_norm == 1.0
+
+
+def test_default_rates_surround_the_recipe() -> None:
+    recipe = api.resolved_options("summarization", {"lr": 2e-5}).recipe
+    assert [each.values["lr"] for each in candidates_of(recipe, {})] == [2e-6, 6e-6, 2e-5, 6e-5, 2e-4, 6e-4]
+
+
+@pytest.mark.parametrize(
+    ("over", "words"),
+    [
+        ("learning_rate=1,2", "use 'lr'"),
+        ("warmpu=1,2", "did you mean 'warmup'"),
+        ("max_length=64,128", "share their rows, and max_length changes these"),
+        ("prompt=a,b", "share their rows"),
+        ("seed=0,1", "not an option to search"),
+        ("batch_size=4,8", "not an option to search"),
+        ("lr=1e-5", "at least two candidates"),
+        ("lr=1e-5,0.00001", "are the same run"),
+        ("lr=1e-5,-1", "--over: lr"),
+        ("lr=1e-5,fast", "--over: lr"),
+        ("lr", "expects key=a,b,c"),
+        ("lora.alpha=8,16", "no effect without --method lora"),
+    ],
+)
+def test_bad_candidates_are_refused(over: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words) as caught:
+        run_search("s", lr=None, over=parse_over([over]))
+    assert "\n" not in str(caught.value)
+    assert not Path("s").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"holdout": 0.0}, "add --val-data FILE, or --set holdout"),
+        ({"by": "rougeL"}, "no such score"),
+        ({"by": "los"}, "did you mean 'loss'"),
+        ({"patience": 2, "validate_every": 1}, "patience"),
+        ({"export": "best", "validate_every": 1}, "leave out --export best"),
+        ({"max_time": "1s", "max_steps": 10**6}, "need about .* more than --max-time 1 s: use .*--max-time [0-9]+m"),
+    ],
+)
+def test_bad_search_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words) as caught:
+        run_search("s", **options)
+    assert "\n" not in str(caught.value)
+    assert not Path("s").exists()
+
+
+def test_wrong_folders_are_refused() -> None:
+    run_search("s")
+    with pytest.raises(UsageError, match="has a search with other options"):
+        run_search("s", lr=[1e-3, 2e-3])
+    with pytest.raises(UsageError, match="is not a search"):
+        run_search("home")
+    with pytest.raises(UsageError, match="not the folder of a search"):
+        api.search(resume="home")
+    with locked(Path("s"), "searching"), pytest.raises(UsageError, match=r"s is in use: .* is searching it"):
+        api.search(resume="s")
+    (Path("s") / "search.json").write_text((Path("s") / "search.json").read_text().replace("0.01", "0.02"))
+    with pytest.raises(DataError, match="checksum"):
+        api.search(resume="s")
+
+
+def test_too_little_time_names_what_fits() -> None:
+    recipe = api.resolved_options("summarization", {}).recipe
+    budget = Budget(1.0, 0.0, 0.0, 0.0, 60.0)
+    plan = SearchPlan("", recipe, candidates_of(recipe, {}), "loss", [30, 60, 180], 250.0, budget)
+    with pytest.raises(UsageError) as caught:
+        check_time(plan)
+    words = "6 candidates of 180 steps need about 7 min, more than --max-time 4 min: use at most 2 candidates, or "
+    assert str(caught.value) == f"{words}--max-steps 103, or --max-time 8m"
+    for count, steps, fits in ((2, 180, True), (3, 180, False), (6, 103, True), (6, 104, False)):
+        rungs = rungs_of(steps)
+        assert (budget.seconds(rungs, halved(count, len(rungs))) <= 250.0) == fits
+
+
+def test_command_line_end_to_end(shell: Any) -> None:
+    line = (
+        "search --recipe summarization --data rows.jsonl --model tiny --batch-size 2 --max-steps 6 --precision fp32 "
+        "--set holdout=0.2 --lr 1e-3,1e-2 --output s"
+    )
+    plan = shell(f"{line} --dry-run --json").json
+    assert plan["rungs"] == [1, 2, 6]
+    assert plan["most_candidates"] == [2, 1, 1]
+    assert not Path("s").exists()
+    found = shell(f"{line} --json").json
+    assert found["candidates"][0]["state"] == "best"
+    assert Path(found["page"]).is_file()
+    assert {"lr-0.001", "lr-0.01"} <= set(Path(found["page"]).read_text().replace("<", " ").replace(">", " ").split())
+    shown = shell("search --resume s")
+    assert "not separable, dropped by the budget" in shown.out or "worse by more than its interval" in shown.out
+    refused = shell("search --resume s --lr 1e-5,1e-4")
+    assert refused.code == 2
+    assert "takes the options of the search from its folder" in refused.said
