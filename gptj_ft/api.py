@@ -195,7 +195,7 @@ def search(
         UsageError: an option cannot be searched, or the search does not fit in ``max_time``.
         DataError, ResourceError: see `finetune`.
         Interrupted, OutOfTime: stopped; everything is saved.
-        NotFinite: every candidate diverged.
+        NotFinite: no candidate is left.
     """
     over = {**(over or {}), **({"lr": lr} if lr is not None else {})}
     prepared = prepare_search(recipe, over=over, by=by, resume=resume, offline=offline, reporter=reporter, **options)

@@ -26,7 +26,7 @@ from gptj_ft.training.compute import compute_step
 from gptj_ft.training.deadline import Deadline, forecast_seconds, next_activities
 from gptj_ft.training.export import ExportedState, export_model
 from gptj_ft.training.nonfinite import LossWatch
-from gptj_ft.training.parallel import NO_WORK, StepWork
+from gptj_ft.training.parallel import NO_WORK, StepWork, Validated
 from gptj_ft.training.reporter import RecentSteps, Reporter, reporting, step_log_line
 from gptj_ft.training.restore import open_state
 from gptj_ft.training.retention import CheckpointRetention
@@ -46,6 +46,8 @@ class Session:
     """Value of `time.monotonic` from which ``max_time`` counts; default: the call of `train`."""
     owns_process: bool = False
     """Whether signals may end the process; else only the first Ctrl-C is handled, see `StopRequest`."""
+    start_validation: Validated | None = None
+    """Validation before the first step, if another run has measured the same model on the same rows."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ def open_session(setup: TrainSetup, run: Run, reporter: Reporter, session: Sessi
         return_freed_memory()  # loading and training use buffers of different sizes
         recent = RecentSteps(setup.num_steps, state.step, setup.plan.costs.seconds_per_step)
         retention = CheckpointRetention(setup, run, offloaded, optimizer)
-        validator = Validator(setup, run)
+        validator = Validator(setup, run, session.start_validation)
         is_first = setup.parallel.world.rank == 0
         tracked = setup.recipe if is_first else setup.recipe.model_copy(update={"report_to": "none"})
         with (

@@ -61,7 +61,7 @@ from gptj_ft.training.halving import (
 )
 from gptj_ft.training.inputs import gather
 from gptj_ft.training.loop import Session, open_session, train_until
-from gptj_ft.training.parallel import ONE_PROCESS
+from gptj_ft.training.parallel import ONE_PROCESS, Validated
 from gptj_ft.training.reporter import Reporter
 from gptj_ft.training.retention import go_back
 from gptj_ft.training.row_scores import RowScores, references_of, score_rows, searchable_scores
@@ -70,6 +70,7 @@ from gptj_ft.training.runs import tidy
 from gptj_ft.training.schedule import Schedule
 from gptj_ft.training.search_space import Candidate, Over, candidates_of
 from gptj_ft.training.trackers import check_tracker
+from gptj_ft.training.validation import ValidationSample
 
 STATE = "search.json"
 BEFORE_STATE = {"run", "data", "scores", "search"}  # stems of the files that are older than `STATE`
@@ -190,7 +191,7 @@ class PreparedSearch:
         Raises:
             UsageError: another process runs this search.
             Interrupted, OutOfTime: stopped; everything is saved and the message says how to resume.
-            NotFinite: every candidate diverged.
+            NotFinite: no candidate is left.
         """
         start, reporter = time.monotonic(), reporter or Reporter()
         session = session or Session()
@@ -200,9 +201,10 @@ class PreparedSearch:
             decisions = self._begin()
             for step in self.plan.rungs[len(decisions) :]:
                 for number, candidate in enumerate(active := self._active(decisions), start=1):
-                    if not self._is_scored(candidate, step):
+                    if not self._is_at(candidate, step):
                         reporter.on_message(f"{candidate.name}: to step {step} ({number} of {len(active)})")
-                        self._train(candidate, step, reporter, session)
+                        known = replace(session, start_validation=self._start_validation(candidate))
+                        self._train(candidate, step, reporter, known, self._needs_rows(step, active))
                 decisions = [*decisions, self._decide(step, decisions)]
                 self._save(decisions)
                 self._discard_dropped(decisions[-1], reporter)
@@ -240,16 +242,24 @@ class PreparedSearch:
     def _scores_file(self, candidate: Candidate, step: int) -> Path:
         return self.folder / "scores" / f"{candidate.folder}-step-{step:06d}.json"
 
-    def _is_scored(self, candidate: Candidate, step: int) -> bool:
-        """Tell whether a candidate has reached a rung; its state was saved before its scores."""
+    def _is_at(self, candidate: Candidate, step: int) -> bool:
+        """Tell whether a candidate has reached a rung, or diverged; its state was saved before its scores."""
         path, run = self._scores_file(candidate, step), self._run_of(candidate)
-        if not path.is_file() or read_sealed(path).get("diverged"):
+        if step < self.plan.num_steps or (path.is_file() and read_sealed(path).get("diverged")):
             return path.is_file()
-        if step < self.plan.num_steps:
-            return True
         if is_finished := is_tuned(run.model):
             tidy(run)
         return is_finished
+
+    def _start_validation(self, candidate: Candidate) -> Validated | None:
+        """Return the validation of the initial model, if another candidate has measured the same numbers."""
+        if "class_weights" in candidate.values or self.plan.recipe.sample_rows:
+            return None
+        lines = (line for each in self.plan.candidates for line in self._run_of(each).metrics()[:1])
+        line = next((line for line in lines if line["step"] == 0 and LOSS in line), None)
+        if line is None:
+            return None
+        return line[LOSS], ValidationSample(line["scores"], "", "") if "scores" in line else None
 
     def _prepare(self, candidate: Candidate, reporter: Reporter) -> PreparedRun:
         """Plan a candidate's run, or the rest of it."""
@@ -262,7 +272,12 @@ class PreparedSearch:
         resolved = Resolved(setup.recipe, dict.fromkeys(candidate.values, "search"))
         return PreparedRun(setup, self.rows[0].report, resolved, self.rows, None)
 
-    def _train(self, candidate: Candidate, step: int, reporter: Reporter, session: Session) -> None:
+    def _needs_rows(self, step: int, active: Sequence[Candidate]) -> bool:
+        """Tell whether a rung needs scores by row: the run's own validation suffices for a last candidate."""
+        is_recorded = self.plan.by == "loss" or self.plan.recipe.task != "language-model"
+        return step < self.plan.num_steps or len(active) > 1 or not is_recorded
+
+    def _train(self, candidate: Candidate, step: int, reporter: Reporter, session: Session, needs_rows: bool) -> None:
         """Train a candidate to a rung, save it, and score its validation rows."""
         path = self._scores_file(candidate, step)
         prepared = self._prepare(candidate, reporter)
@@ -274,10 +289,11 @@ class PreparedSearch:
                     training.flush()
                     if step < setup.num_steps:
                         training.retention.save_now(training.state)
-                    reporter.on_activity(f"scoring {len(setup.validation):,} validation rows")
-                    scores = score_rows(setup, run, training.offloaded, training.stop_if_asked)
-                    self._check_score(scores)
-                    write_sealed(path, asdict(scores))
+                    if needs_rows:
+                        reporter.on_activity(f"scoring {len(setup.validation):,} validation rows")
+                        scores = score_rows(setup, run, training.offloaded, training.stop_if_asked)
+                        self._check_score(scores)
+                        write_sealed(path, asdict(scores))
                     if step == setup.num_steps:
                         training.export()
                 if step == setup.num_steps:
@@ -301,14 +317,22 @@ class PreparedSearch:
 
     def _decide(self, step: int, decisions: Sequence[Decision]) -> Decision:
         plan, active = self.plan, self._active(decisions)
+        if not self._needs_rows(step, active) and not self._scores_file(active[0], step).is_file():
+            return Decision(step, (Standing(active[0].name, "best", self._own_score(active[0])),))
         counts = [*(len(each.standings) for each in decisions), len(active)]
         scored = {each.name: self._scored(each, step) for each in active}
         compare = Comparison(plan.by, num_rows_of(plan.recipe, self.rows[1]), plan.recipe.seed)
         decision = decide(plan.rungs, counts, scored, compare, plan.budget)
         if not decision.kept:
             reasons = [each.reason for each in decision.standings]
-            raise NotFinite(f"every candidate diverged; {self.plan.candidates[0].name}: {reasons[0]}")
+            raise NotFinite(f"no candidate is left; {decision.leader.candidate}: {reasons[0]}: search other values")
         return decision
+
+    def _own_score(self, candidate: Candidate) -> float | None:
+        """Return the deciding score of a finished run by its last validation."""
+        line = next(line for line in reversed(self._run_of(candidate).metrics()) if LOSS in line)
+        score = line[LOSS] if self.plan.by == "loss" else line["scores"].get(self.plan.by)
+        return None if score is None else float(score)
 
     def _discard_dropped(self, decision: Decision, reporter: Reporter | None = None) -> None:
         """Remove state and checkpoints of the candidates dropped at a rung, and record their validation losses."""

@@ -23,6 +23,7 @@ from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.scoring import evaluate_losses
 from gptj_ft.system.files import keep_folder, replace_text
 from gptj_ft.training.nonfinite import explain_loss
+from gptj_ft.training.parallel import Validated
 from gptj_ft.training.setup import TrainSetup
 
 
@@ -36,10 +37,14 @@ class ValidationSample:
 
 
 class Validator:
-    """Measure loss and scores of a run on its validation rows."""
+    """Measure loss and scores of a run on its validation rows.
 
-    def __init__(self, setup: TrainSetup, run: Run) -> None:
-        self._setup = setup
+    Args:
+        start: known result of the validation before the first step.
+    """
+
+    def __init__(self, setup: TrainSetup, run: Run, start: Validated | None = None) -> None:
+        self._setup, self._start = setup, start
         self._labelled: LabelledValidation | None = None
         self._samples: ValidationSamples | None = None
         if len(setup.validation) and setup.recipe.task != "language-model":
@@ -55,6 +60,8 @@ class Validator:
         Raises:
             NotFinite: the loss; the message names the first such tensor.
         """
+        if step == 0 and self._start is not None:
+            return self._start
         parallel = self._setup.parallel
         # Other replicas wait for the loss, and cannot agree on a stop before it.
         before_pass = stop_if_asked if parallel.replicas.size == 1 else lambda: None

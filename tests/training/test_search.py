@@ -46,15 +46,39 @@ def rows(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, kinds)) + "\n")
 
 
-@pytest.mark.parametrize("options", [OPTIONS, LABELLED, {**OPTIONS, "weights": "disk", "optimizer_state": "disk"}])
-def test_survivor_equals_a_run_of_its_own(options: dict[str, Any]) -> None:
-    result = run_search("s", {**options, "validate_every": 1})
-    rate = float(result.best.partition("=")[2])
-    own = api.finetune(recipe_of(options), **{**options, "validate_every": 1, "lr": rate, "output": "own"})
+@pytest.mark.parametrize(
+    ("options", "over"),
+    [
+        (OPTIONS, {"lr": RATES}),
+        ({**OPTIONS, "weights": "disk", "optimizer_state": "disk"}, {"lr": RATES}),
+        (LABELLED, {"lr": RATES[::-1]}),
+        (LABELLED, {"class_weights": ["none", "balanced"], "weight_decay": [0.0, 0.5]}),
+    ],
+)
+def test_survivor_equals_a_run_of_its_own(options: dict[str, Any], over: dict[str, list[Any]]) -> None:
+    options = {**options, "validate_every": 1}
+    result = run_search("s", options, lr=None, over=over)
+    best = next(each for each in result.plan.candidates if each.name == result.best)
+    own = api.finetune(recipe_of(options), **{**options, **best.values, "output": "own"})
     assert_same_weights(weights_of(Path(result.model)), weights_of(Path(own.model)))
+    assert validations_of(result.run) == validations_of(own.run)
     assert losses_of(Run(Path(result.run))) == losses_of(Run(Path(own.run)))
     again = api.finetune(config=result.config, output="again")
     assert_same_weights(weights_of(Path(result.model)), weights_of(Path(again.model)))
+
+
+def test_first_validation_is_shared() -> None:
+    result = run_search("s", LABELLED, by="accuracy")
+    first = [validations_of(f"s/{each.folder}")[0] for each in result.plan.candidates]
+    assert first[0]["step"] == 0
+    assert first == [first[0]] * 3
+    weighted = run_search("w", LABELLED, lr=None, over={"class_weights": ["none", "balanced"]})
+    one, other = (validations_of(f"w/{each.folder}")[0]["validation_loss"] for each in weighted.plan.candidates)
+    assert one != other
+
+
+def validations_of(run: str) -> list[dict[str, Any]]:
+    return [line for line in Run(Path(run)).metrics() if "validation_loss" in line]
 
 
 def test_dropped_candidates_leave_no_state() -> None:
@@ -75,9 +99,13 @@ def test_dropped_candidates_leave_no_state() -> None:
 
 def test_row_losses_sum_to_the_validation_loss() -> None:
     for folder, options in (("text", OPTIONS), ("label", LABELLED)):
-        result = run_search(folder, options)
+        result = run_search(folder, {**options, "validate_every": 1})
         lines = Run(Path(result.run)).metrics()
-        assert result.decisions[-1].leader.score == pytest.approx(lines[-1]["validation_loss"], rel=1e-5)
+        losses = {line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line}
+        assert [decision.step for decision in result.decisions] == [1, 2, 6]
+        for decision in result.decisions:
+            score = next(each.score for each in decision.standings if each.candidate == result.best)
+            assert score == pytest.approx(losses[decision.step], rel=1e-5)
 
 
 class KillAt(Reporter):
@@ -163,7 +191,7 @@ def test_diverging_candidate_is_dropped_and_named() -> None:
 
 
 def test_search_of_divergence_alone_fails() -> None:
-    with pytest.raises(NotFinite, match="every candidate diverged"):
+    with pytest.raises(NotFinite, match=r"no candidate is left; lr=1e\+30: .*not finite"):
         run_search("s", lr=[1e30, 1e31], clip_norm=None)
 
 
@@ -171,7 +199,7 @@ def test_score_decides_by_name() -> None:
     result = run_search("s", LABELLED, by="macro_f1")
     table = load_dataset(Path("s/data/validation"))
     assert result.plan.by == "macro_f1"
-    saved = json.loads(next(Path("s/scores").glob("*-step-000006.json")).read_text())
+    saved = json.loads(next(Path("s/scores").glob("*-step-000002.json")).read_text())
     assert len(saved["losses"]) == len(table.rows)
     evaluated = api.evaluate(result.run, baseline="none").comparison.scores["macro_f1"].value
     assert result.decisions[-1].leader.score == pytest.approx(evaluated)
