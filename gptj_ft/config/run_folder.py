@@ -165,7 +165,11 @@ class Run:
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the undamaged lines of ``metrics.jsonl``."""
-        return [line for _, line in self._metrics_lines() if line is not None]
+        return list(self.iter_metrics())
+
+    def iter_metrics(self) -> Iterator[dict[str, Any]]:
+        """Yield the undamaged lines of ``metrics.jsonl``."""
+        return (line for _, line in self._metrics_lines() if line is not None)
 
     def metrics_problems(self, step: int = 0) -> list[str]:
         """Describe damaged lines of ``metrics.jsonl`` and steps without a line.

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from gptj_ft.system.units import clock
@@ -52,6 +53,7 @@ class Progress:
     step: int  # optimizer steps done
     num_steps: int  # of the whole run
     seconds_left: float  # estimate, to the last step
+    seconds_spread: float = 0.0  # two standard deviations of the estimate, from the latest steps; 0 before two steps
     throughput: Throughput | None = None  # mean rates of the latest steps; None before the session's first step
 
 
@@ -70,9 +72,11 @@ class RecentSteps:
     def add(self, report: StepReport) -> Progress:
         self._recent.append(report)
         seconds = [each.counts.seconds for each in self._recent]
-        left = (self._num_steps - report.step) * sum(seconds) / len(seconds)
+        steps = self._num_steps - report.step
         mean = Throughput.mean([each.throughput for each in self._recent], seconds)
-        self.progress = Progress(report.step, self._num_steps, left, mean)
+        # The sum of the steps left varies, and so does the mean that it is estimated from.
+        spread = 2 * stdev(seconds) * math.sqrt(steps + steps**2 / len(seconds)) if len(seconds) > 1 else 0.0
+        self.progress = Progress(report.step, self._num_steps, steps * fmean(seconds), spread, mean)
         return self.progress
 
 
@@ -121,6 +125,49 @@ class Reporter:
 
     def on_end(self) -> None:
         """Report that training has ended, complete or not."""
+
+
+class Reporters(Reporter):
+    """Pass each event to several reporters, in order."""
+
+    def __init__(self, *reporters: Reporter) -> None:
+        self._reporters = reporters
+
+    def on_activity(self, text: str) -> None:
+        for each in self._reporters:
+            each.on_activity(text)
+
+    def on_count(self, what: str, done: int, total: int | None, unit: str) -> None:
+        for each in self._reporters:
+            each.on_count(what, done, total, unit)
+
+    def on_message(self, message: str) -> None:
+        for each in self._reporters:
+            each.on_message(message)
+
+    def on_warning(self, warning: str) -> None:
+        for each in self._reporters:
+            each.on_warning(warning)
+
+    def on_start(self, progress: Progress) -> None:
+        for each in self._reporters:
+            each.on_start(progress)
+
+    def on_step(self, step: StepReport, progress: Progress) -> None:
+        for each in self._reporters:
+            each.on_step(step, progress)
+
+    def on_validation(self, step: int, loss: float, sample: ValidationSample | None) -> None:
+        for each in self._reporters:
+            each.on_validation(step, loss, sample)
+
+    def on_stop_request(self) -> None:
+        for each in self._reporters:
+            each.on_stop_request()
+
+    def on_end(self) -> None:
+        for each in self._reporters:
+            each.on_end()
 
 
 @contextmanager

@@ -17,13 +17,13 @@ import pytest
 from rich.console import Console
 
 from gptj_ft.cli.html.charts import Axis, Change, Line, change_strip, line_chart, round_ticks, tick_texts
+from gptj_ft.cli.html.differences import marked
 from gptj_ft.cli.html.evaluation_page import (
     change_in,
     changes_of,
     comparison_in,
     evaluation_facts,
     evaluation_report,
-    marked,
     record,
     table_of,
 )

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-import re
 import shlex
 from collections.abc import Mapping, Sequence
-from difflib import SequenceMatcher
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ from markupsafe import Markup
 
 from gptj_ft.cli.html import fill_template, to_json
 from gptj_ft.cli.html.charts import Change, change_strip
+from gptj_ft.cli.html.differences import marked
 from gptj_ft.cli.html.label_tables import label_facts
 from gptj_ft.cli.html.names import apart_names, model_name, place_name, portable
 from gptj_ft.config.run_folder import write_json
@@ -26,8 +24,6 @@ from gptj_ft.evaluation.metrics.statistic import Estimate, PairedEstimates
 from gptj_ft.system.digests import read_json
 
 SAMPLE_CHARACTERS = 1000
-LONG_CHARACTERS, LONG_LINES = 200, 6  # a page folds longer texts
-WORD = re.compile(r"\w+|[^\w\s]")
 RECORD = "evaluation.json"  # in a run folder
 RECORDED = 20  # rows of each kind
 METRIC_DIGITS = {"loss": 4, "perplexity": 3, "word_perplexity": 3, "byte_perplexity": 3, "mse": 4, "mae": 4}  # others 2
@@ -191,40 +187,6 @@ def samples_in(record: Facts, count: int) -> list[dict[str, Any]]:
         for sample in kinds[kind][:count]
     ]
     return changed or list(kinds["first"][:count])
-
-
-def marked(samples: Sequence[Facts]) -> list[dict[str, Any]]:
-    """Mark unexpected words in answers, and missing words in references."""
-    return [
-        {
-            "place": sample["place"],
-            "texts": {
-                name: {
-                    "parts": _parts(text, sample["texts"]["model" if name == "expected" else "expected"]),
-                    "is_long": len(text) > LONG_CHARACTERS or text.count("\n") >= LONG_LINES,
-                }
-                for name, text in sample["texts"].items()
-            },
-        }
-        for sample in samples
-    ]
-
-
-def _parts(text: str, other: str) -> list[dict[str, Any]]:
-    """Split a text into parts that occur in another text, word by word, and parts that differ."""
-    words = list(WORD.finditer(text))
-    keys, others = ([word[0].lower() for word in WORD.finditer(each)] for each in (text, other))
-    blocks = SequenceMatcher(None, keys, others, autojunk=False).get_matching_blocks()
-    same = {at for block in blocks for at in range(block.a, block.a + block.size)}
-    starts = [word.start() if number else 0 for number, word in enumerate(words)]
-    parts: list[dict[str, Any]] = []
-    for number, (start, end) in enumerate(pairwise([*starts, len(text)])):
-        differs = number not in same
-        if parts and parts[-1]["differs"] == differs:
-            parts[-1]["text"] += text[start:end]
-        else:
-            parts.append({"text": text[start:end], "differs": differs})
-    return parts
 
 
 def lines_of(verdict: ModelComparison) -> list[str]:

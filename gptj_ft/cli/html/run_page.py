@@ -6,17 +6,16 @@ import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
-
 from gptj_ft.checkpoints.metadata import read_metadata
 from gptj_ft.cli.html import fill_template, write_new
-from gptj_ft.cli.html.charts import FEWEST_JOINED, Axis, Line, line_chart, lowest_of
-from gptj_ft.cli.html.evaluation_page import change_in, marked, recorded_facts, samples_in, strip_of
+from gptj_ft.cli.html.differences import marked
+from gptj_ft.cli.html.evaluation_page import change_in, recorded_facts, samples_in, strip_of
+from gptj_ft.cli.html.history import History
 from gptj_ft.cli.html.names import file_names, last_part, model_name, portable
+from gptj_ft.cli.html.run_charts import compared_charts, compared_machines, learning_charts, machine_charts
 from gptj_ft.config import yaml
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.run_folder import Run, read_environment
@@ -30,24 +29,8 @@ from gptj_ft.system.plain_text import one_line
 from gptj_ft.system.units import clock, gigabytes
 from gptj_ft.training.runs import Summary, summarize_run
 
-Lines = Sequence[Mapping[str, Any]]  # of metrics.jsonl
-Points = list[tuple[float, float]]
-SMOOTHED = 100  # runs with at least this many steps get a smoothed line
 SAMPLES = 5  # rows with the largest gains, and with the largest losses
 PLACES = ("weights", "optimizer_state", "precision")  # may be auto; the overview has the choice
-NATS = "nats per target token"
-DEVICE = "device"  # memory line of accelerators
-# Charts on the machine: title, axis, and for each line its name, metric and unit.
-MACHINE: Sequence[tuple[str, str, Sequence[tuple[str, str, float]]]] = (
-    ("Learning rate", "learning rate", [("learning rate", "lr", 1)]),
-    ("Gradient norm, before clipping", "norm", [("norm", "grad_norm", 1)]),
-    ("Loss scale", "factor", [("loss scale", "loss_scale", 1)]),
-    ("Throughput", "target tokens / s", [("throughput", "target_tokens_per_second", 1)]),
-    ("Peak memory", "GB", [("process", "memory_bytes", 1e9), (DEVICE, "device_memory_bytes", 1e9)]),
-    ("Waiting for the stores", "% of the step", [("waiting", "stall", 0.01)]),
-    ("Moved by the stores in a step", "GB", [("read", "bytes_read", 1e9), ("written", "bytes_written", 1e9)]),
-)
-NUM_WITHOUT_STORES = 5  # charts of a run without host or disk stores
 
 
 def write_page(run: Run, say: Callable[[str], None]) -> None:
@@ -91,15 +74,15 @@ def write_comparison(runs: Sequence[Run], path: Path) -> None:
 
 def _compared(runs: Sequence[Run], path: Path) -> dict[str, Any]:
     names = [run.folder.resolve().name for run in runs]
-    lines = [(name, run.metrics()) for name, run in zip(names, runs, strict=True)]
+    histories = [(name, History.of(run.iter_metrics())) for name, run in zip(names, runs, strict=True)]
     overviews = [_overview(run) for run in runs]
     evaluations = [recorded_facts(run.folder) for run in runs]
     return {
         "sentence": _sentence_on(runs, names),
         "names": names,
         **_compared_changes(names, evaluations),
-        "charts": _compared_charts(lines),
-        "engine": _compared_machines(lines),
+        "charts": compared_charts(histories),
+        "engine": compared_machines(histories),
         "options": _differing_options(runs),
         "overviews": [
             (name, *(overview.get(name, "") for overview in overviews))
@@ -125,7 +108,7 @@ def _readable(runs: Sequence[Run]) -> Iterator[None]:
 
 
 def _facts_of(run: Run, show_text: bool) -> dict[str, Any]:
-    recipe, lines, environment = run.recipe(), run.metrics(), read_environment(run)
+    recipe, history, environment = run.recipe(), History.of(run.iter_metrics()), read_environment(run)
     evaluation = recorded_facts(run.folder)
     parts, problem = _rows_of(run)
     names = _names(recipe, parts)
@@ -147,8 +130,8 @@ def _facts_of(run: Run, show_text: bool) -> dict[str, Any]:
         "lengths": bins_of(train.rows.lengths()) if train else [],
         "rows_cut": train.report.rows_cut if train else 0,
         "max_length": recipe.max_length,
-        "charts": _learning_charts(lines),
-        "engine": _machine_charts(lines),
+        "charts": learning_charts(history),
+        "engine": machine_charts(history),
         "evaluation": evaluation,
         "samples": marked(samples_in(evaluation, SAMPLES)) if evaluation and show_text else [],
         "environment": {name: value for name, value in environment.items() if name != "command"},
@@ -256,65 +239,6 @@ def _losses(summary: Summary) -> str:
     return "none" if summary.loss_before is None else f"{before} before, {after} after (lower is better)"
 
 
-def _series(lines: Lines, name: str, unit: float = 1, of: str = "loss") -> Points:
-    """Return a metric by step, from the lines that contain the metric ``of``; training steps contain ``loss``."""
-    return [(line["step"], line[name] / unit) for line in lines if of in line and line.get(name) is not None]
-
-
-def _learning_charts(lines: Lines) -> list[dict[str, Any]]:
-    loss, validation = _series(lines, "loss"), _series(lines, "validation_loss", of="validation_loss")
-    losses, notes = [Line("training", loss)], []
-    if len(loss) >= SMOOTHED:
-        losses = [Line("training", _smoothed(loss)), Line("each step", loss, is_faint=True)]
-        notes.append(f"training: mean of {_width(loss)} steps; thin: each step")
-    losses.append(Line("validation", validation, marks_lowest=True))
-    if len(validation) >= FEWEST_JOINED:
-        step, lowest = lowest_of(validation)
-        notes.append(f"ring: lowest validation loss, {lowest:.4f} after step {step:,}")
-    scored = [{"step": line["step"], **line["scores"]} for line in lines if "scores" in line]
-    names = sorted({name for line in scored for name in line} - {"step"})
-    scores = [
-        _chart(f"{name} of the sample", Axis(name), [Line(name, _series(scored, name, of=name))]) for name in names
-    ]
-    return [_chart("Loss", Axis(NATS), losses, "; ".join(notes)), *scores]
-
-
-def _machine_charts(lines: Lines) -> list[dict[str, Any]]:
-    """Return charts on the machine; those on stores only if bytes were moved."""
-    moves = any(line["bytes_read"] or line["bytes_written"] for line in lines if "loss" in line)
-    charts = []
-    for title, axis, parts in MACHINE if moves else MACHINE[:NUM_WITHOUT_STORES]:
-        drawn = [Line(name, _series(lines, of, unit)) for name, of, unit in parts]
-        drawn = [line for line in drawn if line.name != DEVICE or any(y for _, y in line.points)]
-        charts.append(_chart(title, Axis(axis, from_zero=True), drawn))
-    return charts
-
-
-def _compared_charts(runs: Sequence[tuple[str, Lines]]) -> list[dict[str, Any]]:
-    """Return loss charts of several runs."""
-    validation = [
-        Line(name, _series(lines, "validation_loss", of="validation_loss"), marks_lowest=True) for name, lines in runs
-    ]
-    training = [Line(name, _smoothed(_series(lines, "loss"))) for name, lines in runs]
-    return [
-        _chart("Validation loss", Axis(NATS), validation, "ring: the lowest of a run"),
-        _chart("Training loss", Axis(NATS), training, "means of a twentieth of the steps"),
-    ]
-
-
-def _compared_machines(runs: Sequence[tuple[str, Lines]]) -> list[dict[str, Any]]:
-    charts = []
-    for title, axis, ((_, of, unit), *_) in MACHINE[:NUM_WITHOUT_STORES]:
-        drawn = [Line(name, _series(lines, of, unit)) for name, lines in runs]
-        charts.append(_chart(title, Axis(axis, from_zero=True), drawn))
-    return charts
-
-
-def _chart(title: str, y: Axis, lines: Sequence[Line], note: str = "") -> dict[str, Any]:
-    """Return a chart for a page; pages skip empty charts."""
-    return {"title": title, "note": note, "svg": Markup(line_chart(title, Axis("step"), y, lines))}
-
-
 def _compared_changes(names: Sequence[str], evaluations: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
     """Return the change of each run's main score, on a common scale if the score is the same."""
     compared = {
@@ -394,16 +318,3 @@ def _commands(run: Run, names: Mapping[str, str], evaluation: Mapping[str, Any] 
         command = portable(["evaluate", str(run.folder)])
         commands.append(("Compare the tuned model with its base model:", command))
     return commands
-
-
-def _width(points: Sequence[tuple[float, float]]) -> int:
-    return max(2, len(points) // 20)
-
-
-def _smoothed(points: Points) -> Points:
-    """Return the moving average over a twentieth of the points."""
-    half = _width(points) // 2
-    # Prefix sums: the time does not grow with the width of the average.
-    sums = list(accumulate((y for _, y in points), initial=0.0))
-    spans = [(max(0, at - half), min(len(points), at + half + 1)) for at in range(len(points))]
-    return [(x, (sums[end] - sums[start]) / (end - start)) for (x, _), (start, end) in zip(points, spans, strict=True)]
