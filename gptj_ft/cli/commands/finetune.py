@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,7 +22,6 @@ from gptj_ft.cli.terminal.output import Output, asking
 from gptj_ft.config.resolve import Resolved, resolve
 
 if TYPE_CHECKING:
-    from gptj_ft.config.run_folder import Run
     from gptj_ft.training.finetune import PreparedRun
 
 
@@ -78,12 +76,14 @@ def finetune(
         out = Output(as_json, quiet)
         with out.activity():
             from gptj_ft import api
+            from gptj_ft.cli.html.live_page import LivePage, finish_page
             from gptj_ft.cli.terminal.data_tables import show_rows
             from gptj_ft.cli.terminal.progress import TerminalReporter
             from gptj_ft.cli.terminal.tables import show_plan, show_prepared_run, show_training
             from gptj_ft.distributed.worker import dismiss
             from gptj_ft.training.finetune import AlreadyFinished, options_on_resume
             from gptj_ft.training.loop import Session
+            from gptj_ft.training.reporter import Reporters
         notes = out.notes
         reporter = TerminalReporter(notes, verbose)
 
@@ -97,8 +97,7 @@ def finetune(
             try:
                 ready = prepared(options_on_resume(options, config, assignments))
             except AlreadyFinished:
-                if not (resume.expanduser() / "report.html").is_file():  # the run was killed before it wrote its page
-                    _write_page(Run(resume.expanduser()), notes.print)
+                finish_page(Run(resume.expanduser()), notes.print)
                 raise
         else:
             ready = asking(resolve(options, config, assignments), out, prepared)
@@ -110,17 +109,10 @@ def finetune(
             out.finish(facts, "", lambda console: show_plan(console, plan, remarks))
             return
         show_prepared_run(notes, ready, verbose)
-        result = ready.train(reporter, Session(began, owns_process=True))
+        with LivePage.of(ready, notes.print) as page:
+            result = ready.train(Reporters(reporter, page), Session(began, owns_process=True))
         run = Run(Path(result.run))
-        _write_page(run, notes.print)
         num_validation = len(ready.setup.validation)
         facts = {**result.to_dict(), "notes": list(ready.setup.architecture.notes)}
         settings = (ready.setup.recipe, num_validation, verbose)
         out.finish(facts, result.model, lambda console: show_training(console, result, *settings))
-
-
-def _write_page(run: Run, say: Callable[[str], None]) -> None:
-    """Write the report of a run. Imports 100 MB of evaluation modules, which training does not need."""
-    from gptj_ft.cli.html.run_page import write_page
-
-    write_page(run, say)

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from gptj_ft.config.options import Recipe
+from gptj_ft.config.run_folder import Run
 from gptj_ft.system.plain_text import command_line
+
+
+def subject_of(recipe: Recipe, run: Run) -> str:
+    """Return the heading of a run's page: recipe and run."""
+    task, name = recipe.recipe.replace("_", " ").replace("-", " "), run.folder.resolve().name
+    number = re.sub(r"^run\b[-_ ]*", "", name.removeprefix(f"{recipe.recipe}-"))
+    return f"{task[:1].upper()}{task[1:]}" + (f", run\N{NO-BREAK SPACE}{number}" if number else "")
 
 
 def model_name(path: str) -> str:

@@ -14,7 +14,7 @@ from gptj_ft.cli.html import fill_template, write_new
 from gptj_ft.cli.html.differences import marked
 from gptj_ft.cli.html.evaluation_page import change_in, recorded_facts, samples_in, strip_of
 from gptj_ft.cli.html.history import History
-from gptj_ft.cli.html.names import file_names, last_part, model_name, portable
+from gptj_ft.cli.html.names import file_names, last_part, model_name, portable, subject_of
 from gptj_ft.cli.html.run_charts import compared_charts, compared_machines, learning_charts, machine_charts
 from gptj_ft.config import yaml
 from gptj_ft.config.options import Recipe
@@ -114,7 +114,7 @@ def _facts_of(run: Run, show_text: bool) -> dict[str, Any]:
     names = _names(recipe, parts)
     train = parts.get("train")
     return {
-        "subject": _subject(run, recipe),
+        "subject": subject_of(recipe, run),
         "headline": _headline(run, evaluation),
         "overview": _overview(run),
         "about": recipe.about,
@@ -148,13 +148,6 @@ def _rows_of(run: Run) -> tuple[dict[str, Prepared], str]:
         }, ""
     except (UsageError, DataError) as error:
         return {}, str(error).replace(f"{run.folder}/", "")
-
-
-def _subject(run: Run, recipe: Recipe) -> str:
-    """Return the heading of the page: recipe and run."""
-    task, name = recipe.recipe.replace("_", " ").replace("-", " "), run.folder.resolve().name
-    number = re.sub(r"^run\b[-_ ]*", "", name.removeprefix(f"{recipe.recipe}-"))
-    return f"{task[:1].upper()}{task[1:]}" + (f", run\N{NO-BREAK SPACE}{number}" if number else "")
 
 
 def _headline(run: Run, evaluation: Mapping[str, Any] | None) -> dict[str, str]:
