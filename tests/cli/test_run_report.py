@@ -438,7 +438,8 @@ def test_report_is_a_command(shell, tmp_path: Path) -> None:
     assert done.json == {"page": "both.html"}
     assert shell(f"report {runs[0]} {runs[1]} --output both.html").code == 2
     assert shell(f"report {tmp_path}").code == 2
-    assert shell(f"report {runs[0]} --output x.html").code == 2
+    assert shell(f"report {runs[0]} --output x.html").out.strip() == "x.html"
+    assert shell(f"report {runs[0]} --output x.html").code == 2, "it exists"
     json.loads(done.out)
     for text in ("{", '{"model": 3}', '{"model": {}, "baseline": null, "by_row": null, "differences": []}'):
         (runs[0] / "evaluation.json").write_text(text, encoding="utf-8")

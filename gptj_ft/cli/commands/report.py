@@ -18,7 +18,10 @@ def report(
         typer.Argument(metavar="RUN", help="run folders; several runs are compared", autocompletion=complete_run),
     ],
     output: Annotated[
-        Path | None, flag("with several runs: new page [default: comparison.html]", metavar="FILE.html")
+        Path | None,
+        flag(
+            "new page [default: report.html in the run folder; of several runs, comparison.html]", metavar="FILE.html"
+        ),
     ] = None,
     show_text: Annotated[bool, flag("include answers and reference texts of rows", "--show-text")] = False,
     quiet: Quiet = False,
@@ -33,9 +36,7 @@ def report(
 
     opened = [Run(folder.expanduser()) for folder in runs]
     if len(opened) == 1:
-        if output is not None:
-            raise UsageError("--output needs several runs; the page of one run is report.html in its folder")
-        page = write_run_page(opened[0], show_text)
+        page = write_run_page(opened[0], show_text, output)
     else:
         if show_text:
             raise UsageError("--show-text needs a single run")

@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -15,10 +15,11 @@ from gptj_ft.cli.html import fill_template
 from gptj_ft.cli.html.differences import marked
 from gptj_ft.cli.html.history import VALIDATION, History
 from gptj_ft.cli.html.names import model_name, portable, subject_of
-from gptj_ft.cli.html.refresh import refresh_facts
+from gptj_ft.cli.html.refresh import GENERATOR, PAGE, shows_answers, refresh_facts
 from gptj_ft.cli.html.run_charts import DEVICE, learning_charts, machine_charts
 from gptj_ft.config.run_folder import Run
 from gptj_ft.errors import GptjFtError, Interrupted
+from gptj_ft.evaluation.metrics import main_score
 from gptj_ft.system.files import read_text, replace_text
 from gptj_ft.system.plain_text import one_line
 from gptj_ft.system.units import clock, gigabytes
@@ -30,16 +31,14 @@ if TYPE_CHECKING:
     from gptj_ft.training.throughput import Throughput
     from gptj_ft.training.validation import ValidationSample
 
-PAGE = "report.html"
 LEAST_PAUSE = 2.0  # seconds between two writings
 COST_SHARE = 1 / 200  # at most this share of the time goes into writing
 EVENTS = 5  # of a step: computing, saving, validating and their ends
 STALE_SECONDS = 600.0  # a page that is older, and older than several steps, stops refreshing
 LONGEST_REFRESH = 60.0
-LIVE = '<meta name="generator" content="gptj-ft live page">'  # in this page, and not in reports
 MOST_ANSWERS = 12  # the first, and the newest
-ANSWER_CHARACTERS = 2000
-STALLED, BOUND = 0.02, 0.3  # shares of waiting: below, computation limits a step; above, the stores do
+LONGEST_ANSWER = 2000
+NOTICED, BOUND = 0.02, 0.3  # shares of waiting: one worth a remark; one at which the stores limit a step
 
 
 class LivePage(Reporter):
@@ -166,8 +165,10 @@ class LivePage(Reporter):
         planned = {f"planned {name}".strip(): size for name, size in _planned_memory(setup).items()}
         position = f"step {progress.step:,} of {progress.num_steps:,}"
         pause = max(LEAST_PAUSE, self._cost / COST_SHARE, self._step_seconds / 4)
+        loss, *scores = learning_charts(history, main_score(history.scores))
         stale = max(STALE_SECONDS, 5 * self._step_seconds, 3 * self._longest_pause)
         return {
+            "generator": GENERATOR,
             "subject": subject_of(setup.recipe, self._run),
             "state": self._ended or f"{progress.step / progress.num_steps:.0%}",
             "headline": f"{self._ended} at {position}" if self._ended else position,
@@ -180,8 +181,8 @@ class LivePage(Reporter):
             "refresh": None if self._ended else refresh_facts(min(LONGEST_REFRESH, pause), stale),
             "about": setup.recipe.about,
             "tiles": list(_tiles(setup, progress, self._step, history)),
-            "charts": learning_charts(history),
-            "engine": machine_charts(history, planned),
+            "charts": [loss, *scores[:1], *machine_charts(history, planned)],
+            "scores": scores[1:],
             "answers": self._answers,
             "run": {
                 "Run": self._run.folder.resolve().name,
@@ -199,7 +200,7 @@ class LivePage(Reporter):
         for line in self._new_lines:
             self._history.add(line.to_dict() if isinstance(line, StepReport) else line)
         for step, text in [*self._new_answers[:1], *self._new_answers[1:][-MOST_ANSWERS:]]:
-            texts = {"expected": self._expected, "model": text[:ANSWER_CHARACTERS]}
+            texts = {"expected": self._expected, "model": text[:LONGEST_ANSWER]}
             self._answers += marked([{"place": f"after step {step:,}" if step else "before training", "texts": texts}])
             if len(self._answers) > MOST_ANSWERS:
                 del self._answers[1]
@@ -254,18 +255,15 @@ def _limit(setup: TrainSetup, throughput: Throughput) -> tuple[str, str]:
     placement = setup.plan.placement
     places = {placement.weights, placement.optimizer_state, placement.frozen or placement.weights}
     store = "the disk" if "disk" in places else "RAM"
-    products = f"matrix products at {throughput.hfu:.0%} of their measured rate"
-    if throughput.stall < BOUND:
-        return "computing", f"{shares}; {products}" if throughput.stall >= STALLED else products
-    return store, f"{shares}; {products}"
+    texts = [shares] if throughput.stall >= NOTICED else []
+    texts += [f"matrix products at {throughput.hfu:.0%} of their measured rate"] if throughput.hfu >= NOTICED else []
+    return store if throughput.stall >= BOUND else "computing", "; ".join(texts)
 
 
 def finish_page(run: Run, say: Callable[[str], None]) -> None:
     """Write the report of a finished run that was killed before it could: the page is missing or still a live one."""
     path = run.folder / PAGE
-    with suppress(OSError, ValueError, GptjFtError):
-        if path.is_file() and LIVE not in read_text(path):
-            return
-    from gptj_ft.cli.html.run_page import write_page
+    if not path.is_file() or shows_answers(path):
+        from gptj_ft.cli.html.run_page import write_page
 
-    write_page(run, say)
+        write_page(run, say)

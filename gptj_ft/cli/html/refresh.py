@@ -5,8 +5,15 @@ from __future__ import annotations
 import base64
 import hashlib
 import time
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+from gptj_ft.errors import GptjFtError
+from gptj_ft.system.files import read_text
+
+PAGE = "report.html"  # in a run folder
+GENERATOR = "gptj-ft, while the run trains"
 # The only script of any page: `meta refresh` alone would reload the page of a killed run forever. The policy of the
 # page allows this text and no other, by its digest.
 SCRIPT = """
@@ -37,3 +44,10 @@ def refresh_facts(seconds: float, stale_seconds: float) -> dict[str, Any]:
         "seconds": max(1, round(seconds)),
         "stale_seconds": round(stale_seconds),
     }
+
+
+def shows_answers(path: Path) -> bool:
+    """Tell whether a file is a page that was written while a run trained; such a page shows answers."""
+    with suppress(OSError, ValueError, GptjFtError):
+        return GENERATOR in read_text(path)
+    return False

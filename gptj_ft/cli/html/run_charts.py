@@ -29,8 +29,8 @@ NUM_WITHOUT_STORES = 5  # charts of a run without host or disk stores
 Chart = dict[str, Any]  # title, note and svg; pages skip empty charts
 
 
-def learning_charts(history: History) -> list[Chart]:
-    """Draw losses, the lowest validation loss marked, and scores of the sample."""
+def learning_charts(history: History, main: str = "") -> list[Chart]:
+    """Draw losses, the lowest validation loss marked, and scores of the sample, the ``main`` one first."""
     loss, validation = history.curve("loss"), history.validation
     losses, notes = [Line("training", loss.points)], []
     if loss.count >= SMOOTHED:
@@ -42,7 +42,7 @@ def learning_charts(history: History) -> list[Chart]:
         notes.append(f"ring: lowest validation loss, {lowest:.4f} after step {step:,}")
     scores = [
         _chart(f"{name} of the sample", Axis(name), [Line(name, curve.points)])
-        for name, curve in sorted(history.scores.items())
+        for name, curve in sorted(history.scores.items(), key=lambda item: (item[0] != main, item[0]))
     ]
     return [_chart("Loss", Axis(NATS), losses, "; ".join(notes)), *scores]
 

@@ -15,6 +15,7 @@ from gptj_ft.cli.html.differences import marked
 from gptj_ft.cli.html.evaluation_page import change_in, recorded_facts, samples_in, strip_of
 from gptj_ft.cli.html.history import History
 from gptj_ft.cli.html.names import file_names, last_part, model_name, portable, subject_of
+from gptj_ft.cli.html.refresh import PAGE, shows_answers
 from gptj_ft.cli.html.run_charts import compared_charts, compared_machines, learning_charts, machine_charts
 from gptj_ft.config import yaml
 from gptj_ft.config.options import Recipe
@@ -25,11 +26,13 @@ from gptj_ft.data.readers.source import is_prepared
 from gptj_ft.errors import DataError, GptjFtError, UsageError
 from gptj_ft.system.digests import read_json
 from gptj_ft.system.files import disk_errors, read_text, replace_text
+from gptj_ft.system.lock import holder
 from gptj_ft.system.plain_text import one_line
 from gptj_ft.system.units import clock, gigabytes
 from gptj_ft.training.runs import Summary, summarize_run
 
 SAMPLES = 5  # rows with the largest gains, and with the largest losses
+TRAINING = "training"  # activity of the process that trains a run
 PLACES = ("weights", "optimizer_state", "precision")  # may be auto; the overview has the choice
 
 
@@ -41,23 +44,33 @@ def write_page(run: Run, say: Callable[[str], None]) -> None:
         say(f"could not write the report: {error}")
 
 
-def write_run_page(run: Run, show_text: bool = False) -> Path:
-    """Write ``report.html`` into a run folder, replacing an older one.
+def write_run_page(run: Run, show_text: bool = False, path: Path | None = None) -> Path:
+    """Write the report of a run, and return its path.
 
     Args:
         run: run, finished or not.
         show_text: include texts of rows.
+        path: new file; default: ``report.html`` in the run folder, replacing an older one.
 
     Raises:
-        UsageError: not a run folder.
+        UsageError: not a run folder; the file exists, or the run writes it.
         DataError: a file of the run is damaged.
     """
-    path = run.folder / "report.html"
+    own = run.folder / PAGE
     with _readable([run]):
         facts = _facts_of(run, show_text)
-    with disk_errors(path):
-        replace_text(path, fill_template("run.html", facts))
-    return path
+    text = fill_template("run.html", facts)
+    if path is not None:
+        write_new(path, text)
+        return path
+    if shows_answers(own) and (worker := holder(run.folder)) and worker.work == TRAINING:
+        raise UsageError(
+            f"{run.folder} is training and rewrites its {PAGE}, which shows answers: name another page with --output "
+            "FILE.html"
+        )
+    with disk_errors(own):
+        replace_text(own, text)
+    return own
 
 
 def write_comparison(runs: Sequence[Run], path: Path) -> None:
