@@ -15,7 +15,7 @@ from gptj_ft.cli.html import fill_template
 from gptj_ft.cli.html.differences import marked
 from gptj_ft.cli.html.history import VALIDATION, History
 from gptj_ft.cli.html.names import model_name, portable, subject_of
-from gptj_ft.cli.html.refresh import GENERATOR, PAGE, shows_answers, refresh_facts
+from gptj_ft.cli.html.refresh import GENERATOR, PAGE, refresh_facts, shows_answers
 from gptj_ft.cli.html.run_charts import DEVICE, learning_charts, machine_charts
 from gptj_ft.config.run_folder import Run
 from gptj_ft.errors import GptjFtError, Interrupted
