@@ -83,9 +83,10 @@ class LivePage(Reporter):
         if self._progress is None:  # the folder may be another process's
             return
         if error is None:
-            from gptj_ft.cli.html.run_page import write_page
+            with self._forgiven():
+                from gptj_ft.cli.html.run_page import write_page
 
-            write_page(self._run, self._say)
+                write_page(self._run, self._say)
             return
         reason = "" if isinstance(error, Interrupted) else one_line(str(error).partition("\n")[0])
         self._ended = f"ended by an error: {reason}" if reason else "stopped"
