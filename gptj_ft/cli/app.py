@@ -34,6 +34,7 @@ from gptj_ft.cli.commands import (
     report,
     runs,
     search,
+    watch,
 )
 from gptj_ft.cli.help import Command, Commands
 from gptj_ft.cli.options import flag
@@ -96,6 +97,7 @@ _add(PLAN, plan.plan, "plan --recipe summarization --host-memory 16GB")
 _add(PLAN, doctor.doctor, "doctor", "doctor --device cuda:1 --json")
 _add(PLAN, prove.prove, "prove", "prove --size 124M --output my-proof")
 _add(PLAN, report.report, "report runs/summarization-1", "report runs/summarization-1 runs/summarization-2")
+_add(PLAN, watch.watch, "watch", "watch runs/summarization-1 runs/summarization-2")
 _add(KEEP, runs.runs_app, "runs list", "runs verify runs/summarization-1", name="runs")
 _add(KEEP, models.models_app, "models list", "models remove tiny", name="models")
 

@@ -123,16 +123,42 @@ def written_at(folder: Path) -> float | None:
 
 def remember_run(run: Path) -> None:
     """Note the newest finished run for `generate` and `evaluate`; ignore errors."""
+    _note("newest-run", run)
+
+
+def remember_start(run: Path) -> None:
+    """Note the newest started run for `watch`; ignore errors."""
+    _note("started-run", run)
+
+
+def _note(name: str, run: Path) -> None:
     with suppress(OSError, GptjFtError):
-        replace_text(make_home() / "newest-run", f"{run.resolve()}\n")
+        replace_text(make_home() / name, f"{run.resolve()}\n")
+
+
+def _noted(name: str) -> list[Path]:
+    """Return the run in a note; empty if there is none, or an unreadable or impossible path in it."""
+    with suppress(OSError, ValueError, GptjFtError):
+        return [Path(read_text(home() / name).strip())]
+    return []
 
 
 def newest_run() -> Path | None:
     """Return the newest run with a model, from the note of `remember_run` and from ``./runs``."""
-    candidates = []
-    with suppress(OSError, ValueError):  # no note, an unreadable note, or an impossible path in it
-        noted = Path(read_text(home() / "newest-run").strip())
-        candidates += [noted] if is_tuned(noted / "model") else []
-    candidates += RUNS.glob("*") if RUNS.is_dir() else []
+    candidates = [*_noted("newest-run"), *_in_runs()]
     finished = [run for run in candidates if is_tuned(run / "model")]
     return max(finished, key=lambda run: written_at(run / "model") or 0.0, default=None)
+
+
+def newest_started() -> Path | None:
+    """Return the run that wrote metrics last, or has started since; from the notes and from ``./runs``."""
+    written = {}
+    for run in (*_noted("started-run"), *_noted("newest-run"), *_in_runs()):
+        files = [path for name in ("recipe.yaml", "metrics.jsonl") if (path := run / name).is_file()]
+        if files and run.name[:1] != ".":
+            written[run] = max(path.stat().st_mtime for path in files)
+    return max(written, key=lambda run: written[run], default=None)
+
+
+def _in_runs() -> list[Path]:
+    return list(RUNS.glob("*")) if RUNS.is_dir() else []

@@ -40,7 +40,7 @@ from gptj_ft.system.dtypes import PRECISION_NAMES
 from gptj_ft.system.files import hidden_name, keep_folder, remove, replace_text, sync_path, sync_tree, write_file
 from gptj_ft.system.lock import LOCK, locked
 from gptj_ft.system.machine import choose_device
-from gptj_ft.system.paths import is_model, is_tuned
+from gptj_ft.system.paths import is_model, is_tuned, remember_start
 from gptj_ft.system.signals import StopRequest, stop_message
 from gptj_ft.system.units import clock
 from gptj_ft.training.inputs import gather
@@ -249,6 +249,7 @@ def opened_run(prepared: PreparedRun, reporter: Reporter, session: Session) -> I
         if (start := prepared.setup.plan.costs.start.seconds) > LONG_START_SECONDS:
             reporter.on_message(f"putting weights and state in their places, about {clock(start)}")
         prepared.setup.parallel.share_folder(run)
+        remember_start(run.folder)
         yield run
 
 

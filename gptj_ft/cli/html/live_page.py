@@ -15,7 +15,7 @@ from gptj_ft.cli.html import fill_template
 from gptj_ft.cli.html.differences import marked
 from gptj_ft.cli.html.history import VALIDATION, History
 from gptj_ft.cli.html.names import model_name, portable, subject_of
-from gptj_ft.cli.html.refresh import GENERATOR, PAGE, refresh_facts, shows_answers
+from gptj_ft.cli.html.refresh import LIVE, PAGE, is_made_by, refresh_facts
 from gptj_ft.cli.html.run_charts import DEVICE, learning_charts, machine_charts
 from gptj_ft.config.run_folder import Run
 from gptj_ft.errors import GptjFtError, Interrupted
@@ -169,7 +169,7 @@ class LivePage(Reporter):
         loss, *scores = learning_charts(history, main_score(history.scores))
         stale = max(STALE_SECONDS, 5 * self._step_seconds, 3 * self._longest_pause)
         return {
-            "generator": GENERATOR,
+            **refresh_facts(0.0 if self._ended else min(LONGEST_REFRESH, pause), stale, LIVE),
             "subject": subject_of(setup.recipe, self._run),
             "state": self._ended or f"{progress.step / progress.num_steps:.0%}",
             "headline": f"{self._ended} at {position}" if self._ended else position,
@@ -178,8 +178,6 @@ class LivePage(Reporter):
             "activity": f"{self._activity[:1].upper()}{self._activity[1:]}" or "Starting",
             "resume": portable(["finetune", "--resume", str(self._run.folder)]),
             "share_command": portable(["report", str(self._run.folder), "--output", "FILE.html"]),
-            "written": time.strftime("%Y-%m-%d %H:%M:%S"),
-            "refresh": None if self._ended else refresh_facts(min(LONGEST_REFRESH, pause), stale),
             "about": setup.recipe.about,
             "tiles": list(_tiles(setup, progress, self._step, history)),
             "charts": [loss, *scores[:1], *machine_charts(history, planned)],
@@ -264,7 +262,7 @@ def _limit(setup: TrainSetup, throughput: Throughput) -> tuple[str, str]:
 def finish_page(run: Run, say: Callable[[str], None]) -> None:
     """Write the report of a finished run that was killed before it could: the page is missing or still a live one."""
     path = run.folder / PAGE
-    if not path.is_file() or shows_answers(path):
+    if not path.is_file() or is_made_by(LIVE, path):
         from gptj_ft.cli.html.run_page import write_page
 
         write_page(run, say)

@@ -13,7 +13,9 @@ from gptj_ft.errors import GptjFtError
 from gptj_ft.system.files import read_text
 
 PAGE = "report.html"  # in a run folder
-GENERATOR = "gptj-ft, while the run trains"
+# Generators, in the head of pages.
+LIVE = "gptj-ft finetune"
+WATCHED = "gptj-ft watch"
 # The only script of any page: `meta refresh` alone would reload the page of a killed run forever. The policy of the
 # page allows this text and no other, by its digest.
 SCRIPT = """
@@ -30,24 +32,36 @@ setInterval(look, 1000);
 """
 
 
-def refresh_facts(seconds: float, stale_seconds: float) -> dict[str, Any]:
+def refresh_facts(seconds: float = 0.0, stale_seconds: float = 0.0, generator: str = "") -> dict[str, Any]:
     """Return the facts for ``refresh.html``.
 
     Args:
-        seconds: between two reloads.
+        seconds: between two reloads; 0: the page does not reload.
         stale_seconds: age from which the page does not reload any more.
+        generator: the program that writes the page repeatedly.
     """
-    return {
+    reload = {
         "script": SCRIPT,
         "digest": base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode(),
-        "written": int(time.time()),
+        "at": int(time.time()),
         "seconds": max(1, round(seconds)),
         "stale_seconds": round(stale_seconds),
     }
+    written = time.strftime("%Y-%m-%d %H:%M:%S") if generator else ""
+    return {"refresh": reload if seconds else None, "generator": generator, "written": written}
 
 
-def shows_answers(path: Path) -> bool:
-    """Tell whether a file is a page that was written while a run trained; such a page shows answers."""
+def is_made_by(generator: str, page: Path) -> bool:
+    """Tell whether a page has a generator; pages of `LIVE` show answers."""
+    return f'content="{generator}"' in _text_of(page)
+
+
+def reloads(page: Path) -> bool:
+    """Tell whether a page reloads itself."""
+    return "<body data-written=" in _text_of(page)
+
+
+def _text_of(page: Path) -> str:
     with suppress(OSError, ValueError, GptjFtError):
-        return GENERATOR in read_text(path)
-    return False
+        return read_text(page)
+    return ""

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from gptj_ft.checkpoints.metadata import read_metadata
@@ -15,7 +16,7 @@ from gptj_ft.cli.html.differences import marked
 from gptj_ft.cli.html.evaluation_page import change_in, recorded_facts, samples_in, strip_of
 from gptj_ft.cli.html.history import History
 from gptj_ft.cli.html.names import file_names, last_part, model_name, portable, subject_of
-from gptj_ft.cli.html.refresh import PAGE, shows_answers
+from gptj_ft.cli.html.refresh import LIVE, PAGE, is_made_by, refresh_facts
 from gptj_ft.cli.html.run_charts import compared_charts, compared_machines, learning_charts, machine_charts
 from gptj_ft.config import yaml
 from gptj_ft.config.options import Recipe
@@ -29,6 +30,7 @@ from gptj_ft.system.files import disk_errors, read_text, replace_text
 from gptj_ft.system.lock import holder
 from gptj_ft.system.plain_text import one_line
 from gptj_ft.system.units import clock, gigabytes
+from gptj_ft.training.reporter import RECENT_STEPS
 from gptj_ft.training.runs import Summary, summarize_run
 
 SAMPLES = 5  # rows with the largest gains, and with the largest losses
@@ -56,14 +58,11 @@ def write_run_page(run: Run, show_text: bool = False, path: Path | None = None) 
         UsageError: not a run folder; the file exists, or the run writes it.
         DataError: a file of the run is damaged.
     """
-    own = run.folder / PAGE
-    with _readable([run]):
-        facts = _facts_of(run, show_text)
-    text = fill_template("run.html", facts)
+    own, text = run.folder / PAGE, run_page(run, show_text)
     if path is not None:
         write_new(path, text)
         return path
-    if shows_answers(own) and (worker := holder(run.folder)) and worker.work == TRAINING:
+    if is_made_by(LIVE, own) and is_training(run):
         raise UsageError(
             f"{run.folder} is training and rewrites its {PAGE}, which shows answers: name another page with --output "
             "FILE.html"
@@ -73,6 +72,12 @@ def write_run_page(run: Run, show_text: bool = False, path: Path | None = None) 
     return own
 
 
+def run_page(run: Run, show_text: bool = False, refresh: Mapping[str, Any] | None = None) -> str:
+    """Return the page on a run; ``refresh``: see `refresh_facts`."""
+    with _readable([run]):
+        return fill_template("run.html", {**_facts_of(run, show_text), **(refresh or refresh_facts())})
+
+
 def write_comparison(runs: Sequence[Run], path: Path) -> None:
     """Write a new page that compares runs.
 
@@ -80,12 +85,29 @@ def write_comparison(runs: Sequence[Run], path: Path) -> None:
         UsageError: a folder is not a run, or the page exists.
         DataError: a file of a run is damaged.
     """
+    write_new(path, comparison_page(runs, ["report", *(str(run.folder) for run in runs), "--output", str(path)]))
+
+
+def comparison_page(runs: Sequence[Run], command: Sequence[str], refresh: Mapping[str, Any] | None = None) -> str:
+    """Return the page that compares runs.
+
+    Args:
+        runs: finished or not.
+        command: arguments of the program that write the page.
+        refresh: see `refresh_facts`.
+    """
     with _readable(runs):
-        facts = _compared(runs, path)
-    write_new(path, fill_template("runs.html", facts))
+        facts = {**_compared(runs), "command": portable(command), **(refresh or refresh_facts())}
+        return fill_template("runs.html", facts)
 
 
-def _compared(runs: Sequence[Run], path: Path) -> dict[str, Any]:
+def is_training(run: Run) -> bool:
+    """Tell whether a process trains a run."""
+    worker = holder(run.folder)
+    return worker is not None and worker.work == TRAINING
+
+
+def _compared(runs: Sequence[Run]) -> dict[str, Any]:
     names = [run.folder.resolve().name for run in runs]
     histories = [(name, History.of(run.iter_metrics())) for name, run in zip(names, runs, strict=True)]
     overviews = [_overview(run) for run in runs]
@@ -101,7 +123,6 @@ def _compared(runs: Sequence[Run], path: Path) -> dict[str, Any]:
             (name, *(overview.get(name, "") for overview in overviews))
             for name in dict.fromkeys(name for overview in overviews for name in overview)
         ],
-        "command": portable(["report", *(str(run.folder) for run in runs), "--output", str(path)]),
     }
 
 
@@ -215,12 +236,16 @@ def _overview(run: Run) -> dict[str, str]:
     precision = unknown if recipe.precision == "auto" else recipe.precision
     manifest = run.data / "train" / "manifest.json"
     files = file_names(read_json(manifest)["files"]) if manifest.is_file() else model_name(str(recipe.data))
+    left = None
+    if lines and summary.steps and summary.status == TRAINING:
+        left = (summary.steps - summary.step) * fmean(line["seconds"] for line in lines[-RECENT_STEPS:])
     facts = {
         "Run": run.folder.resolve().name,
         "Recipe": recipe.recipe,
         "Model": model_name(recipe.model or (tuning.base_model if tuning else "") or "downloaded model"),
         "Data": files,
         "Status": f"{summary.status}, step {summary.step:,} of {summary.steps or '?'}",
+        **({"Time left": clock(left)} if left is not None else {}),
         "Validation loss": _losses(summary),
         "Placement": str(chosen.get("placement", placement)),
         "Precision": str(chosen.get("precision", precision)),
