@@ -121,7 +121,7 @@ def line_chart(title: str, x: Axis, y: Axis, lines: Sequence[Line]) -> str:
 def _drawn(line: Line, number: int, place: Callable[[float, float], Point]) -> dict[str, Any]:
     points, is_joined = [place(*point) for point in line.points], len(line.points) >= FEWEST_JOINED
     return {
-        "points": points,
+        "path": "L".join(f"{x} {y}" for x, y in points),
         "marks": points if len(points) <= MARKED and not line.is_faint else [],
         "lowest": place(*lowest_of(line.points)) if line.marks_lowest and is_joined else None,
         "is_joined": is_joined,

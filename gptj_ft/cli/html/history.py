@@ -41,7 +41,7 @@ class Curve:
         self.count = 0  # points added
         self._size = 1  # points of a stretch
         self._stretches: list[Stretch] = []
-        self._ends: list[Point] = []  # first and last point
+        self.first = self.last = (math.nan, math.nan)  # points
 
     def add(self, x: float, y: float) -> None:
         """Add a point; skip non-finite ones."""
@@ -49,7 +49,8 @@ class Curve:
             return
         point = (x, y)
         new = Stretch(1, point, point, point)
-        self._ends = [self._ends[0] if self._ends else point, point]
+        self.first = point if self.count == 0 else self.first
+        self.last = point
         self.count += 1
         if self._stretches and self._stretches[-1].count < self._size:
             self._stretches[-1].absorb(new)
@@ -71,7 +72,7 @@ class Curve:
         if self._size == 1:
             return [stretch.low for stretch in self._stretches]
         extremes = [point for each in self._stretches for point in sorted({each.low, each.high})]
-        return [self._ends[0], *extremes, self._ends[1]]
+        return [self.first, *extremes, self.last]
 
     @property
     def means(self) -> list[Point]:
@@ -82,14 +83,6 @@ class Curve:
     def lowest(self) -> Point:
         """The first point with the lowest y."""
         return min((each.low for each in self._stretches), key=lambda point: point[1])
-
-    @property
-    def first(self) -> Point:
-        return self._ends[0]
-
-    @property
-    def last(self) -> Point:
-        return self._ends[1]
 
 
 @dataclass
@@ -115,7 +108,7 @@ class History:
         if "loss" in line:
             for name in DRAWN:
                 if (value := line.get(name)) is not None:
-                    self.steps.setdefault(name, Curve()).add(step, value)
+                    self.curve(name).add(step, value)
             self.moves = self.moves or bool(line["bytes_read"] or line["bytes_written"])
         elif VALIDATION in line:
             self.validation.add(step, line[VALIDATION])
@@ -123,5 +116,7 @@ class History:
                 self.scores.setdefault(name, Curve()).add(step, value)
 
     def curve(self, name: str) -> Curve:
-        """Return the curve of a metric of steps; it may be empty."""
-        return self.steps.get(name) or Curve()
+        """Return the curve of a metric of steps, new if there is none."""
+        if name not in self.steps:
+            self.steps[name] = Curve()
+        return self.steps[name]

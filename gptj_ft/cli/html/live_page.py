@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from gptj_ft.training.throughput import Throughput
     from gptj_ft.training.validation import ValidationSample
 
-LEAST_PAUSE = 2.0  # seconds between two writings
-COST_SHARE = 1 / 200  # at most this share of the time goes into writing
+LEAST_PAUSE = 5.0  # seconds between two writings
+COST_SHARE = 1 / 250  # of the time at most, for writing
 EVENTS = 5  # of a step: computing, saving, validating and their ends
 STALE_SECONDS = 600.0  # a page that is older, and older than several steps, stops refreshing
 LONGEST_REFRESH = 60.0
@@ -102,9 +102,9 @@ class LivePage(Reporter):
         with self._forgiven():
             self._history = History.of(self._run.iter_metrics())
             self._read_answers()
+        # The first writing compiles the templates: the second one measures the cost of the next ones.
         self._write()
-        # The first writing compiles the templates, before any step: it says nothing about the next ones.
-        self._written_at, self._cost = -math.inf, 0.0
+        self._write()
 
     def on_step(self, step: StepReport, progress: Progress) -> None:
         self._step, self._progress = step, progress
@@ -197,7 +197,7 @@ class LivePage(Reporter):
     def _take_new(self) -> None:
         """Add new lines to the history and new answers to the marked ones."""
         for line in self._new_lines:
-            self._history.add(line.to_dict() if isinstance(line, StepReport) else line)
+            self._history.add(_values(line) if isinstance(line, StepReport) else line)
         for step, text in [*self._new_answers[:1], *self._new_answers[1:][-MOST_ANSWERS:]]:
             texts = {"expected": self._expected, "model": text[:LONGEST_ANSWER]}
             self._answers += marked([{"place": f"after step {step:,}" if step else "before training", "texts": texts}])
@@ -205,6 +205,11 @@ class LivePage(Reporter):
                 del self._answers[1]
         self._new_lines.clear()
         self._new_answers.clear()
+
+
+def _values(step: StepReport) -> dict[str, Any]:
+    """Return the line of a step; unlike `StepReport.to_dict` without copies, since steps may take milliseconds."""
+    return {**vars(step), **vars(step.counts), **vars(step.throughput)}
 
 
 def _planned_memory(setup: TrainSetup) -> dict[str, int]:
