@@ -214,6 +214,7 @@ COMMANDS = {
     "runs-export": "runs export runs/a exported --from step-000002",
     "runs-clean": "runs clean runs/a",
     "report": "report runs/a runs/b --output page.html",
+    "watch": "watch runs/a",
     "models": "models",
     "models-list": "models list",
     "models-remove": "models remove MODEL",
