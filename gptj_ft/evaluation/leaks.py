@@ -131,7 +131,8 @@ class LeakJob:
         setup = InferenceSetup.of(folder, request.recipe, workers=request.workers)
         check_writes(setup)
         queries = [*(probe.query for probe in probes), *candidates]
-        digest = content_hash(repr([(list(ids), pairs) for ids, pairs in queries]).encode())
+        scored = [(list(ids), pairs) for ids, pairs in queries], [dict(probe.spans) for probe in probes]
+        digest = content_hash(repr(scored).encode())
         used = {"dtype": str(setup.dtype), "device": setup.device.type, "leaks": digest}
         cache = ResultCache({**evaluation_settings(folder, request.recipe), **used})
         return cls(setup, probes, candidates, cache, setup.plan(home(), documents=[len(ids) for ids, _ in queries]))

@@ -162,6 +162,9 @@ def test_interrupted_report_resumes_to_the_same(place: Path, monkeypatch: pytest
     assert not list((home() / "evaluations").iterdir())
     with pytest.raises(Interrupted, match="finished rows are kept, and the same command resumes there"):
         examine(interrupt_after=5)
+    other = replace(request, length=LENGTH - 2)
+    after_another = LeakExamination.of(other).run(lambda *_: None).to_dict(10)
+    assert after_another == LeakExamination.of(other).run(lambda *_: None).to_dict(10), "not the other's results"
     scored = []
     run_queries = leaks_module.run_queries
     monkeypatch.setattr(leaks_module, "run_queries", lambda *given: scored.append(1) or run_queries(*given))
