@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -91,7 +92,10 @@ def data_rows(report: Mapping[str, Any]) -> Pairs:
     if report["rows_cut"]:
         field = settings["shorten"] or ("oldest messages" if is_text else "")
         part = f" of '{field}'" if field else ""
-        rows.append(("shortened", f"{report['rows_cut']:,} rows by {report['tokens_cut']:,} tokens{part} to fit"))
+        reason = f"to fit in max_length {settings['max_length']:,}"
+        shown = format_places(report["cut_places"], report["rows_cut"])
+        text = f"{report['rows_cut']:,} rows by {report['tokens_cut']:,} tokens{part}, {reason}"
+        rows.append(("shortened", text + (f" ({shown})" if shown else "")))
     if report["windows"] > report["rows_kept"]:
         has_template = "chat_template" in settings
         unit = "rows, one per answer" if has_template else f"windows of at most {settings['max_length']:,} tokens"
@@ -150,14 +154,22 @@ def epoch_rows(facts: Mapping[str, Any], recipe: Recipe) -> Pairs:
 
 
 def example_facts(prepared: Prepared, decode: Callable[[list[int]], str], count: int) -> list[dict[str, Any]]:
-    """Return the first rows as the model reads them: place, and texts, with training targets marked."""
-    rows = prepared.rows.select(range(min(count, len(prepared.rows))))
+    """Return rows as the model reads them: place, whether truncated, and texts, with training targets marked.
+
+    These are the first rows; a quarter are truncated ones if there are any.
+    """
+    count, cut = min(count, len(prepared.rows)), set(prepared.report.cut_places)
+    where = zip(prepared.rows["source"], prepared.rows["line"], strict=True) if cut else ()
+    first_cut = (number for number, (source, line) in enumerate(where) if f"{source}:{line}" in cut)
+    chosen = list(islice(first_cut, count // 4))
+    shown = sorted([*chosen, *islice((number for number in range(count) if number not in chosen), count - len(chosen))])
     return [
         {
-            "place": f"{row['source']}:{row['line']}",
+            "place": (place := f"{row['source']}:{row['line']}"),
+            "is_cut": place in cut,
             "parts": [{"text": text, "is_trained_on": is_trained_on} for text, is_trained_on in spans_of(row, decode)],
         }
-        for row in rows
+        for row in prepared.rows.select(shown)
     ]
 
 

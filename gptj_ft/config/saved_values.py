@@ -246,6 +246,7 @@ class RowsReport(RowsCount):
     settings: _Settings
     labels: Annotated[list[Text], Field(max_length=100_000)] = []
     label_counts: Annotated[list[Count], Field(max_length=100_000)] = []
+    cut_places: Annotated[list[Text], Field(max_length=1_000)] = []
     rows_xxh3_128: Annotated[dict[Name, Name], Field(min_length=1, max_length=1)]
 
 

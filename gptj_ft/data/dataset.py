@@ -47,7 +47,7 @@ SETTINGS = (  # options that decide how a file becomes rows, and a row tokens
     "no_answer",
 )
 VALUE_SHOWN = 400  # characters of an option in a message; a chat template has thousands
-_LATER = ("labels", "label_counts")  # missing in reports of version 7
+_LATER = ("labels", "label_counts", "cut_places")  # missing in earlier reports
 CHAT_SETTINGS = ("chat_template", "template_options", "template_date")  # further `SETTINGS` with a chat template
 TASK_SETTINGS = ("task", "pair", "stride")  # further `SETTINGS` of tasks with labels
 
@@ -78,6 +78,7 @@ class Report:
     settings: Mapping[str, Any]  # the options in `SETTINGS`
     labels: tuple[str, ...] = ()  # class names in the order of their ids
     label_counts: tuple[int, ...] = ()  # rows with each label; for labelled words, the words
+    cut_places: tuple[str, ...] = ()  # the first truncated rows, ``file:line``
     version: int = VERSION
 
     def __post_init__(self) -> None:

@@ -77,15 +77,18 @@ class RowCounts:
     def __init__(self) -> None:
         self.numbers = dict.fromkeys(COUNTS, 0)  # named as in `Report`
         self.skipped: dict[str, Occurrences] = {}  # by reason
+        self.cut = Occurrences()  # truncated rows
 
     def skip(self, where: str, reason: str) -> None:
         """Count a skipped row."""
         self.numbers["rows_read"] += 1
         self.skipped.setdefault(reason, Occurrences()).add(where)
 
-    def keep(self, row: EncodedRow) -> None:
+    def keep(self, where: str, row: EncodedRow) -> None:
         """Count a kept row."""
         numbers = self.numbers
+        if row.tokens_cut:
+            self.cut.add(where)
         numbers["rows_read"] += 1
         numbers["rows_kept"] += 1
         numbers["rows_cut"] += row.tokens_cut > 0
@@ -196,5 +199,5 @@ class RowEncoder:
             place = (references, row.source, row.line, encoded.group, encoded.label, continues)
             labelled = (each.borders, each.marks, each.targets, each.values, each.texts, each.offsets)
             columns.append((array("i", each.ids), prompt_length, each.masked_spans, *place, *labelled))
-        self.counts.keep(encoded)
+        self.counts.keep(row.where, encoded)
         return columns

@@ -133,6 +133,7 @@ def tokenize_rows(
             settings=settings_of(recipe),
             labels=labels.order(),
             label_counts=labels.counts(),
+            cut_places=tuple(counts.cut.first),
             **counts.numbers,
         )
         _check_complete(table, report, recipe.task != "language-model")

@@ -466,5 +466,5 @@ def test_terminal_shows_label_counts(bert: Any) -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "a 2, b 1, bbb 1" in text
     assert "4 places labelled" in text
-    assert "4 rows by 4 tokens to fit" in text
+    assert "4 rows by 4 tokens, to fit in max_length " in text
     assert "answer" not in text

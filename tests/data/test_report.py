@@ -155,7 +155,7 @@ def test_page_escapes_data() -> None:
     recipe = resolve({"recipe": "summarization", "map": "summary=<script>alert(1)</script>"}, environment={}).recipe
     prepared = tokenize_rows(TokenizeJob.of(recipe, make_tokenizer(), path, 50400))
     parts = [{"text": text, "is_trained_on": number == 1} for number, text in enumerate((row["note"], row["summary"]))]
-    examples = [{"place": "odd.jsonl:1", "parts": parts}]
+    examples = [{"place": "odd.jsonl:1", "is_cut": False, "parts": parts}]
     page = Page(data_report(".html", {**data_facts(prepared, recipe), "examples": examples}, recipe))
     assert not {"script", "img", "b"} & {tag for tag, _ in page.tags}
     assert "summary = column '<script>alert(1)</script>'" in page.text
@@ -179,6 +179,19 @@ def test_page_starts_with_summary_without_folders(tmp_path: Path) -> None:
     assert text.count('class="limit"') == 1
     assert "max_length 60" in page.text
     assert "windows" not in page.text
+
+
+def test_page_shows_shortened_rows_among_the_first(shell: Any, tmp_path: Path) -> None:
+    with Path("rows.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"note": "Very long. " * 60, "summary": "Call."}) + "\n")
+    line = len(Path("rows.jsonl").read_text(encoding="utf-8").splitlines())
+    done = shell(f"{TYPED} --max-length 100 --report rows.html --show 4")
+    assert done.code == 0, done.err
+    text = Path("rows.html").read_text(encoding="utf-8")
+    headings = re.findall(r"<h3>(.*?)</h3>", text)
+    assert len(headings) == 4
+    assert headings[-1] == f'rows.jsonl:{line} <span class="worse">shortened</span>'
+    assert f"to fit in max_length 100 (rows.jsonl:{line})" in text
 
 
 @pytest.mark.parametrize("max_length", [60, 2048])
