@@ -287,7 +287,7 @@ class _Budget(Saved):
 
     seconds_per_step: Positive
     seconds_per_rung: Positive
-    seconds_per_start: Positive
+    seconds_at_start: Positive
     seconds_per_end: Positive
     limit: Positive | None
 

@@ -1,4 +1,4 @@
-"""Successive halving that drops a candidate only for a reason: a clear difference, or the budget.
+"""Successive halving that says why a candidate is dropped: a clear difference, or the budget.
 
 Jamieson and Talwalkar, Non-stochastic best arm identification (2016), https://arxiv.org/abs/1502.07943. Here a
 comparison on the same rows decides: the 95 % interval of the paired bootstrap, of a candidate against the leader.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from gptj_ft.evaluation.comparison import LOWER_IS_BETTER
@@ -45,14 +45,14 @@ class Budget:
 
     seconds_per_step: float
     seconds_per_rung: float  # of a candidate: fill the stores, score the validation rows, save
-    seconds_per_start: float  # of a candidate: the validation before its first step
+    seconds_at_start: float  # the validation of the initial model
     seconds_per_end: float  # of a candidate: the last validation, and the export
     limit: float | None  # ``max_time``; None: the cost of halving
 
     def seconds(self, rungs: Sequence[int], counts: Sequence[int]) -> float:
         """Forecast a search, given how many candidates train to each rung."""
         steps = num_steps(rungs, counts)
-        ends = counts[0] * self.seconds_per_start + counts[-1] * self.seconds_per_end
+        ends = self.seconds_at_start + counts[-1] * self.seconds_per_end
         return MARGIN * (steps * self.seconds_per_step + sum(counts) * self.seconds_per_rung + ends)
 
     def num_kept(self, rungs: Sequence[int], counts: Sequence[int], most: int) -> int:
@@ -112,7 +112,7 @@ def decide(
     compare: Comparison,
     budget: Budget,
 ) -> Decision:
-    """Compare candidates at a rung: drop the clearly worse, then those beyond the budget.
+    """Compare candidates at a rung. The better half trains on; others do if inseparable, as far as the budget goes.
 
     Args:
         counts: candidates that have trained to each rung so far.
@@ -125,15 +125,15 @@ def decide(
     for name, score in ranked[1:]:
         difference = compare.difference(figures[name], figures[ranked[0][0]])
         standings.append(Standing(name, "worse" if compare.is_worse(difference) else "kept", score, difference))
-    step, is_last = rungs[len(counts) - 1], len(counts) == len(rungs)
-    if not is_last and ranked:
-        open_ = [each for each in standings if each.fate != "worse"]
-        beyond = {each.candidate for each in open_[budget.num_kept(rungs, counts, len(open_)) :]}
-        standings = [
-            Standing(each.candidate, "budget", each.score, each.difference) if each.candidate in beyond else each
-            for each in standings
-        ]
-    return Decision(step, (*standings, *diverged))
+    if len(counts) < len(rungs):
+        # The interval covers the choice of rows, not the steps to come: half stays even if it is clearly worse.
+        half = min(len(standings), halved(counts[0], len(rungs))[len(counts)])
+        others = [place for place in range(half, len(standings)) if standings[place].fate != "worse"]
+        room = budget.num_kept(rungs, counts, half + len(others)) - half
+        fates: dict[int, Fate] = dict.fromkeys(range(1, half), "kept")
+        fates |= dict.fromkeys(others[room:], "budget")
+        standings = [replace(each, fate=fates.get(place, each.fate)) for place, each in enumerate(standings)]
+    return Decision(rungs[len(counts) - 1], (*standings, *diverged))
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from gptj_ft.config.resolve import Resolved, build, dump_recipe
 from gptj_ft.config.run_folder import Run
 from gptj_ft.config.saved_values import SavedRowScores, SavedSearch, checked
 from gptj_ft.data.dataset import Prepared, load_dataset, save_dataset
-from gptj_ft.errors import DataError, Interrupted, NotFinite, UsageError, did_you_mean
+from gptj_ft.errors import DataError, Interrupted, NotFinite, ResourceError, UsageError, did_you_mean
 from gptj_ft.evaluation.comparison import finite
 from gptj_ft.evaluation.metrics.statistic import Estimate, values
 from gptj_ft.planning.plan import Plan
@@ -72,7 +72,7 @@ from gptj_ft.training.search_space import Candidate, Over, candidates_of
 from gptj_ft.training.trackers import check_tracker
 from gptj_ft.training.validation import ValidationSample
 
-STATE = "search.json"
+STATE, BEST = "search.json", "best.yaml"  # the first file of a search, and the last
 BEFORE_STATE = {"run", "data", "scores", "search"}  # stems of the files that are older than `STATE`
 FEWEST_CANDIDATES, FEWEST_STEPS = 2, 6  # of a search worth proposing
 NOT_IN_BEST = ("output", "max_time")  # options that a later run chooses itself
@@ -183,7 +183,7 @@ class PreparedSearch:
     folder: Path
     plan: SearchPlan
     rows: tuple[Prepared, Prepared]  # training and validation rows
-    cost: Plan | None = None  # of one candidate; None for a search to be resumed
+    first: PreparedRun | None = None  # run of the first candidate; None for a search to be resumed
 
     def run(self, reporter: Reporter | None = None, session: Session | None = None) -> SearchResult:
         """Train the candidates rung by rung, and choose the best.
@@ -200,11 +200,13 @@ class PreparedSearch:
         with locked(self.folder, "searching"), self._resumable():
             decisions = self._begin()
             for step in self.plan.rungs[len(decisions) :]:
-                for number, candidate in enumerate(active := self._active(decisions), start=1):
-                    if not self._is_at(candidate, step):
+                active = self._active(decisions)
+                needs_rows = self._needs_rows(step, active)
+                for number, candidate in enumerate(active, start=1):
+                    if not self._is_at(candidate, step, needs_rows):
                         reporter.on_message(f"{candidate.name}: to step {step} ({number} of {len(active)})")
                         known = replace(session, start_validation=self._start_validation(candidate))
-                        self._train(candidate, step, reporter, known, self._needs_rows(step, active))
+                        self._train(candidate, step, reporter, known, needs_rows)
                 decisions = [*decisions, self._decide(step, decisions)]
                 self._save(decisions)
                 self._discard_dropped(decisions[-1], reporter)
@@ -242,12 +244,12 @@ class PreparedSearch:
     def _scores_file(self, candidate: Candidate, step: int) -> Path:
         return self.folder / "scores" / f"{candidate.folder}-step-{step:06d}.json"
 
-    def _is_at(self, candidate: Candidate, step: int) -> bool:
+    def _is_at(self, candidate: Candidate, step: int, needs_rows: bool) -> bool:
         """Tell whether a candidate has reached a rung, or diverged; its state was saved before its scores."""
         path, run = self._scores_file(candidate, step), self._run_of(candidate)
         if step < self.plan.num_steps or (path.is_file() and read_sealed(path).get("diverged")):
             return path.is_file()
-        if is_finished := is_tuned(run.model):
+        if is_finished := is_tuned(run.model) and (path.is_file() or not needs_rows):
             tidy(run)
         return is_finished
 
@@ -265,6 +267,8 @@ class PreparedSearch:
         """Plan a candidate's run, or the rest of it."""
         run, plan = self._run_of(candidate), self.plan
         reporter.on_activity("planning")
+        if is_tuned(run.model):
+            raise UsageError(f"{run.folder} was trained to its end outside this search: remove it, and it trains again")
         if run.recipe_file.is_file():
             return resume_run(run.folder, options_on_resume({"max_time": plan.max_time}), reporter=reporter)
         recipe = candidate.recipe(plan.recipe).model_copy(update={"output": str(run.folder)})
@@ -361,7 +365,7 @@ class PreparedSearch:
 
     def _finish(self, decisions: Sequence[Decision], start: float) -> SearchResult:
         best = next(each for each in self.plan.candidates if each.name == decisions[-1].leader.candidate)
-        run, config = self._run_of(best), self.folder / "best.yaml"
+        run, config = self._run_of(best), self.folder / BEST
         recipe = run.recipe()
         recipe = recipe.model_copy(update={key: Recipe.model_fields[key].default for key in NOT_IN_BEST})
         title = f"# The best of {len(self.plan.candidates)} candidates, {best.name}\n"
@@ -433,7 +437,9 @@ def prepare_search(
         budget_of(setup.plan, recipe.max_time),
     )
     check_time(plan)
-    return PreparedSearch(folder, plan, rows, setup.plan)
+    check_disk(setup.plan, len(candidates))
+    own = Resolved(setup.recipe, dict.fromkeys(candidates[0].values, "search"))
+    return PreparedSearch(folder, plan, rows, PreparedRun(setup, inputs.report, own, rows, None))
 
 
 def resume_search(folder: Path, max_time: float | None = None, reporter: Reporter | None = None) -> PreparedSearch:
@@ -476,8 +482,8 @@ def choose_search_folder(recipe: Recipe, request: str) -> tuple[Path, bool]:
     if recipe.output is None:
         for folder in sorted(RUNS.glob("search-*")):
             with suppress(UsageError, DataError):
-                plan, decisions = read_search(folder)
-                if plan.request == request and len(decisions) < len(plan.rungs):
+                plan, _ = read_search(folder)
+                if plan.request == request and not (folder / BEST).is_file():
                     return folder, False
         return next(path for n in range(1, 10**9) if not (path := RUNS / f"search-{n}").exists()), True
     folder = Path(recipe.output).expanduser()
@@ -512,15 +518,25 @@ def num_rows_of(recipe: Recipe, validation: Prepared) -> int:
 
 def budget_of(plan: Plan, limit: float | None) -> Budget:
     """Forecast the parts of a search from the plan of one run."""
-    costs = plan.costs
-    per_rung = costs.start.seconds + costs.validations.seconds + costs.checkpoints.seconds
-    return Budget(
-        costs.seconds_per_step,
-        per_rung,
-        costs.validations.seconds,
-        costs.validations.seconds + costs.end.seconds,
-        limit,
-    )
+    costs, validations = plan.costs, plan.costs.validations
+    # Before and after a run come two; those between are part of the steps.
+    between = max(0, validations.number - 2) * validations.seconds / (costs.num_steps or 1)
+    per_rung = costs.start.seconds + validations.seconds + costs.checkpoints.seconds
+    per_end = validations.seconds + costs.end.seconds
+    return Budget(costs.seconds_per_step + between, per_rung, validations.seconds, per_end, limit)
+
+
+def check_disk(plan: Plan, num_candidates: int) -> None:
+    """Raise `ResourceError` if the disk has no room for the states of all candidates at the first rung."""
+    disk = next(need for need in plan.needs if need.resource == "disk")
+    # A run in memory writes a checkpoint at the rung; one on disk keeps its state.
+    each = disk.need if plan.placement.is_durable else plan.costs.checkpoints.disk_bytes
+    if num_candidates * each > disk.have:
+        fewer = max(FEWEST_CANDIDATES, disk.have // each)
+        raise ResourceError(
+            f"{num_candidates} candidates keep their states at the first rung, {gigabytes(num_candidates * each)}, and "
+            f"{gigabytes(disk.have)} of disk are free: use {fewer} candidates, free disk, or --method lora"
+        )
 
 
 def check_time(plan: SearchPlan) -> None:

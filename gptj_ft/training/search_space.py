@@ -71,8 +71,10 @@ def candidates_of(recipe: Recipe, over: Over) -> list[Candidate]:
         UsageError: an option cannot be searched, a value is invalid, or there are fewer than two candidates.
     """
     over = over or {"lr": [float(f"{recipe.lr * factor:.2g}") for factor in RATE_FACTORS]}
-    for key in over:
+    for key, values in over.items():
         _check_searched(key, recipe)
+        if isinstance(values, str) or not isinstance(values, Sequence):
+            raise UsageError(f"{key} is one value, {values!r}: a search needs a list of them")
     candidates = [Candidate(dict(zip(over, values, strict=True))) for values in product(*over.values())]
     if len(candidates) < 2:
         raise UsageError("a search compares at least two candidates: name more values, such as --lr 1e-5,3e-5,1e-4")

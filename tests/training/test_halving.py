@@ -56,6 +56,12 @@ def test_better_score_leads(by: str) -> None:
     assert fates(decision) == {"c1": "best", "c2": "worse", "c0": "worse"}
 
 
+def test_half_stays_though_clearly_worse() -> None:
+    decision = decided([0.0, 1.0, 2.0, 3.0, 4.0, 5.0], [6])
+    assert [each.fate for each in decision.standings] == ["best", "kept", "kept", "worse", "worse", "worse"]
+    assert fates(decided([0.0, 1.0, 2.0], [6, 3])) == {"c0": "best", "c1": "worse", "c2": "worse"}
+
+
 def test_inseparable_candidates_stay_within_half() -> None:
     alike = [losses(0.001 * seed, seed) for seed in range(3)]
     decision = decided([*alike, 3.0, 3.0, 3.0], [6])

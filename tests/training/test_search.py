@@ -16,7 +16,8 @@ from support.small_run import assert_same_weights, losses_of, weights_of
 from gptj_ft import api
 from gptj_ft.config.run_folder import Run
 from gptj_ft.data.dataset import load_dataset
-from gptj_ft.errors import DataError, Interrupted, NotFinite, OutOfTime, UsageError
+from gptj_ft.errors import DataError, Interrupted, NotFinite, OutOfTime, ResourceError, UsageError
+from gptj_ft.system.digests import write_sealed
 from gptj_ft.system.lock import locked
 from gptj_ft.training import search as module
 from gptj_ft.training.halving import Budget, halved, rungs_of
@@ -289,6 +290,38 @@ def test_too_little_time_names_what_fits() -> None:
         assert (budget.seconds(rungs, halved(count, len(rungs))) <= 250.0) == fits
 
 
+def test_small_disk_is_refused() -> None:
+    with pytest.raises(ResourceError, match=r"3 candidates keep their states at the first rung, .* use 2 candidates"):
+        run_search("s", disk_space="9MB", weights="device", optimizer_state="device")
+    assert not Path("s").exists()
+
+
+def test_candidate_finished_by_hand_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(module.PreparedSearch, "_save", lambda self, decisions: stop(self, decisions))
+        with pytest.raises(Interrupted):
+            run_search("s")
+    api.finetune(resume="s/lr-0.01")
+    with pytest.raises(UsageError, match=r"s/lr-0\.01 was trained to its end outside this search: remove it"):
+        run_search("s")
+    shutil.rmtree("s/lr-0.01")
+    assert choice_of(run_search("s")) == choice_of(run_search("t"))
+
+
+def stop(search: module.PreparedSearch, decisions: Any) -> None:
+    """Stop a search after its first decision, as a kill would."""
+    write_sealed(search.folder / "search.json", {**search.plan.to_dict(), "decisions": []})
+    if decisions:
+        for path in Path("s/scores").glob("lr-0.01-*"):
+            path.unlink()
+        raise KeyboardInterrupt
+
+
+def test_one_value_is_no_list() -> None:
+    with pytest.raises(UsageError, match=r"lr is one value, 0\.001: a search needs a list of them"):
+        run_search("s", lr=0.001)
+
+
 def test_command_line_end_to_end(shell: Any) -> None:
     line = (
         "search --recipe summarization --data rows.jsonl --model tiny --batch-size 2 --max-steps 6 --precision fp32 "
@@ -296,6 +329,7 @@ def test_command_line_end_to_end(shell: Any) -> None:
     )
     plan = shell(f"{line} --dry-run --json").json
     assert plan["rungs"] == [1, 2, 6]
+    assert plan["plan"]["seconds_per_step"] == plan["plan"]["seconds_per_step"] > 0
     assert plan["most_candidates"] == [2, 1, 1]
     assert not Path("s").exists()
     found = shell(f"{line} --json").json

@@ -56,8 +56,9 @@ def search(
 ) -> None:
     """Find the best learning rate by runs that stop early.
 
-    All candidates train on the same rows with their full schedules. After a sixth and a third of the steps, those that
-    are worse by more than their interval stop, then those beyond the budget. The best is a finished run.
+    All candidates train on the same rows with their full schedules. After a sixth and a third of the steps the better
+    half trains on; others stop if they are worse by more than their interval, or by the budget. The best is a finished
+    run.
     """
     began = time.monotonic()
     from gptj_ft.system.signals import stop_message
@@ -66,6 +67,7 @@ def search(
         out = Output(as_json, quiet)
         with out.activity():
             from gptj_ft import api
+            from gptj_ft.cli.terminal.data_tables import show_rows
             from gptj_ft.cli.terminal.progress import TerminalReporter
             from gptj_ft.cli.terminal.search_tables import show_search, show_search_plan
             from gptj_ft.training.loop import Session
@@ -83,23 +85,28 @@ def search(
         if resume is not None and (values or set(options) - {"max_time"} or config or assignments):
             raise UsageError("--resume takes the options of the search from its folder; only --max-time may be added")
         ready = asking(resolve(options, config, assignments), out, prepared)
+        if ready.first is not None:
+            show_rows(notes, ready.first, None)
         if dry_run:
-            out.finish(ready.plan.facts(), "", lambda console: show_search_plan(console, ready.plan))
+            costs = {"plan": ready.first.setup.plan.to_dict()} if ready.first is not None else {}
+            facts = {**ready.plan.facts(), **costs}
+            out.finish(facts, "", lambda console: show_search_plan(console, ready, verbose))
             return
-        show_search_plan(notes, ready.plan)
+        show_search_plan(notes, ready, verbose)
         result = ready.run(reporter, Session(began, owns_process=True))
         page = _write_page(result, notes.print)
         out.finish({**result.to_dict(), "page": page}, result.model, lambda console: show_search(console, result, page))
 
 
 def _write_page(result: SearchResult, say: Callable[[str], None]) -> str:
-    """Write the page that compares all candidates; report errors instead of raising them."""
-    from gptj_ft.cli.html.run_page import write_comparison
+    """Write the pages of the best run and of all candidates; report errors instead of raising them."""
+    from gptj_ft.cli.html.run_page import write_comparison, write_page
     from gptj_ft.config.run_folder import Run
 
     folders = {each.name: Path(result.folder) / each.folder for each in result.plan.candidates}
     runs = [Run(folders[standing.candidate]) for _, standing in result.standings]
     page = Path(result.folder) / "report.html"
+    write_page(Run(Path(result.run)), say)
     try:
         page.unlink(missing_ok=True)  # of an earlier session
         write_comparison([run for run in runs if run.recipe_file.is_file()], page)

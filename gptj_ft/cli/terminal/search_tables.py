@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from gptj_ft.cli.terminal.screen import next_steps, panel, table
+from gptj_ft.cli.terminal.screen import next_steps, panel, table, whole
+from gptj_ft.cli.terminal.tables import cautions, plan_rows
 from gptj_ft.system.plain_text import command_line
 from gptj_ft.system.units import clock
 from gptj_ft.training.halving import STATES
-from gptj_ft.training.search import SearchPlan, SearchResult, difference_text
+from gptj_ft.training.search import PreparedSearch, SearchResult, difference_text, resume_command
 
 
-def show_search_plan(console: Console, plan: SearchPlan) -> None:
-    """Show candidates, rungs and forecast of a search."""
-    facts = plan.facts()
+def show_search_plan(console: Console, search: PreparedSearch, verbose: bool = False) -> None:
+    """Show rows, candidates, rungs and forecast of a search, and the cost of one run."""
+    plan, facts = search.plan, search.plan.facts()
+    train, validation = (len(part.rows) for part in search.rows)
     counts = zip(plan.rungs, facts["most_candidates"], strict=True)
     share = facts["steps"] / facts["steps_of_all"]
     times = f"{clock(facts['seconds'])} of {clock(facts['seconds_of_all'])}"
     limit = "" if plan.max_time is None else f"; --max-time {clock(plan.max_time)}"
     rows = [
+        ("data", f"{train:,} training rows, {validation:,} validation rows; recipe {plan.recipe.recipe}"),
+        *(("warning", text) for text in cautions(train, validation, plan.recipe.batch_size)),
         ("candidates", f"{len(plan.candidates)}: {'; '.join(facts['candidates'])}"),
         ("rungs", ", ".join(f"at most {count} to step {step:,}" for step, count in counts)),
         ("compared by", f"{plan.by}, on the same validation rows"),
@@ -27,8 +31,13 @@ def show_search_plan(console: Console, plan: SearchPlan) -> None:
             f"at most {facts['steps']:,} of {facts['steps_of_all']:,} for all candidates to the end ({share:.0%})",
         ),
         ("time", f"about {times}{limit}"),
+        ("results", f"in {search.folder}; states of dropped candidates are deleted"),
+        ("to resume", whole(resume_command(search.folder))),
     ]
-    panel(console, "Search", rows)
+    panel(console, "The search", rows)
+    if search.first is not None:
+        setup = search.first.setup
+        panel(console, "Each run", plan_rows(setup.plan, setup.architecture.notes, verbose))
 
 
 def show_search(console: Console, result: SearchResult, page: str) -> None:
