@@ -7,7 +7,8 @@ the search runs again as a command, gets SIGKILL after two shares of its time, a
     python benchmarks/search.py --model MODEL --data train.tsv --val-data dev.tsv --recipe classification \
         --set max_steps=120 --set batch_size=16 --work /tmp/search
 
-Options of the runs go to --set. Prints Markdown. Seconds are those of a machine that may be shared; steps are not.
+Options of the runs go to --set. WORK keeps the finished runs; the search starts again. Prints Markdown. Seconds are
+those of a machine that may be shared; steps are not.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--work", type=Path, required=True)
     options = parser.parse_args()
-    shutil.rmtree(options.work, ignore_errors=True)
-    options.work.mkdir(parents=True)
+    options.work.mkdir(parents=True, exist_ok=True)
+    for folder in ("search", "killed"):
+        shutil.rmtree(options.work / folder, ignore_errors=True)
     resolved = resolve(
         {"recipe": options.recipe, "data": options.data, "val_data": options.val_data, "model": options.model},
         assignments=options.set,
@@ -67,15 +69,23 @@ def searched(resolved: Resolved, by: str, work: Path) -> tuple[SearchResult, flo
 
 
 def trained(resolved: Resolved, result: SearchResult, work: Path) -> tuple[dict[str, Run], float]:
-    """Train every candidate to the end; return the runs by name, and the seconds."""
-    start, runs = time.monotonic(), {}
+    """Train every candidate to the end; return the runs by name, and the seconds. Finished ones are not repeated."""
+    total, runs = 0.0, {}
     for candidate in result.plan.candidates:
-        recipe = candidate.recipe(resolved.recipe).model_copy(update={"output": str(work / "all" / candidate.folder)})
-        try:
-            runs[candidate.name] = Run(Path(gptj_ft.finetune(Resolved(recipe, resolved.origins, resolved.typed)).run))
-        except gptj_ft.GptjFtError as error:
-            print(f"\n{candidate.name}: {error}")
-    return runs, time.monotonic() - start
+        run, clock = Run(work / "all" / candidate.folder), work / "all" / f"{candidate.folder}.seconds"
+        if not clock.is_file():
+            shutil.rmtree(run.folder, ignore_errors=True)
+            start, recipe = time.monotonic(), candidate.recipe(resolved.recipe)
+            try:
+                own = Resolved(recipe, resolved.origins, resolved.typed)
+                gptj_ft.finetune(with_options(own, output=str(run.folder)))
+            except gptj_ft.GptjFtError as error:
+                print(f"\n{candidate.name}: {error}")
+            clock.write_text(str(time.monotonic() - start))
+        total += float(clock.read_text())
+        if run.model.is_dir():
+            runs[candidate.name] = run
+    return runs, total
 
 
 def compare(result: SearchResult, whole: dict[str, Run], seconds: tuple[float, float], rows: str) -> None:

@@ -133,11 +133,34 @@ def killed(event: int, **options: Any) -> bool:
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 
+def test_inseparable_finalists_are_both_kept() -> None:
+    result = run_search("s", TWINS)
+    assert [each.fate for _, each in result.standings] == ["best", "kept"]
+    assert len(list(Path("s").glob("*/model"))) == 2
+
+
+def test_no_step_is_computed_twice() -> None:
+    class Steps(Reporter):
+        count = 0
+
+        def on_step(self, *_: object) -> None:
+            self.count += 1
+
+    for folder, options in (("one", OPTIONS), ("two", TWINS)):
+        steps = Steps()
+        result = run_search(folder, options, reporter=steps)
+        assert steps.count == result.num_steps
+
+
 def choice_of(result: SearchResult) -> tuple[Any, ...]:
     return result.best, [(step, each) for step, each in result.standings]
 
 
-@pytest.mark.parametrize("options", [OPTIONS, LABELLED])
+# Inseparable, and with time to finish: both are compared at the end.
+TWINS = {**LABELLED, "lr": [1e-3, 1.01e-3], "max_time": "10h"}
+
+
+@pytest.mark.parametrize("options", [OPTIONS, LABELLED, TWINS])
 def test_killed_search_comes_to_the_same_choice(options: dict[str, Any]) -> None:
     counter = KillAt()
     whole = run_search("whole", options, reporter=counter)
