@@ -1,4 +1,4 @@
-"""Successive halving that says why a candidate is dropped: a clear difference, or the budget.
+"""Successive halving, by thirds, that says why a candidate is dropped: a clear difference, or the budget.
 
 Jamieson and Talwalkar, Non-stochastic best arm identification (2016), https://arxiv.org/abs/1502.07943. Here a
 comparison on the same rows decides: the 95 % interval of the paired bootstrap, of a candidate against the leader.
@@ -14,9 +14,11 @@ from typing import Any, Literal
 from gptj_ft.evaluation.comparison import LOWER_IS_BETTER
 from gptj_ft.evaluation.metrics.statistic import Estimate, PairedEstimates, Statistic, estimate_scores
 
-# Shares of the steps after which candidates are compared. A sixth is after the usual warm-up of a tenth; earlier
-# comparisons would compare warm-ups. Halved at each, six candidates cost 36 % of running all to the end.
-RUNG_SHARES = (1 / 6, 1 / 3, 1.0)
+# Shares of the steps after which candidates are compared. A ninth is just after the usual warm-up of a tenth. There is
+# no rung later: halfway, a high rate still looks worse than it ends, because the schedule has yet to lower it. So a
+# third of the candidates, at least two, train to the end. Six cost 41 % of the steps of training all to the end.
+RUNG_SHARES = (1 / 9, 1.0)
+KEPT_SHARE, FEWEST_KEPT = 3, 2
 MARGIN = 1.1  # factor on forecasts, as in `deadline`
 Fate = Literal["best", "kept", "worse", "budget", "diverged"]
 Figures = Mapping[str, Statistic]
@@ -29,14 +31,18 @@ STATES: Mapping[Fate, str] = {
 }
 
 
-def rungs_of(num_steps: int) -> list[int]:
+def rungs_of(num_steps: int, num_candidates: int) -> list[int]:
     """Return the steps after which candidates are compared; the last one is the end of the run."""
-    return sorted({math.ceil(num_steps * share) for share in RUNG_SHARES})
+    shares = RUNG_SHARES if num_candidates > FEWEST_KEPT else RUNG_SHARES[-1:]
+    return sorted({math.ceil(num_steps * share) for share in shares})
 
 
-def halved(num_candidates: int, num_rungs: int) -> list[int]:
-    """Return the number of candidates that train to each rung: half as many as to the rung before, at least one."""
-    return [max(1, num_candidates >> rung) for rung in range(num_rungs)]
+def plain_counts(num_candidates: int, num_rungs: int) -> list[int]:
+    """Return the number of candidates that train to each rung: a third of those at the rung before, at least two."""
+    counts = [num_candidates]
+    while len(counts) < num_rungs:
+        counts.append(min(counts[-1], max(FEWEST_KEPT, counts[-1] // KEPT_SHARE)))
+    return counts
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,7 @@ class Budget:
     seconds_per_rung: float  # of a candidate: fill the stores, score the validation rows, save
     seconds_at_start: float  # the validation of the initial model
     seconds_per_end: float  # of a candidate: the last validation, and the export
-    limit: float | None  # ``max_time``; None: the cost of halving
+    limit: float | None  # ``max_time``; None: the cost of keeping a third
 
     def seconds(self, rungs: Sequence[int], counts: Sequence[int]) -> float:
         """Forecast a search, given how many candidates train to each rung."""
@@ -56,12 +62,12 @@ class Budget:
         return MARGIN * (steps * self.seconds_per_step + sum(counts) * self.seconds_per_rung + ends)
 
     def num_kept(self, rungs: Sequence[int], counts: Sequence[int], most: int) -> int:
-        """Return how many of ``most`` inseparable candidates may train on: half, or all that fit to the end.
+        """Return how many of ``most`` inseparable candidates may train on: a third, or all that fit to the end.
 
         Args:
             counts: candidates that have trained to each rung so far.
         """
-        plain = halved(counts[0], len(rungs))
+        plain = plain_counts(counts[0], len(rungs))
         limit = self.seconds(rungs, plain) if self.limit is None else self.limit
         left = len(rungs) - len(counts)
         # Inseparable candidates stay while the budget lets each of them finish.
@@ -112,7 +118,7 @@ def decide(
     compare: Comparison,
     budget: Budget,
 ) -> Decision:
-    """Compare candidates at a rung. The better half trains on; others do if inseparable, as far as the budget goes.
+    """Compare candidates at a rung. The best third trains on; others do if inseparable, as far as the budget goes.
 
     Args:
         counts: candidates that have trained to each rung so far.
@@ -126,11 +132,11 @@ def decide(
         difference = compare.difference(figures[name], figures[ranked[0][0]])
         standings.append(Standing(name, "worse" if compare.is_worse(difference) else "kept", score, difference))
     if len(counts) < len(rungs):
-        # The interval covers the choice of rows, not the steps to come: half stays even if it is clearly worse.
-        half = min(len(standings), halved(counts[0], len(rungs))[len(counts)])
-        others = [place for place in range(half, len(standings)) if standings[place].fate != "worse"]
-        room = budget.num_kept(rungs, counts, half + len(others)) - half
-        fates: dict[int, Fate] = dict.fromkeys(range(1, half), "kept")
+        # The interval covers the choice of rows, not the steps to come: a third stays even if it is clearly worse.
+        third = min(len(standings), plain_counts(counts[0], len(rungs))[len(counts)])
+        others = [place for place in range(third, len(standings)) if standings[place].fate != "worse"]
+        room = budget.num_kept(rungs, counts, third + len(others)) - third
+        fates: dict[int, Fate] = dict.fromkeys(range(1, third), "kept")
         fates |= dict.fromkeys(others[room:], "budget")
         standings = [replace(each, fate=fates.get(place, each.fate)) for place, each in enumerate(standings)]
     return Decision(rungs[len(counts) - 1], (*standings, *diverged))

@@ -55,8 +55,8 @@ from gptj_ft.training.halving import (
     Figures,
     Standing,
     decide,
-    halved,
     num_steps,
+    plain_counts,
     rungs_of,
 )
 from gptj_ft.training.inputs import gather
@@ -117,7 +117,7 @@ class SearchPlan:
 
     @property
     def counts(self) -> list[int]:
-        """Candidates that train to each rung, if none is clearly worse and the budget is plain halving."""
+        """Candidates that train to each rung, if none is clearly worse."""
         counts = [len(self.candidates)]
         while len(counts) < len(self.rungs):
             counts.append(self.budget.num_kept(self.rungs, counts, counts[-1]))
@@ -432,7 +432,7 @@ def prepare_search(
         base,
         candidates,
         by,
-        rungs_of(setup.num_steps),
+        rungs_of(setup.num_steps, len(candidates)),
         recipe.max_time,
         budget_of(setup.plan, recipe.max_time),
     )
@@ -540,12 +540,12 @@ def check_disk(plan: Plan, num_candidates: int) -> None:
 
 
 def check_time(plan: SearchPlan) -> None:
-    """Raise `UsageError` with the numbers that would fit, if a search by plain halving exceeds ``max_time``."""
+    """Raise `UsageError` with the numbers that would fit, if a search exceeds ``max_time``."""
     limit, rungs, count = plan.max_time, plan.rungs, len(plan.candidates)
 
     def needs(count: int, steps: int) -> float:
-        rungs = rungs_of(steps)
-        return plan.budget.seconds(rungs, halved(count, len(rungs)))
+        rungs = rungs_of(steps, count)
+        return plan.budget.seconds(rungs, plain_counts(count, len(rungs)))
 
     if limit is None or (needed := needs(count, rungs[-1])) <= limit:
         return

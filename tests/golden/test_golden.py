@@ -189,7 +189,7 @@ COMMANDS = {
     **PLANS,
     "finetune-dry-run": f"finetune {TRAIN} --val-data val.jsonl {ON_DEVICE} --output runs/a --dry-run",
     "finetune": f"finetune {TRAIN} --val-data val.jsonl {ON_DEVICE} --save-every 2 --keep all --output runs/a",
-    "search": f"search {TRAIN} --lr 1e-3,3e-3 --val-data val.jsonl {ON_DEVICE} --output found",
+    "search": f"search {TRAIN} --lr 1e-3,3e-3,1e-2 --val-data val.jsonl {ON_DEVICE} --output found",
     "finetune-resume-error": "finetune --resume runs/a --max-steps 6",
     "finetune-lora": (
         f"finetune {TRAIN.replace('full', 'lora')} --val-data val.jsonl {ON_DISK} --output runs/b --set lora.merge=true"

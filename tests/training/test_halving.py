@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from gptj_ft.evaluation.metrics.statistic import mean
-from gptj_ft.training.halving import Budget, Comparison, Decision, decide, halved, num_steps, rungs_of
+from gptj_ft.training.halving import Budget, Comparison, Decision, decide, num_steps, plain_counts, rungs_of
 
-RUNGS = [10, 20, 60]
+RUNGS = [10, 90]
 NOISE = np.random.default_rng(0).normal(size=200)
 STEPS_ONLY = Budget(1.0, 0.0, 0.0, 0.0, None)
 
@@ -31,61 +31,68 @@ def fates(decision: Decision) -> dict[str, str]:
     return {each.candidate: each.fate for each in decision.standings}
 
 
-def test_six_candidates_cost_36_percent() -> None:
-    rungs = rungs_of(180)
-    assert rungs == [30, 60, 180]
-    assert num_steps(rungs, halved(6, 3)) == 6 * 30 + 3 * 30 + 1 * 120
-    assert num_steps(rungs, halved(6, 3)) / (6 * 180) < 0.37
+def test_six_candidates_cost_41_percent() -> None:
+    rungs = rungs_of(180, 6)
+    assert rungs == [20, 180]
+    assert num_steps(rungs, plain_counts(6, 2)) == 6 * 20 + 2 * 160
+    assert num_steps(rungs, plain_counts(6, 2)) / (6 * 180) < 0.41
 
 
-@pytest.mark.parametrize(("steps", "rungs"), [(1, [1]), (2, [1, 2]), (5, [1, 2, 5]), (7, [2, 3, 7])])
-def test_short_runs_have_fewer_rungs(steps: int, rungs: list[int]) -> None:
-    assert rungs_of(steps) == rungs
+@pytest.mark.parametrize(
+    ("steps", "count", "rungs", "counts"),
+    [
+        (1, 6, [1], [6]),
+        (2, 6, [1, 2], [6, 2]),
+        (90, 9, [10, 90], [9, 3]),
+        (90, 3, [10, 90], [3, 2]),
+        (90, 2, [90], [2]),
+    ],
+)
+def test_short_searches_have_fewer_rungs(steps: int, count: int, rungs: list[int], counts: list[int]) -> None:
+    assert rungs_of(steps, count) == rungs
+    assert plain_counts(count, len(rungs)) == counts
 
 
 def test_paired_small_difference_is_clear() -> None:
     # The rows differ by 1, the candidates by 0.01 on every row: only a paired interval separates them.
-    assert fates(decided([0.0, 0.01], [2])) == {"c0": "best", "c1": "worse"}
-    assert fates(decided([losses(0.0), losses(0.05, seed=3)], [4, 4, 2])) == {"c0": "best", "c1": "kept"}
+    assert fates(decided([0.0, 0.01], [2, 2])) == {"c0": "best", "c1": "worse"}
+    assert fates(decided([losses(0.0), losses(0.05, seed=3)], [4, 2])) == {"c0": "best", "c1": "kept"}
 
 
 @pytest.mark.parametrize("by", ["loss", "accuracy"])
 def test_better_score_leads(by: str) -> None:
-    decision = decided([0.2, 0.0, 0.1], [6, 3, 3], by)
+    decision = decided([0.2, 0.0, 0.1], [6, 3], by)
     assert [each.candidate for each in decision.standings] == ["c1", "c2", "c0"]
     assert fates(decision) == {"c1": "best", "c2": "worse", "c0": "worse"}
 
 
-def test_half_stays_though_clearly_worse() -> None:
+def test_third_stays_though_clearly_worse() -> None:
     decision = decided([0.0, 1.0, 2.0, 3.0, 4.0, 5.0], [6])
-    assert [each.fate for each in decision.standings] == ["best", "kept", "kept", "worse", "worse", "worse"]
-    assert fates(decided([0.0, 1.0, 2.0], [6, 3])) == {"c0": "best", "c1": "worse", "c2": "worse"}
+    assert [each.fate for each in decision.standings] == ["best", "kept", *["worse"] * 4]
 
 
-def test_inseparable_candidates_stay_within_half() -> None:
-    alike = [losses(0.001 * seed, seed) for seed in range(3)]
-    decision = decided([*alike, 3.0, 3.0, 3.0], [6])
-    assert len(decision.kept) == 3
-    assert [each.fate for each in decision.standings[3:]] == ["worse"] * 3
+def test_inseparable_candidates_stay_within_a_third() -> None:
+    alike = [losses(0.001 * seed, seed) for seed in range(2)]
+    decision = decided([*alike, 3.0, 3.0, 3.0, 3.0], [6])
+    assert len(decision.kept) == 2
+    assert [each.fate for each in decision.standings[2:]] == ["worse"] * 4
 
 
 def test_only_budget_drops_inseparable_ones() -> None:
     alike = [losses(0.0, seed) for seed in range(6)]
     decision = decided(alike, [6])
-    assert sorted(each.fate for each in decision.standings) == ["best", "budget", "budget", "budget", "kept", "kept"]
-    assert len(decision.kept) == 3
+    assert sorted(each.fate for each in decision.standings) == ["best", *["budget"] * 4, "kept"]
 
 
 def test_time_left_keeps_inseparable_ones() -> None:
     alike = [losses(0.0, seed) for seed in range(6)]
-    whole = STEPS_ONLY.seconds(RUNGS, [6, 6, 6])
-    assert len(decided(alike, [6], limit=whole).kept) == 6
-    assert len(decided(alike, [6], limit=STEPS_ONLY.seconds(RUNGS, [6, 5, 5])).kept) == 5
-    assert len(decided(alike, [6], limit=1.0).kept) == 3
+    assert len(decided(alike, [6], limit=STEPS_ONLY.seconds(RUNGS, [6, 6])).kept) == 6
+    assert len(decided(alike, [6], limit=STEPS_ONLY.seconds(RUNGS, [6, 5])).kept) == 5
+    assert len(decided(alike, [6], limit=1.0).kept) == 2
 
 
 def test_last_rung_drops_nobody_by_budget() -> None:
-    decision = decided([losses(0.0, 0), losses(0.0, 1), losses(0.0, 2), 4.0], [4, 4, 4])
+    decision = decided([losses(0.0, 0), losses(0.0, 1), losses(0.0, 2), 4.0], [4, 4])
     assert sorted(fates(decision).values()) == ["best", "kept", "kept", "worse"]
 
 
@@ -93,11 +100,11 @@ def test_diverged_candidate_is_named() -> None:
     decision = decided(["the loss is not finite", 0.0, 0.1], [3])
     assert decision.standings[-1].candidate == "c0"
     assert decision.standings[-1].reason == "the loss is not finite"
-    assert decision.kept == ["c1"]
+    assert decision.kept == ["c1", "c2"]
     assert decided(["a", "b"], [2]).kept == []
 
 
 def test_equal_candidates_rank_in_order() -> None:
     decision = decided([0.0, 0.0, 0.0], [3])
-    assert decision.leader.candidate == "c0"
-    assert fates(decision) == {"c0": "best", "c1": "budget", "c2": "budget"}
+    assert [each.candidate for each in decision.standings] == ["c0", "c1", "c2"]
+    assert fates(decision) == {"c0": "best", "c1": "kept", "c2": "budget"}

@@ -20,7 +20,7 @@ from gptj_ft.errors import DataError, Interrupted, NotFinite, OutOfTime, Resourc
 from gptj_ft.system.digests import write_sealed
 from gptj_ft.system.lock import locked
 from gptj_ft.training import search as module
-from gptj_ft.training.halving import Budget, halved, rungs_of
+from gptj_ft.training.halving import Budget, plain_counts, rungs_of
 from gptj_ft.training.reporter import Reporter
 from gptj_ft.training.search import SearchPlan, SearchResult, check_time, read_search
 from gptj_ft.training.search_space import Candidate, candidates_of, parse_over
@@ -84,9 +84,9 @@ def validations_of(run: str) -> list[dict[str, Any]]:
 
 def test_dropped_candidates_leave_no_state() -> None:
     result = run_search("s")
-    assert len(result.decisions) == 3
-    dropped = [name for name in (f"lr-{rate:g}" for rate in RATES) if name != Path(result.run).name]
-    assert len(dropped) == 2
+    assert [len(each.standings) for each in result.decisions] == [3, 2]
+    dropped = [f"lr-{standing.candidate[3:]}" for step, standing in result.standings if step < STEPS]
+    assert len(dropped) == 1
     for name in dropped:
         run = Run(Path("s") / name)
         assert not run.state.exists()
@@ -103,7 +103,7 @@ def test_row_losses_sum_to_the_validation_loss() -> None:
         result = run_search(folder, {**options, "validate_every": 1})
         lines = Run(Path(result.run)).metrics()
         losses = {line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line}
-        assert [decision.step for decision in result.decisions] == [1, 2, 6]
+        assert [decision.step for decision in result.decisions] == [1, 6]
         for decision in result.decisions:
             score = next(each.score for each in decision.standings if each.candidate == result.best)
             assert score == pytest.approx(losses[decision.step], rel=1e-5)
@@ -183,7 +183,7 @@ def test_kill_before_the_files_are_removed(monkeypatch: pytest.MonkeyPatch) -> N
             run_search("s")
     assert len(read_search(Path("s"))[1]) == 1
     run_search("s")
-    assert len(list(Path("s").glob("*/model"))) == 1
+    assert len(list(Path("s").glob("*/model"))) == 2
     assert not list(Path("s").glob("*/checkpoints"))
 
 
@@ -206,10 +206,11 @@ def test_same_command_resumes_without_a_name(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_diverging_candidate_is_dropped_and_named() -> None:
-    result = run_search("s", lr=[1e-2, 1e30], clip_norm=None)
+    result = run_search("s", lr=[1e-2, 1e30, 1e31], clip_norm=None)
+    assert result.decisions[-1].leader.score == validations_of(result.run)[-1]["validation_loss"]
     assert result.best == "lr=0.01"
     _, last = result.standings[-1]
-    assert (last.candidate, last.fate) == ("lr=1e+30", "diverged")
+    assert (last.candidate, last.fate) == ("lr=1e+31", "diverged")
     assert "not finite" in last.reason
     assert not (Path("s") / "lr-1e-30" / "checkpoints").exists()
 
@@ -223,7 +224,7 @@ def test_score_decides_by_name() -> None:
     result = run_search("s", LABELLED, by="macro_f1")
     table = load_dataset(Path("s/data/validation"))
     assert result.plan.by == "macro_f1"
-    saved = json.loads(next(Path("s/scores").glob("*-step-000002.json")).read_text())
+    saved = json.loads(next(Path("s/scores").glob("*-step-000001.json")).read_text())
     assert len(saved["losses"]) == len(table.rows)
     evaluated = api.evaluate(result.run, baseline="none").comparison.scores["macro_f1"].value
     assert result.decisions[-1].leader.score == pytest.approx(evaluated)
@@ -303,14 +304,15 @@ def test_wrong_folders_are_refused() -> None:
 def test_too_little_time_names_what_fits() -> None:
     recipe = api.resolved_options("summarization", {}).recipe
     budget = Budget(1.0, 0.0, 0.0, 0.0, 60.0)
-    plan = SearchPlan("", recipe, candidates_of(recipe, {}), "loss", [30, 60, 180], 250.0, budget)
+    plan = SearchPlan("", recipe, candidates_of(recipe, {}), "loss", rungs_of(180, 6), 250.0, budget)
     with pytest.raises(UsageError) as caught:
         check_time(plan)
-    words = "6 candidates of 180 steps need about 7 min, more than --max-time 4 min: use at most 2 candidates, or "
-    assert str(caught.value) == f"{words}--max-steps 103, or --max-time 8m"
-    for count, steps, fits in ((2, 180, True), (3, 180, False), (6, 103, True), (6, 104, False)):
-        rungs = rungs_of(steps)
-        assert (budget.seconds(rungs, halved(count, len(rungs))) <= 250.0) == fits
+    assert str(caught.value) == (
+        "6 candidates of 180 steps need about 8 min, more than --max-time 4 min: use --max-steps 91, or --max-time 9m"
+    )
+    for steps in (91, 92):
+        rungs = rungs_of(steps, 6)
+        assert (budget.seconds(rungs, plain_counts(6, len(rungs))) <= 250.0) == (steps == 91)
 
 
 def test_small_disk_is_refused() -> None:
@@ -348,17 +350,19 @@ def test_one_value_is_no_list() -> None:
 def test_command_line_end_to_end(shell: Any) -> None:
     line = (
         "search --recipe summarization --data rows.jsonl --model tiny --batch-size 2 --max-steps 6 --precision fp32 "
-        "--set holdout=0.2 --lr 1e-3,1e-2 --output s"
+        "--set holdout=0.2 --lr 1e-3,1e-2,3e-2 --output s"
     )
     plan = shell(f"{line} --dry-run --json").json
-    assert plan["rungs"] == [1, 2, 6]
+    assert plan["rungs"] == [1, 6]
     assert plan["plan"]["seconds_per_step"] == plan["plan"]["seconds_per_step"] > 0
-    assert plan["most_candidates"] == [2, 1, 1]
+    assert plan["most_candidates"] == [3, 2]
     assert not Path("s").exists()
     found = shell(f"{line} --json").json
     assert found["candidates"][0]["state"] == "best"
     assert Path(found["page"]).is_file()
-    assert {"lr-0.001", "lr-0.01"} <= set(Path(found["page"]).read_text().replace("<", " ").replace(">", " ").split())
+    assert {"lr-0.001", "lr-0.01", "lr-0.03"} <= set(
+        Path(found["page"]).read_text().replace("<", " ").replace(">", " ").split()
+    )
     shown = shell("search --resume s")
     assert "not separable, dropped by the budget" in shown.out or "worse by more than its interval" in shown.out
     refused = shell("search --resume s --lr 1e-5,1e-4")

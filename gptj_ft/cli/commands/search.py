@@ -56,9 +56,9 @@ def search(
 ) -> None:
     """Find the best learning rate by runs that stop early.
 
-    All candidates train on the same rows with their full schedules. After a sixth and a third of the steps the better
-    half trains on; others stop if they are worse by more than their interval, or by the budget. The best is a finished
-    run.
+    All candidates train on the same rows with their full schedules. After a ninth of the steps the best third trains
+    on, at least two; others stop if they are worse by more than their interval, or by the budget. The best is a
+    finished run.
     """
     began = time.monotonic()
     from gptj_ft.system.signals import stop_message
