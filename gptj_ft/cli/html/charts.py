@@ -10,7 +10,7 @@ from typing import Any
 from gptj_ft.cli.html import fill_template
 
 WIDTH, HEIGHT = 560, 270
-LEFT, RIGHT, TOP, BOTTOM = 66, 18, 34, 46
+LEFT, RIGHT, TOP, BOTTOM = 70, 18, 34, 46
 CHARACTER = 10.2  # width of a character on a phone, which uses the largest font
 NAME_HEIGHT = 20  # height of a label
 MOST_LABEL = 15  # characters of a label

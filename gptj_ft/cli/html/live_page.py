@@ -114,6 +114,7 @@ class LivePage(Reporter):
         self._write_if_due()
 
     def on_validation(self, step: int, loss: float, sample: ValidationSample | None) -> None:
+        self._activity = f"validated after step {step:,}"
         self._new_lines.append({"step": step, VALIDATION: loss, "scores": sample.scores if sample else {}})
         if sample is not None:
             self._expected = sample.expected
@@ -167,6 +168,7 @@ class LivePage(Reporter):
         position = f"step {progress.step:,} of {progress.num_steps:,}"
         pause = max(LEAST_PAUSE, self._cost / COST_SHARE, self._step_seconds / 4)
         loss, *scores = learning_charts(history, main_score(history.scores))
+        scores = scores if history.validation.count > 1 else []
         stale = max(STALE_SECONDS, 5 * self._step_seconds, 3 * self._longest_pause)
         return {
             **refresh_facts(0.0 if self._ended else min(LONGEST_REFRESH, pause), stale, LIVE),
@@ -229,8 +231,9 @@ def _tiles(setup: TrainSetup, progress: Progress, step: StepReport | None, histo
     yield "Time left", clock(left), f"{between}done {done}, validations and saving not counted"
     if history.validation.count:
         (at, lowest), (first_at, first) = history.validation.lowest, history.validation.first
-        before = f"; {first:.4f} before training" if not first_at else ""
-        yield "Validation loss", f"{history.validation.last[1]:.4f}", f"lowest {lowest:.4f} after step {at:,}{before}"
+        texts = [f"lowest {lowest:.4f} after step {at:,}"] if history.validation.count > 1 else []
+        texts += [f"{first:.4f} before training"] if not first_at else []
+        yield "Validation loss", f"{history.validation.last[1]:.4f}", "; ".join(texts)
     if step is None or progress.throughput is None:
         return
     counts, throughput = step.counts, progress.throughput
