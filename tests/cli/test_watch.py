@@ -139,9 +139,11 @@ def test_watching_ends_where_the_run_writes_its_page(tmp_path: Path) -> None:
     page = WatchedPage.of([run], None)
     live = f'<meta name="generator" content="{LIVE}">'
 
+    waits = iter(range(3))
+
     def start_writing(seconds: float) -> bool:
         page.path.write_text(live, encoding="utf-8")
-        return True
+        return next(waits) < 2
 
     with training(run):
         page.write(3.0)
