@@ -110,20 +110,20 @@ def test_row_losses_sum_to_the_validation_loss() -> None:
 
 
 class KillAt(Reporter):
-    """Kill the process at an event; -1: never, and count the events."""
+    """Kill the process at an event, by number or by a text in it; -1: never, and count the events."""
 
-    def __init__(self, event: int = -1) -> None:
-        self.left, self.count = event, 0
+    def __init__(self, event: int | str = -1) -> None:
+        self.event, self.count = event, 0
 
-    def _event(self, *_: object) -> None:
+    def _event(self, *arguments: object) -> None:
         self.count += 1
-        if self.count == self.left:
+        if self.count == self.event or (isinstance(self.event, str) and self.event in str(arguments)):
             os.kill(os.getpid(), signal.SIGKILL)
 
     on_activity = on_message = on_step = on_validation = _event  # type: ignore[assignment]
 
 
-def killed(event: int, **options: Any) -> bool:
+def killed(event: int | str, **options: Any) -> bool:
     """Run a search in a child that is killed at an event; return False if it ended before."""
     if (child := os.fork()) == 0:
         try:
@@ -131,6 +131,14 @@ def killed(event: int, **options: Any) -> bool:
         finally:
             os._exit(0)
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+
+def test_kill_between_score_and_export() -> None:
+    assert killed("all steps are done", folder="s", options=TWINS)
+    assert list(Path("s/scores").glob("*-step-000006.json"))
+    assert not list(Path("s").glob("*/model"))
+    run_search("s", TWINS)
+    assert len(list(Path("s").glob("*/model"))) == 2
 
 
 def test_inseparable_finalists_are_both_kept() -> None:
