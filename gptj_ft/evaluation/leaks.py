@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 MOST_ROWS = 1000  # of each kind, by default
 PREFIX, LENGTH = 50, 50  # tokens, as in most of the literature
 SHORT_ANSWER = 10  # tokens; shorter answers are right by chance
-ALTERNATIVES = 255  # of each canary, so that an exposure is at most 8 bits
+ALTERNATIVES = 127  # of each canary, so that an exposure is at most 7 bits; each costs a pass over a short text
 
 
 @dataclass(frozen=True)
