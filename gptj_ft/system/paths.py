@@ -139,7 +139,8 @@ def _note(name: str, run: Path) -> None:
 def _noted(name: str) -> list[Path]:
     """Return the run in a note; empty if there is none, or an unreadable or impossible path in it."""
     with suppress(OSError, ValueError, GptjFtError):
-        return [Path(read_text(home() / name).strip())]
+        noted = Path(read_text(home() / name).strip())
+        return [noted] if noted.is_dir() else []
     return []
 
 
