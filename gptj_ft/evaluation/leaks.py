@@ -153,7 +153,7 @@ class LeakJob:
                 # Passes depend on the rows only. A resumed examination skips those that are complete.
                 if not done.keys() >= set(span):
                     self._score(offloaded, queries, span)
-                progress(min(span.stop, rows), rows)
+                progress(span.stop, len(queries))
         check_complete(done.keys(), len(queries), lambda row: self.probes[row].place if row < rows else "a canary")
         return [RowScores(**done[row]) for row in range(rows)], [done[row] for row in range(rows, len(queries))]
 
@@ -195,11 +195,13 @@ class LeakExamination:
         """
         run = _run_of(request.model)
         trained, own = load_dataset(run.data / "train"), run.recipe()
-        tokenizer = load_tokenizer(at) if has_tokenizer(at := tokenizer_folder(request.model)) else None
-        planted, canaries, controls = dict[int, int](), list[Canary](), list[Canary]()
-        if own.canaries and tokenizer:
-            planted, (canaries, controls) = planted_rows(trained.rows), draw_canaries(own)
-            check_planted(trained.rows, planted, canaries, tokenizer)
+        planted, canaries, candidates = dict[int, int](), list[Canary](), list[Query]()
+        if own.canaries:
+            tokenizer = load_tokenizer(tokenizer_folder(request.model))
+            planted, (drawn, controls) = planted_rows(trained.rows), draw_canaries(own)
+            check_planted(trained.rows, planted, drawn, tokenizer)
+            canaries = [*drawn, *controls]
+            candidates = _candidates(canaries, tokenizer, trained.rows["input_ids"][0][0], request.recipe.seed)
         lengths = (request.prefix or PREFIX, request.length or LENGTH)
         draw = _Draw(request.limit or MOST_ROWS, request.recipe.seed, *lengths)
         own_rows = [row for row in range(len(trained.rows)) if row not in planted]
@@ -214,12 +216,12 @@ class LeakExamination:
         if not any(probe.spans for probe in probes if probe.is_trained):
             notes.append(f"continuations are not measured: {_too_short(probes, *lengths)}")
         baseline = choose_baseline(request.model, request.baseline)
-        candidates = _candidates([*canaries, *controls], tokenizer, probes, request.recipe.seed) if tokenizer else []
-        jobs = {"baseline": LeakJob.of(request, baseline, probes, ())} if baseline else {}
+        jobs = {}
         if baseline:
             _check_same_tokenizer(baseline, trained)
+            jobs["baseline"] = LeakJob.of(request, baseline, probes, ())
         jobs["model"] = LeakJob.of(request, request.model, probes, candidates)
-        return cls(request, baseline, jobs, probes, [*canaries, *controls], lengths, tuple(notes))
+        return cls(request, baseline, jobs, probes, canaries, lengths, tuple(notes))
 
     @property
     def plan(self) -> InferencePlan:
@@ -236,7 +238,7 @@ class LeakExamination:
         results = {}
         for name, job in self.jobs.items():
             with stop_message(lambda: STOPPED):
-                results[name] = job.run(lambda done, total, name=name: count(name, done, total, "rows"))  # type: ignore[misc]
+                results[name] = job.run(lambda done, total, name=name: count(name, done, total, "texts"))  # type: ignore[misc]
         tuned, logs = results["model"]
         before: Sequence[RowScores | None] = results["baseline"][0] if self.baseline else [None] * len(tuned)
         rows = [
@@ -347,11 +349,12 @@ def _check_same_tokenizer(baseline: Path, trained: Prepared) -> None:
         raise UsageError(f"{baseline} has another tokenizer than the run: name another --baseline, or none")
 
 
-def _candidates(
-    canaries: Sequence[Canary], tokenizer: PreTrainedTokenizerFast, probes: Sequence[Probe], seed: int
-) -> list[Query]:
-    """Build the queries of each canary: its secret, then its alternatives."""
-    first = probes[0].document.ids[0]
+def _candidates(canaries: Sequence[Canary], tokenizer: PreTrainedTokenizerFast, first: int, seed: int) -> list[Query]:
+    """Build the queries of each canary: its secret, then its alternatives.
+
+    Args:
+        first: first token of a training row; texts start with it if it is BOS.
+    """
     start = [first] if first == tokenizer.bos_token_id else []
     queries: list[Query] = []
     for canary in canaries:

@@ -56,7 +56,9 @@ def evaluate(
         ),
     ] = None,
     allow_empty: Annotated[bool, flag("score empty predictions as they are", "--allow-empty", more=True)] = False,
-    limit: Annotated[int | None, flag("use only the first rows", min=1)] = None,
+    limit: Annotated[
+        int | None, flag("use only the first rows; with --leaks: most rows of each kind [default: 1000]", min=1)
+    ] = None,
     show: Annotated[int, flag("print this many answers with the references", min=0)] = 0,
     output: Annotated[Path | None, flag("write one line per row: answer, scores", metavar="FILE.jsonl")] = None,
     reports: Annotated[
@@ -110,7 +112,6 @@ def evaluate(
             from gptj_ft.cli.terminal.progress import TerminalReporter
             from gptj_ft.evaluation.comparison import parse_gates
             from gptj_ft.evaluation.evaluate import EvaluateRequest, TasksRequest
-            from gptj_ft.evaluation.leak_report import LEAK_SCORES
             from gptj_ft.evaluation.leaks import LeakRequest
             from gptj_ft.evaluation.lm_eval.tasks import TaskSelection, load_tasks
             from gptj_ft.evaluation.metrics import score_names
@@ -133,7 +134,7 @@ def evaluate(
         recipe = api.model_options(folder, {**options, "config": config}, assignments=assignments).recipe
         if leaks:
             wanted = LeakRequest(folder, recipe, baseline, rows, limit, leak_prefix, leak_tokens, workers)
-            examine_leaks(wanted, parse_gates(gates or (), LEAK_SCORES), target, dry_run)
+            examine_leaks(wanted, gates or (), target, dry_run)
             return
         request: EvaluateRequest | TasksRequest = EvaluateRequest(folder, recipe, baseline, rows, limit, workers)
         names: Sequence[str] = [*LOSS_SCORES, *score_names(recipe.metrics, recipe.task)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from gptj_ft.cli.html import fill_template, to_json
@@ -149,8 +149,3 @@ def _text(estimate: Estimate | None, digits: int, unit: str = "") -> str:
         return ""
     ends = "" if estimate.low is None else f" ({estimate.low:.{digits}f} to {estimate.high:.{digits}f})"
     return f"{estimate.value:.{digits}f}{unit}{ends}"
-
-
-def table_rows(table: Mapping[str, Any]) -> Sequence[Sequence[str]]:
-    """Return the rows of a table below its column names."""
-    return [table["head"], *table["rows"]]

@@ -11,24 +11,25 @@ from rich.text import Text
 
 from gptj_ft import api
 from gptj_ft.cli.html import write_new
-from gptj_ft.cli.html.leaks_page import SHOWN_ROWS, leak_facts, leak_report, table_rows
+from gptj_ft.cli.html.leaks_page import SHOWN_ROWS, leak_facts, leak_report
 from gptj_ft.cli.terminal.evaluation import EvaluationOutput, fail_if_missed
 from gptj_ft.cli.terminal.progress import TerminalReporter
 from gptj_ft.cli.terminal.screen import say, table, whole
 from gptj_ft.cli.terminal.tables import show_reading, show_threads
-from gptj_ft.evaluation.comparison import Gate, failed_gates
+from gptj_ft.evaluation.comparison import failed_gates, parse_gates
+from gptj_ft.evaluation.leak_report import LEAK_SCORES
 from gptj_ft.evaluation.leaks import LeakExamination, LeakRequest
 
 ROWS_ON_TERMINAL = 10
 
 
-def examine_leaks(request: LeakRequest, gates: Sequence[Gate], shown: EvaluationOutput, dry_run: bool) -> None:
+def examine_leaks(request: LeakRequest, gate_texts: Sequence[str], shown: EvaluationOutput, dry_run: bool) -> None:
     """Examine a model and show the result; on a dry run, only show the memory needed.
 
     Raises:
         GateError: a score missed its gate.
     """
-    out, notes = shown.out, shown.out.notes
+    out, notes, gates = shown.out, shown.out.notes, parse_gates(gate_texts, LEAK_SCORES)
     with TerminalReporter(notes) as reporter:
         examination = api.plan_leaks(request, reporter)
     plan, about = examination.plan, _about(examination)
@@ -65,7 +66,7 @@ def _about(examination: LeakExamination) -> list[tuple[str, str]]:
 def _show(console: Console, facts: Mapping[str, Any], written: Sequence[Path]) -> None:
     rows = {**facts["rows"], "rows": facts["rows"]["rows"][:ROWS_ON_TERMINAL]}
     for each in [*facts["tables"], rows]:
-        table(console, each["title"], table_rows(each))
+        table(console, each["title"], [each["head"], *each["rows"]])
         say(console, each["caption"], "  ")
     for note in facts["notes"]:
         say(console, f"\n{note}", "  ")
