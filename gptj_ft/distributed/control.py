@@ -152,7 +152,7 @@ class Control:
         self._last_heard = dict.fromkeys(sockets, time.monotonic())
         self._left, self._dead = set[int](), set[int]()
         self._failure: PeerFailed | None = None
-        self._closed = self._noticed = False
+        self._closed = self._noticed = self._told = False
         self._transfers: dict[int, float] = {}  # start of each transfer that a thread waits for
         self.ending_seconds, self.silent_seconds = STARTING_SECONDS, SILENT_SECONDS
         for each in self._sockets.values():
@@ -216,17 +216,28 @@ class Control:
                 pass
         return self._failure or PeerFailed(f"a connection between the processes failed: {error}", 1, -1)
 
-    def close(self, error: BaseException | None = None) -> None:
-        """Leave. An error is sent to the other ranks; without one, rank 0 waits until all have left."""
-        self._closed = True
-        if error is not None and not isinstance(error, PeerFailed):
+    def fail(self, error: BaseException) -> None:
+        """Send an error to the other ranks, and end every `gather` of this one; `close` with the error follows."""
+        if not isinstance(error, PeerFailed):
             text = str(error) or type(error).__name__
             code = int(getattr(error, "exit_code", 1))
             if isinstance(error, KeyboardInterrupt):
                 text, code = "stopped", Interrupted.exit_code
             text = text[:TEXT_SHOWN].encode(errors="replace").decode()  # names of files may have lone surrogates
-            self._tell(_Failed(rank=self.rank, text=text, code=code))
-        elif error is None:
+            if not self._told:
+                self._tell(_Failed(rank=self.rank, text=text, code=code))
+            self._told = True
+            error = PeerFailed(text, code, self.rank)
+        with self._changed:
+            self._failure, self._noticed = self._failure or error, True
+            self._changed.notify_all()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave. An error is sent to the other ranks; without one, rank 0 waits until all have left."""
+        self._closed = True
+        if error is not None:
+            self.fail(error)
+        else:
             self._tell(_Left())
             if self.rank == 0:
                 with self._changed:

@@ -102,6 +102,9 @@ class ProcessGroup(Group):
         with self.waited.measure():
             return self._control.gather(topic, facts, among)
 
+    def fail(self, error: BaseException) -> None:
+        self._control.fail(error)
+
     def close(self, error: BaseException | None = None) -> None:
         import torch.distributed as dist
 
@@ -154,6 +157,9 @@ class Subgroup(Group):
 
     def gather(self, topic: str, facts: Mapping[str, Any], among: Sequence[int] = ()) -> list[dict[str, Any]]:
         return self._group.gather(topic, facts, [self._ranks[rank] for rank in among or range(self.size)])
+
+    def fail(self, error: BaseException) -> None:
+        self._group.fail(error)
 
     def close(self, error: BaseException | None = None) -> None:
         self._group.close(error)

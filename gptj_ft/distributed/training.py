@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from threading import Timer
 
 import torch
 
@@ -38,6 +39,8 @@ from gptj_ft.training.restore import load_start, make_optimizer, open_offloaded
 from gptj_ft.training.run_state import RunState
 from gptj_ft.training.setup import TrainSetup
 from gptj_ft.training.validation import ValidationSample
+
+COMMIT_SECONDS = 10.0  # after an error, for commits in progress; then the other ranks are told
 
 
 @dataclass(eq=False)
@@ -151,8 +154,18 @@ class DistributedTraining(Parallel):
                 self._send_state(model, optimizer, state)
                 note_layers(run, self.partition.layers_by_rank)
             yield model, optimizer, state
-        finally:
+        except BaseException as error:
+            # Closing waits for commits, which wait for the other ranks. These may be waiting for this one.
+            timer = Timer(COMMIT_SECONDS, self.world.fail, [error])
+            timer.start()
+            try:
+                model.close()
+            finally:
+                timer.cancel()
+            raise
+        else:
             model.close()
+        finally:
             if self.is_replica:
                 discard(run.state)
 

@@ -100,6 +100,9 @@ class Group:
         """
         raise AssertionError("a single process has no rank to receive from")
 
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks of an error, and end the waits of this one's threads for them; `close` follows."""
+
     def close(self, error: BaseException | None = None) -> None:
         """Leave the group; an error ends the other ranks, too."""
 

@@ -314,6 +314,19 @@ def test_strangers_neither_end_nor_delay_start(line: bytes) -> None:
     second.close(KeyboardInterrupt())
 
 
+@pytest.mark.parametrize("failing", [0, 1])
+def test_failed_rank_ends_waits_of_both(controls: list[Control], failing: int) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        waits = [pool.submit(each.gather, f"topic of {each.rank}", {}) for each in controls]
+        controls[failing].fail(DataError("a bad row"))
+        errors = [wait.exception() for wait in waits]
+    assert [str(error) for error in errors if error] == [
+        "a bad row" if rank == failing else f"{controls[rank].names[failing]}: a bad row" for rank in range(3)
+    ]
+    assert {error.exit_code for error in errors} == {DataError.exit_code}
+    at_once(controls, lambda each: each.close(DataError("a bad row")))
+
+
 @pytest.mark.parametrize(
     "message", [b"[1]\n", b'{"kind": "failed", "rank": 1, "text": "", "code": 0}\n', b"[" * 100_000 + b"\n"]
 )

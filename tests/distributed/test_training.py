@@ -25,7 +25,7 @@ from gptj_ft.config.options import Recipe
 from gptj_ft.config.resolve import build
 from gptj_ft.config.run_folder import Run
 from gptj_ft.data.batches import Rows
-from gptj_ft.distributed import migrate, mirror
+from gptj_ft.distributed import migrate, mirror, training
 from gptj_ft.distributed.control import PeerFailed
 from gptj_ft.distributed.pipeline import assign_layers
 from gptj_ft.distributed.row_shards import ShardSums, local_shards, shard_rows, tree_nodes, tree_sum
@@ -766,6 +766,35 @@ def test_rank_error_ends_others(models, tmp_path, monkeypatch) -> None:
     train_together(2, models["gptj"], tmp_path / "run", share="layers", **ON_DISK)
     train_alone(models["gptj"], tmp_path / "alone", **ON_DISK)
     assert_same_run(tmp_path / "run", tmp_path / "alone")
+
+
+def test_errors_on_two_ranks_end_both(models, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(training, "COMMIT_SECONDS", 0.2)
+    commit, gather, waits = checkpoint.commit_together, Member.gather, []
+
+    def commit_together(run: Run, group: Group, state: Any, update: Any) -> None:
+        if group.rank == 1 and state.step == 2:  # rank 0 waits for this commit, rank 1 for rank 0's next step
+            raise GptjFtError("the disk of rank 1 is full")
+        commit(run, group, state, update)
+
+    def fail(self: loop.Training) -> None:
+        if self.setup.parallel.world.rank == 0 and self.state.step == 2:
+            raise GptjFtError("the disk of rank 0 is full")
+
+    def noted(self: Member, *given: Any) -> list[dict[str, Any]]:
+        try:
+            return gather(self, *given)
+        except PeerFailed as error:
+            waits.append(str(error))
+            raise
+
+    monkeypatch.setattr(checkpoint, "commit_together", commit_together)
+    monkeypatch.setattr(Member, "gather", noted)
+    after_each_step(monkeypatch, fail)
+    with pytest.raises(GptjFtError, match="the disk of rank 0 is full"):
+        train_together(2, models["gptj"], tmp_path / "run", share="layers", **ON_DISK)
+    assert len(waits) == 2
+    assert all(wait.endswith("the disk of rank 0 is full") for wait in waits)
 
 
 def test_row_shards_balance_tokens() -> None:

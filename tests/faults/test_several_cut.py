@@ -29,6 +29,7 @@ from support.small_run import (
 from support.thread_group import Hub, Member, together
 
 from gptj_ft.config.run_folder import Run, steps_done
+from gptj_ft.distributed import training
 from gptj_ft.distributed.worker import worker_run
 from gptj_ft.training.loop import train as train_run
 
@@ -107,13 +108,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("trials", [10, pytest.param(400, marks=pytest.mark.slow)])
-def test_killed_rank_loses_at_most_one_step(model, tmp_path, share, trials) -> None:
+def test_killed_rank_loses_at_most_one_step(model, tmp_path, monkeypatch, share, trials) -> None:
     options, straight = SHARES[share], new_run(tmp_path)
     train(small_session(model, lanes=SIZE, **{**options, "share": "auto"}), straight)
     with pytest.MonkeyPatch.context() as patch:
         machines = machines_with_a_run(model, tmp_path / "counted", options)
         counted = Deaths(patch, machines, {})
         train_apart(model, machines, options, counted)
+    monkeypatch.setattr(training, "COMMIT_SECONDS", 0.5)
     numbers = [range(counted.done[rank]) for rank in range(SIZE)]
     of_one = [{rank: last} for rank in range(SIZE) for last in numbers[rank]]
     of_both = [dict(enumerate(pair)) for pair in zip(*numbers, strict=False)]

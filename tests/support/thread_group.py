@@ -79,6 +79,9 @@ class Member(Group):
             assert all(is_alike(json.loads(json.dumps(found[rank])), facts) for rank in ranks), topic
             return [found[rank] for rank in ranks]
 
+    def fail(self, error: BaseException) -> None:
+        self.hub.fail(error)
+
     def close(self, error: BaseException | None = None) -> None:
         pass
 
