@@ -280,8 +280,9 @@ def _template(name: str) -> Template:
 def _training(trained: TunedModel) -> dict[str, str]:
     """Return the rows of the card's training table."""
     options, updates_before = trained.recipe.to_dict(), trained.metrics.get("updates_before", 0)
-    lora = {f"lora.{key}": value for key, value in options["lora"].items()} if options["method"] == "lora" else {}
-    options = {key: options[key] for key in HYPER_PARAMETERS if options.get(key) not in (None, [])} | lora
+    method = options["method"]
+    own = {f"{method}.{key}": value for key, value in options[method].items()} if method in options else {}
+    options = {key: options[key] for key in HYPER_PARAMETERS if options.get(key) not in (None, [])} | own
     return {
         "training rows": f"{trained.data['rows']:,}",
         "validation rows": f"{trained.data.get('validation_rows') or 0:,}",

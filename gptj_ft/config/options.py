@@ -204,6 +204,17 @@ class LoRA(Options):
     """also write the model with the adapter merged into its weights"""
 
 
+class Sampled(Options):
+    """Layers of ``method: sampled`` (LISA, https://arxiv.org/abs/2403.17919)."""
+
+    layers: int = Field(2, ge=1)
+    """random blocks trained at a time; 2 as in the paper"""
+    period: int = Field(10, ge=1, le=MOST_STEPS)
+    """optimizer steps until other blocks are drawn; a run should have many periods"""
+    vocabulary_every: int = Field(1, ge=1, le=MOST_STEPS)
+    """train embedding and head in every n-th period, from the first; 1: always, as in the paper"""
+
+
 class SchedulePiece(Options):
     """Piece of an explicit schedule; rates are fractions of ``lr``, like ``final_lr``."""
 
@@ -404,9 +415,12 @@ class Recipe(Options):
     generation: Generation = Field(default_factory=Generation)  # type: ignore[arg-type]
 
     # Training
-    method: Literal["full", "lora"] = "full"
-    """full: train every parameter, or those of `train`; lora: train adapters and keep the model frozen"""
+    method: Literal["full", "lora", "sampled"] = "full"
+    """full: train every parameter, or those of `train`; lora: train adapters and keep the model frozen; sampled: train
+    embedding, head and a few random blocks, new ones every few steps
+    """
     lora: LoRA = Field(default_factory=LoRA)  # type: ignore[arg-type]
+    sampled: Sampled = Field(default_factory=Sampled)  # type: ignore[arg-type]
     train: Annotated[Names, FlagSpec(metavar="PATTERN", in_more=True)] = ()
     """parameters to train, as shell patterns of Hugging Face's names (h.2[0-7].*,lm_head.*); empty: all"""
     epochs: Annotated[float, FlagSpec(set_by_presets=True)] = Field(1.0, gt=0.0, le=MOST_EPOCHS)
@@ -588,14 +602,17 @@ YOUNGER = frozenset((
     "task", "pair", "stride", "class_weights", "label_threshold", "max_answer_tokens", "num_best", "null_threshold",
     "num_sentences", "block_trigrams", "dropout", "attention_dropout", "layer_decay", "bias_correction",
     "header", "lanes", "lora.rslora", "chat_template", "template_options", "template_date", "generation.end_tokens",
-    "lora.dora", "revision", "products", "master", "canaries", "canary_repeats",
+    "lora.dora", "revision", "products", "master", "canaries", "canary_repeats", "sampled.layers", "sampled.period",
+    "sampled.vocabulary_every",
 ))  # fmt: skip
 OLD_VALUES: Mapping[str, Any] = {
     "revision": 1,
     "products": "onednn",
     "master": "fp32",
 }  # of those that were not the defaults of today
-GROUPS: Mapping[str, type[Options]] = {"generation": Generation, "lora": LoRA, "schedule": SchedulePiece}
+GROUPS: Mapping[str, type[Options]] = {
+    "generation": Generation, "lora": LoRA, "sampled": Sampled, "schedule": SchedulePiece,
+}  # fmt: skip
 STRETCHING = ("warmup", "final_lr")  # unused by a schedule of pieces
 
 

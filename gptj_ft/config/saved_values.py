@@ -55,6 +55,7 @@ class _Facts(Saved):
     recipe: Annotated[str, Field(max_length=128)] | None = None
     best: _Best | None = None
     loss_scale: _LossScale | None = None
+    layer_updates: Annotated[list[Step], Field(max_length=100_000)] | None = None
 
 
 class _Update(Saved):

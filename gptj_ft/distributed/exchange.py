@@ -166,7 +166,7 @@ class ShardReducer(GradientReducer):
         self._sums.close(layer.gradient.sums(), num_done)
 
     def end(self, layer: LoadedLayer) -> None:
-        if layer.is_trained:
+        if layer.task.trains:
             if self._layer is not layer:  # this rank has no rows in this step
                 layer.gradient.begin()
                 self.begin(layer)

@@ -214,7 +214,7 @@ class DistributedTraining(Parallel):
         for layer in model.trained:
             for kind in kinds:
                 model.write_chunks(kind, layer, partial(fill))
-            model.transfers.commit(kinds, layer, step)
+            model.transfers.commit(kinds, layer, model.choice.last_step(layer, step))
         model.drain()
         model.free_filling_pools()
 
@@ -304,6 +304,8 @@ def resolve_split(recipe: Recipe, size: int, num_blocks: int, is_resumed: bool =
     if stages > 1 and not recipe.shares_layers:
         what = "sample_rows" if recipe.task == "language-model" else f"a head for {recipe.task}"
         raise UsageError(f"share: layers does not go together with {what} yet: use --set share=rows")
+    if stages > 1 and recipe.method == "sampled":
+        raise UsageError("share: layers does not go together with --method sampled yet: use --set share=rows")
     if stages == 1 and recipe.mirror:
         raise UsageError(
             "mirror: true is for processes that share the layers: use --set share=layers, or --set mirror=false"

@@ -50,6 +50,8 @@ def select(architecture: Architecture, recipe: Recipe) -> Selection:
         rank = lora.Rank(options.rank, scaling, "trained" if options.dora else None)
         adapters = dict.fromkeys(_targets(architecture, options.targets), rank)
         return adapted(architecture, adapters, architecture.trained_whole, options.dropout)
+    if recipe.method == "sampled" and recipe.train:
+        raise UsageError("train selects parameters for --method full; --method sampled trains all, a few at a time")
     names = locate_parameters(architecture)
     patterns = recipe.train or ("*",)
     trained = {names[name] for name in (*match(patterns, names, "--train", "parameter"), *architecture.new)}

@@ -62,7 +62,7 @@ def advise(plan: Plan) -> list[Advice]:
 def _candidates(now: Candidate[Workload]) -> Iterator[tuple[Candidate[Workload], str]]:
     """Yield the run with other options, and what they cost."""
     recipe, workload = now.recipe, now.workload
-    wide = [name for name in ROUNDED if getattr(recipe, name) == "fp32"] if recipe.method == "full" else []
+    wide = [name for name in ROUNDED if getattr(recipe, name) == "fp32"] if recipe.method != "lora" else []
     for names in [[name] for name in wide] + ([wide] if len(wide) > 1 else []):
         narrow = now
         for name in names:

@@ -5,7 +5,7 @@ A pass takes as long as the slower of its computation and its transfers. `timeli
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -60,12 +60,51 @@ class Pass:
 
 def training_passes(workload: Workload, schedule: ScheduleInputs) -> tuple[Pass, Pass, Pass]:
     """Return forward, backward, and a flush of the updates that a mean step leaves pending."""
+    shares = [step.share for step in workload.typical_steps]
+    passes = [
+        _passes_of_step(workload, step.workload, replace(schedule, choice=step.choice))
+        for step in workload.typical_steps
+    ]
+    forward, backward, flush = (_mean(shares, same) for same in zip(*passes, strict=True))
+    return forward, backward, flush
+
+
+def _mean(shares: Sequence[float], passes: Sequence[Pass]) -> Pass:
+    """Return the weighted mean of passes."""
+    if len(passes) == 1:
+        return passes[0]
+
+    def mean(values: Iterable[float]) -> float:
+        return sum(share * value for share, value in zip(shares, values, strict=True))
+
+    def by_place(every: Sequence[Mapping[Place, int]]) -> Bytes:
+        places = {place for each in every for place in each}
+        return {place: round(mean(each.get(place, 0) for each in every)) for place in places}
+
+    return Pass(
+        flops=mean(each.flops for each in passes),
+        updated=round(mean(each.updated for each in passes)),
+        touched=mean(each.touched for each in passes),
+        times=mean(each.times for each in passes),
+        read=by_place([each.read for each in passes]),
+        written=by_place([each.written for each in passes]),
+        layers=mean(each.layers for each in passes),
+    )
+
+
+def _passes_of_step(stored: Workload, workload: Workload, schedule: ScheduleInputs) -> tuple[Pass, Pass, Pass]:
+    """Return the passes of one typical step.
+
+    Args:
+        stored: workload of the run.
+        workload: the step's own; layers that it does not train are frozen.
+    """
     placement, kept = schedule.placement, schedule.budget.num_kept_layers
     # Plans that differ in tokens or kept activations share a count.
     shared = replace(schedule.budget, num_kept_layers=0, pass_tokens=0, forward_bytes=None)
     schedule = replace(schedule, placement=replace(placement, boundaries="device"), budget=shared)
-    frozen = tuple(workload.frozen)
-    up, down, flush = count_step(tuple(workload.layouts), frozen, workload.width, workload.dtype, schedule)
+    frozen = tuple(stored.frozen)
+    up, down, flush = count_step(tuple(stored.layouts), frozen, workload.width, workload.dtype, schedule)
     # The layer inputs of the largest step have their memory reserved; a mean step moves its share of them.
     share = workload.step.mean / workload.step.most
     away: Bytes = {} if placement.boundaries == "device" else {

@@ -158,10 +158,10 @@ def with_times(
     if device.type != "cpu" or not workload.layers or BYTES_PER_ELEMENT * largest > free_bytes:
         dtype = choose_dtype(precision, device, machine)
         return replace(workload, dtype=dtype, products=workload.products or ONEDNN)
-    names = ("fp32", "bf16") if precision == "auto" else (precision,)
+    names, typical = ("fp32", "bf16") if precision == "auto" else (precision,), workload.typical_steps[0].workload
     rates = {name: compute_rates(device, machine=machine).matmul(PRECISIONS[name]) for name in names}
-    products = {name: choose_products(workload, PRECISIONS[name], rates[name], device, machine) for name in names}
-    timings = {name: Timing(workload, PRECISIONS[name], rates[name], products[name][0]) for name in names}
+    products = {name: choose_products(typical, PRECISIONS[name], rates[name], device, machine) for name in names}
+    timings = {name: Timing(typical, PRECISIONS[name], rates[name], products[name][0]) for name in names}
     timed = layer_seconds([kind for timing in timings.values() for kind in timing.kinds], device, machine)
     workloads = {}
     for name, timing in timings.items():

@@ -14,6 +14,7 @@ import torch
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.errors import ResourceError
+from gptj_ft.models.layer_sampling import EVERY_LAYER
 from gptj_ft.models.layout import FROZEN
 from gptj_ft.planning.costs import Costs, Pass, cost
 from gptj_ft.planning.machine_profile import QUIET, reason_for
@@ -123,6 +124,7 @@ class Plan(MemoryForecast):
         # See `OffloadedModel.can_defer`: weights next to a stored master are only written.
         has_master = "master" in stored_kinds(placement, workload, self.recipe)
         can_defer = placement.optimizer_state != "device" and (placement.weights != "device" or has_master)
+        can_defer = can_defer and workload.choice == EVERY_LAYER  # see `PendingUpdates.of`
         if not can_defer or costs.forward.transfer_seconds(rates) <= costs.forward.compute_seconds(workload, rates):
             return costs
         # Embedding, head and last block are never deferred, and blocks in memory gain little.

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from gptj_ft.models.batch import PackedBatch, Poll
 from gptj_ft.models.embedding import Embedding
+from gptj_ft.models.layer_sampling import EVERY_LAYER, EveryLayer
 from gptj_ft.models.layout import FROZEN, MOMENTS, TIED_SOURCE_LAYER, Kind, Layout
 from gptj_ft.planning.layer_cost import LayerInput
 from gptj_ft.planning.workload import StepTokens, Workload
@@ -26,7 +27,7 @@ from gptj_ft.streaming.loaded_layer import LoadedLayer
 from gptj_ft.streaming.objective import CrossEntropy
 from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.prefetch import Prefetcher
-from gptj_ft.streaming.schedule import LayerTask, PendingUpdates, flush_tasks, training_tasks
+from gptj_ft.streaming.schedule import LayerTask, PendingUpdates, flush_tasks, lowest_trained, training_tasks
 from gptj_ft.streaming.split_master import LOW_BITS
 from gptj_ft.streaming.step import Step, attach_gradients, backward, forward, kept_layers, open_channel
 from gptj_ft.streaming.stores.base import LayerStore, Span
@@ -50,6 +51,7 @@ class ScheduleInputs:
     stored: tuple[tuple[Kind, torch.dtype], ...]  # kinds with a store; without "grad" backward applies the updates
     budget: BufferBudget
     num_deferred: int = 0  # leading blocks with deferred updates, see `PendingUpdates`
+    choice: EveryLayer = EVERY_LAYER  # layers that each step trains
 
 
 class ReplayedOptimizer:
@@ -80,9 +82,9 @@ class ReplayedOptimizer:
         layer.use_gradient(self.updates.step + 1)
 
     def end_step(self) -> None:
-        self.updates.step += 1
         if self.updates.waits:
-            self.updates.layers = set(self._model.trained)
+            self.updates.layers = set(filter(self.updates.trains, self._model.trained))
+        self.updates.step += 1
 
 
 class UntimedDevice:
@@ -209,12 +211,13 @@ class StepReplay:
         model, batches, top = self.model, self._batches, len(self.model.layers) - 1
         up, down = open_channel(model, range(top + 1), batches), open_channel(model, range(top, -1, -1), batches)
         step = Step(batches, CrossEntropy(), None, up, down, _Reducer(self))
-        layers, kept = _ReplayedLayers(self), kept_layers(model)
+        kept = kept_layers(model, lowest_trained(model, self.optimizer.updates))
+        layers = _ReplayedLayers(self)
         model.boundaries.begin()
         forward(layers, batches, up, kept, model.boundaries)
         head = next(layers)
         self.device.start_head(head)
-        if head.is_trained and not head.tiles:
+        if head.task.trains and not head.tiles:
             attach_gradients(head, head.leaf_parameters())
             step.reducer.begin(head)
         self.device.run_head(head)
@@ -288,7 +291,7 @@ def count_step(
     Neither tokens nor kept activations change them; see `costs.training_passes`.
     """
     workload = Workload(layouts, width, dtype, StepTokens(1, 1, 1.0, 1.0), None, frozen=frozen)
-    schedule = replace(schedule, budget=_in_whole_layers(schedule.budget, layouts))
+    schedule = replace(schedule, budget=_in_whole_layers(schedule, layouts))
     size_of = moved_bytes(workload, schedule.placement)
     places: tuple[Place, ...] = ("host", "disk")
     counters = {place: CountingStore(size_of=size_of) for place in places}
@@ -300,13 +303,14 @@ def count_step(
     return up, down, replay.count_flush()
 
 
-def _in_whole_layers(budget: BufferBudget, layouts: Sequence[Layout]) -> BufferBudget:
+def _in_whole_layers(schedule: ScheduleInputs, layouts: Sequence[Layout]) -> BufferBudget:
     """Return a budget with one chunk per layer, if that moves the same bytes; a count is then many times faster."""
+    budget = schedule.budget
     # A read is saved only if the pool still has the chunk: fewer others must have come since than it has buffers. No
-    # layer is updated twice in a row (the head is between forward and backward), so if every layer has at least as many
-    # chunks as the pool has buffers, none is ever saved, however large the chunks are.
-    sizes = [layout.numel for layout in layouts if layout.numel]
-    if not layouts[-1].numel or -(-min(sizes) // budget.update_numel) < budget.num_chunks:
+    # layer is updated twice in a row (the head is between forward and backward), so if every trained layer has at least
+    # as many chunks as the pool has buffers, none is ever saved, however large the chunks are.
+    sizes = [layout.numel for layer, layout in enumerate(layouts) if layout.numel and schedule.choice.trains(layer, 0)]
+    if len(sizes) < 2 or not layouts[-1].numel or -(-min(sizes) // budget.update_numel) < budget.num_chunks:
         return budget
     return replace(budget, chunk_numel=max(sizes), chunks_at_once=1, num_chunks=1)
 
@@ -343,7 +347,9 @@ def model_without_data(
         stores[FROZEN] = open_store(FROZEN, workload.dtype, workload.frozen)
     layers = [_embedding(workload), *(nn.Identity() for _ in workload.layouts[1:])]
     budget = replace(schedule.budget, forward_bytes=None)
-    return OffloadedModel(layers, dict(schedule.stored), stores, META, budget, workload.layouts, workload.frozen)
+    return OffloadedModel(
+        layers, dict(schedule.stored), stores, META, budget, workload.layouts, workload.frozen, choice=schedule.choice
+    )
 
 
 def _embedding(workload: Workload) -> nn.Module:

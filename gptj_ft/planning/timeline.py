@@ -42,7 +42,7 @@ from gptj_ft.planning.virtual_machine import (
     VirtualStore,
     Work,
 )
-from gptj_ft.planning.workload import Workload
+from gptj_ft.planning.workload import TypicalStep, Workload
 from gptj_ft.streaming.activations import OffloadedActivations, boundary_layout
 from gptj_ft.streaming.loaded_layer import LoadedLayer
 from gptj_ft.streaming.offloaded_model import OffloadedModel
@@ -129,9 +129,34 @@ class Timeline:
 
 
 def replay(workload: Workload, schedule: ScheduleInputs, rates: Rates) -> Timeline:
-    """Replay a step in the steady state, in virtual time; the workload needs its layers, on a CPU with their times."""
-    device = VirtualDevice(workload, schedule, rates)
-    steps = StepReplay(workload, schedule, device.store, device)
+    """Replay a step in the steady state, in virtual time; the workload needs its layers, on a CPU with their times.
+
+    Returns:
+        The step; if steps train different layers, the mean of typical ones.
+    """
+    shares = [step.share for step in workload.typical_steps]
+    each = [_replay(workload, step, schedule, rates) for step in workload.typical_steps]
+    return each[0] if len(each) == 1 else _mean(shares, each)
+
+
+def _mean(shares: Sequence[float], steps: Sequence[Timeline]) -> Timeline:
+    """Return the weighted mean of steps."""
+
+    def mean(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        names = {name for part in parts for name in part}
+        return {name: sum(w * part.get(name, 0.0) for w, part in zip(shares, parts, strict=True)) for name in names}
+
+    forward, backward = (
+        PassTimes(**mean([asdict(each) for each in passes]))
+        for passes in ([step.forward for step in steps], [step.backward for step in steps])
+    )
+    return Timeline(steps[0].tokens, forward, backward, mean([step.waits for step in steps]))
+
+
+def _replay(stored: Workload, step: TypicalStep, schedule: ScheduleInputs, rates: Rates) -> Timeline:
+    schedule = replace(schedule, choice=step.choice)
+    device = VirtualDevice(step.workload, schedule, rates)
+    steps = StepReplay(stored, schedule, device.store, device)
     device.attach(steps.model)
     for _ in range(REPLAYED_STEPS):
         device.start_step()

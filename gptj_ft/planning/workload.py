@@ -14,7 +14,8 @@ from torch import nn
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.models.batch import BUCKET_PAIRS, most_padded, padded_length, rounded_up
-from gptj_ft.models.layout import TIED_SOURCE_LAYER, Layout
+from gptj_ft.models.layer_sampling import EVERY_LAYER, EveryLayer, SampledLayers, layouts_of_step
+from gptj_ft.models.layout import NO_PARAMETERS, TIED_SOURCE_LAYER, Layout
 from gptj_ft.models.products import Products
 from gptj_ft.models.registry import AttentionShape
 from gptj_ft.planning.constants import (
@@ -125,6 +126,14 @@ class ModelTimes(NamedTuple):
     products_gain: float = 1.0  # speed of the chosen backward products relative to oneDNN's alone
 
 
+class TypicalStep(NamedTuple):
+    """A typical step of a run."""
+
+    share: float  # of the steps
+    choice: EveryLayer  # its trained layers
+    workload: Workload  # in which all other layers are frozen
+
+
 @dataclass(frozen=True)
 class Workload:
     """Workload of a training run."""
@@ -144,6 +153,19 @@ class Workload:
     attention: AttentionShape | None = None  # None: queries and keys as wide as the hidden states, no windows
     products: Products | None = None  # libraries of the matrix products; None: not chosen yet
     dropped_heads: int = 0  # heads whose attention weights are kept for backward; 0: no attention dropout
+    choice: EveryLayer = EVERY_LAYER  # layers that each step trains
+
+    @cached_property
+    def typical_steps(self) -> list[TypicalStep]:
+        """Typical steps; one, if all steps train the same layers. The first trains embedding and head."""
+        if not isinstance(self.choice, SampledLayers):
+            return [TypicalStep(1.0, self.choice, self)]
+        frozen = self.frozen or [NO_PARAMETERS] * len(self.layouts)
+        steps = []
+        for share, layers in self.choice.typical:
+            own, rest = layouts_of_step(layers, 0, self.layouts, frozen)
+            steps.append(TypicalStep(share, layers, replace(self, layouts=own, frozen=rest, choice=layers)))
+        return steps
 
     @cached_property
     def whole_layers(self) -> list[list[Layout]]:
@@ -344,4 +366,4 @@ class Workload:
 def exported_elements(recipe: Recipe, workload: Workload) -> int:
     """Count the elements that a run exports: a model, an adapter, or both."""
     whole = workload.stored_elements + workload.frozen_elements
-    return whole if recipe.method == "full" or recipe.lora.merge else workload.stored_elements
+    return whole if recipe.method != "lora" or recipe.lora.merge else workload.stored_elements

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from gptj_ft.errors import GptjFtError
+from gptj_ft.models.layer_sampling import EVERY_LAYER
 from gptj_ft.models.layout import MOMENTS, Kind
 from gptj_ft.streaming import split_master
 from gptj_ft.streaming.loaded_layer import LoadedLayer
@@ -101,6 +102,8 @@ class AdamW:
         self._unchanged: UnchangedParameters | None = None
         # Of the next step's loss; fp16 only.
         self.loss_scale = LossScale() if model.compute_dtype == torch.float16 else None
+        # Applied updates of each layer of the model, the pending one included; None: the same number for all.
+        self.layer_updates = None if model.choice == EVERY_LAYER else (0,) * len(model.layers)
         assert self.updates.waits or not self.loss_scale, "internal error: fp16 updates wait for every gradient"
 
     @property
@@ -123,7 +126,8 @@ class AdamW:
         self._lr = lr
         self._layer_norms = {}
         if self.num_updates == 0:
-            self._unchanged = UnchangedParameters(self._model.layouts, self._model.trained)
+            layers = list(filter(self.updates.trains, self._model.trained))
+            self._unchanged = UnchangedParameters(self._model.layouts, layers)
 
     def finish_step(self) -> float:
         """End the step after backward; its update becomes pending.
@@ -135,6 +139,7 @@ class AdamW:
             GptjFtError: the norm is not finite; in fp16, at a loss scale of 1 or less. With clipping, no weight has
                 changed in this step.
         """
+        trained = set(filter(self.updates.trains, range(len(self._model.layers))))
         self.updates.step += 1
         # Layers that backward has updated at once are no longer ahead: the step counts as done.
         self._torn.clear()
@@ -160,7 +165,9 @@ class AdamW:
             # The same 1e-6 as in torch.nn.utils.clip_grad_norm_.
             clip = 1.0 if limit is None or is_skipped else min(1.0, limit / (norm + 1e-6))
             self._update = Update(self.step, self._lr, clip, scale, self.step - self.num_updates, is_skipped)
-            self.updates.layers = set(self._model.trained)
+            self.updates.layers = trained & set(self._model.trained)
+        if self.layer_updates is not None and not is_skipped:
+            self.layer_updates = tuple(number + (i in trained) for i, number in enumerate(self.layer_updates))
         return norm
 
     def _norms_of_all(self) -> dict[int, float]:
@@ -234,7 +241,7 @@ class AdamW:
         if (factor := update.clip / update.scale) != 1.0:  # unscaled and clipped in one pass
             gradient = torch.mul(gradient, factor, out=self._scratch_for("grad", len(gradient)))
         first, second = (self._in_fp32(kind, tensors[kind]) for kind in MOMENTS)
-        number = self._updates_before + update.number if config.corrects_bias else UNCORRECTED
+        number = self._updates_before + self._number_of(update, task.layer) if config.corrects_bias else UNCORRECTED
         step = self._scratch_for("step", 1)[0].fill_(number)
         lr = update.lr * config.layer_decay ** (len(self._model.layers) - 1 - task.layer)
         before = parameter.clone() if self._unchanged and update.number == 1 and task.writes and update.lr > 0 else None
@@ -254,6 +261,13 @@ class AdamW:
                 key = (config.seed, update.number, task.layer, kind)
                 round_stochastically(exact, tensors[kind], key, span.start, self._num_tiles)
             updated(kind, tensors[kind])
+
+    def _number_of(self, update: Update, layer: int) -> int:
+        """Return the number of a layer's update, from 1: as in torch, steps that do not train it do not count."""
+        if self.layer_updates is None:
+            return update.number
+        # `finish_step` counts an update. One at once, in backward, comes before it.
+        return self.layer_updates[layer] + (not self.updates.waits)
 
     def applied(self, task: LayerTask) -> None:
         if task.writes:

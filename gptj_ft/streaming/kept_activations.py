@@ -45,7 +45,7 @@ class KeptActivations:
         local = []
         with layer.saving_views(self._pack, self._unpack):
             for values, batch in zip(inputs, batches, strict=True):
-                x = values.detach().requires_grad_(layer.needs_input_gradient)
+                x = values.detach().requires_grad_(layer.task.needs_input_gradient)
                 self.inputs.append(x)
                 poll()
                 self.outputs.append(layer.run(self.parameters, x, batch, poll))

@@ -232,14 +232,9 @@ class LoadedLayer:
         return self._model.device
 
     @property
-    def is_trained(self) -> bool:
-        """Whether the layer computes with trained parameters, its own or tied ones."""
-        return bool(self.layout.shapes or self.layout.tied)
-
-    @property
     def tiles(self) -> tuple[slice, ...]:
-        """Tiles in which the gradient is summed; empty: as a whole."""
-        return self._model.tiles(self.index)
+        """Tiles in which the gradient is summed; empty: as a whole, or not at all."""
+        return self._model.tiles(self.index) if self.task.trains else ()
 
     @property
     def takes_slot(self) -> bool:
@@ -251,22 +246,12 @@ class LoadedLayer:
         """Whether later passes may use this object again: resident weights that never change, as in inference."""
         return set(self._model.dtypes) == {"weight"} and self.weights.is_resident and not self._tables
 
-    @property
-    def needs_input_gradient(self) -> bool:
-        """Whether a lower layer is trained, so that backward must compute the gradient of this layer's inputs."""
-        return self.index > self._model.lowest_trained
-
-    @property
-    def is_in_backward(self) -> bool:
-        """Whether the backward pass visits the layer."""
-        return self.index >= self._model.lowest_trained
-
     def request(self) -> None:
         """Request the layer from the stores, without waiting."""
         self.weights.request()
         # Only in forward: in backward the gradient buffers are needed for new gradients.
-        if self.task.updates and self.task.version is not None and not self.task.descends:
-            self.gradient.find_stored(self.task.version + 1)
+        if self.task.updates and self.task.new_version is not None and not self.task.descends:
+            self.gradient.find_stored(self.task.new_version)
         if self.update:
             self.update.request()
 
@@ -287,7 +272,9 @@ class LoadedLayer:
         return self.weights.parameters()
 
     def leaf_parameters(self) -> dict[str, Tensor]:
-        """Return the `parameters`; the trained ones are leaves of a new autograd graph."""
+        """Return the `parameters`; those that the step trains are leaves of a new autograd graph."""
+        if not self.task.trains:
+            return self.parameters()
         trained = {name: view.detach().requires_grad_() for name, view in self.weights.trained_parameters().items()}
         return {**self.parameters(), **trained}
 

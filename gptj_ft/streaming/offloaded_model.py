@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gptj_ft.models.embedding import Embedding, EmbeddingRows
 from gptj_ft.models.functional import FunctionalLayer
+from gptj_ft.models.layer_sampling import EVERY_LAYER, EveryLayer
 from gptj_ft.models.layout import TIED_SOURCE_LAYER, Kind, Layout
 from gptj_ft.streaming.activations import Activations, DeviceActivations
 from gptj_ft.streaming.buffers import DEFAULT_BUDGET, BufferBudget, BufferPools
@@ -33,7 +34,8 @@ class OffloadedModel:
     layouts: Sequence[Layout] = ()  # trained parameters of each layer; default: all; empty: layer is not local
     frozen: Sequence[Layout] = ()  # frozen parameters of each layer
     exchange: Exchange = LOCAL
-    lowest_trained: int = -1  # layer at which backward ends, local or not; len(layers) if no layer is trained
+    lowest_trained: int = -1  # lowest layer with trained parameters, local or not; len(layers): none
+    choice: EveryLayer = EVERY_LAYER  # layers that each step trains, of those with trained parameters
     is_deterministic: bool = True  # a step uses deterministic kernels where the device has them
 
     def __post_init__(self) -> None:

@@ -23,6 +23,7 @@ from gptj_ft.checkpoints.model_folder import (
 )
 from gptj_ft.checkpoints.quantized import QuantizedTensor
 from gptj_ft.models.heads import initialise_head
+from gptj_ft.models.layer_sampling import EVERY_LAYER, EveryLayer
 from gptj_ft.models.layout import FROZEN, MOMENTS, NO_PARAMETERS, Kind, Layout
 from gptj_ft.models.lora import GAIN, A, B, initialise, is_adapter_parameter, linear_layers
 from gptj_ft.models.registry import Architecture
@@ -55,6 +56,7 @@ def open_for_training(
     selection: Selection | None = None,
     exchange: Exchange = LOCAL,
     lowest_trained: int = -1,
+    choice: EveryLayer = EVERY_LAYER,
 ) -> OffloadedModel:
     """Open a model for training with empty stores; `load_weights` or a checkpoint fills them.
 
@@ -63,15 +65,17 @@ def open_for_training(
     Args:
         keep_gradients: whether updates wait for the global norm, so that gradients need a store.
         boundary: layout of a layer's inputs; required if the placement puts them off the device.
-        lowest_trained: layer at which backward ends; required if it is not local.
+        lowest_trained: lowest layer with trained parameters; required if it is not local.
+        choice: layers that each step trains.
     """
     if selection is None:
         selection = Selection.of(architecture.layers, lambda *_: True)
     stored = {kind: dtype for kind, dtype in dtypes.items() if kind != "grad" or keep_gradients}
     stores = open_stores(placement, selection.trained, stored, device, folder, budget.chunk_numel)
     model = OffloadedModel(
-        selection.build(), dtypes, stores, device, budget, selection.trained, selection.frozen, exchange, lowest_trained
-    )
+        selection.build(), dtypes, stores, device, budget, selection.trained, selection.frozen, exchange,
+        lowest_trained, choice,
+    )  # fmt: skip
     if placement.boundaries != "device":
         assert boundary is not None
         compute, chunk_numel = model.compute_dtype, budget.chunk_numel

@@ -7,9 +7,10 @@ schedule against stores that count bytes (`stores.fake`).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from gptj_ft.models.layer_sampling import EVERY_LAYER, EveryLayer
 from gptj_ft.streaming.offloaded_model import OffloadedModel
 
 
@@ -23,12 +24,20 @@ class LayerTask:
     writes: bool = True  # write the updated state; False: a later task repeats the update, with the same bits
     gradient: Literal["write", "apply"] | None = None
     """Use of the gradient that this visit sums: store it for a later update, or update the layer with it at once."""
+    trains: bool = False  # the step trains the layer: backward sums the gradients of its parameters
+    needs_input_gradient: bool = False  # the step trains a lower layer
     version: int | None = None
     """Optimizer step of the state in the stores. Buffers with content of this step are not read again. None: read
     everything."""
+    new_version: int | None = None  # optimizer step of the state after an update
     descends: bool = False
     """Process chunks from the last to the first. Forward ends with the last chunks in the buffers, and backward finds
     them there if it starts with them."""
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether the backward pass visits the layer."""
+        return self.trains or self.needs_input_gradient
 
 
 @dataclass
@@ -43,6 +52,7 @@ class PendingUpdates:
     deferred: tuple[int, ...] = ()
     """Blocks that forward updates without writing, and backward updates again and writes. Forward has a third of a
     step's arithmetic; without deferral it would have most of the traffic."""
+    choice: EveryLayer = EVERY_LAYER  # layers that each step trains
 
     @classmethod
     def of(cls, model: OffloadedModel, step: int = 0, num_deferred: int = 0) -> PendingUpdates:
@@ -53,41 +63,65 @@ class PendingUpdates:
                 applied again from there.
             num_deferred: number of local blocks to defer: the leading ones on disk, then the leading others.
         """
+        if model.choice != EVERY_LAYER:
+            # Backward may end above a layer with a pending update, which would never be written. And there is little
+            # to gain: few layers are updated.
+            num_deferred = 0
         # Never the last block: backward starts with its weights. Those on disk first: they gain most.
         blocks = (layer for layer in model.local_layers if 1 <= layer < len(model.layers) - 2)
         deferrable = sorted(filter(model.can_defer, blocks), key=model.is_split_off)
-        return cls(step, set(), "grad" in model.stores, tuple(sorted(deferrable[:num_deferred])))
+        deferred = tuple(sorted(deferrable[:num_deferred]))
+        return cls(step, set(), "grad" in model.stores, deferred, model.choice)
+
+    def trains(self, layer: int) -> bool:
+        """Tell whether the next step trains a layer."""
+        return self.choice.trains(layer, self.step)
 
 
 def training_tasks(model: OffloadedModel, pending: PendingUpdates) -> list[LayerTask]:
     """Schedule a training step: local layers up to the head, then from the last block down to the lowest trained."""
-    local, top = model.local_layers, len(model.layers) - 1
+    local, top, lowest = model.local_layers, len(model.layers) - 1, lowest_trained(model, pending)
     return [
-        *(_forward_task(model, pending, layer) for layer in local),
-        *(_backward_task(model, pending, layer) for layer in reversed(local) if model.lowest_trained <= layer < top),
+        *(_forward_task(model, pending, layer, lowest) for layer in local),
+        *(_backward_task(model, pending, layer, lowest) for layer in reversed(local) if lowest <= layer < top),
     ]
 
 
-def _forward_task(model: OffloadedModel, pending: PendingUpdates, layer: int) -> LayerTask:
+def lowest_trained(model: OffloadedModel, pending: PendingUpdates) -> int:
+    """Return the layer at which the next step's backward ends, local or not; the number of layers if it trains none."""
+    return next(filter(pending.trains, range(model.lowest_trained, len(model.layers))), len(model.layers))
+
+
+def _forward_task(model: OffloadedModel, pending: PendingUpdates, layer: int, lowest: int) -> LayerTask:
     """Schedule a layer's forward visit. The head has only this one: it computes its gradient at once."""
-    gradient = _gradient_use(model, pending, layer) if layer == len(model.layers) - 1 else None
-    if layer in pending.layers:
-        # Until an update is written, the stores have the state of the step before.
-        writes = layer not in pending.deferred
-        return LayerTask(layer, updates=True, writes=writes, gradient=gradient, version=pending.step - 1)
-    return LayerTask(layer, gradient=gradient, version=pending.step)
+    task = _task(model, pending, layer, lowest, updates=layer in pending.layers)
+    if layer == len(model.layers) - 1:
+        task = replace(task, gradient=_gradient_use(model, pending, layer))
+    # Until an update is written, the stores have the state before it.
+    return replace(task, writes=not (task.updates and layer in pending.deferred))
 
 
-def _backward_task(model: OffloadedModel, pending: PendingUpdates, layer: int) -> LayerTask:
-    gradient = _gradient_use(model, pending, layer)
-    # Forward has updated the layer without writing, so it is read in its old state again.
-    if layer in pending.layers and layer in pending.deferred:
-        return LayerTask(layer, updates=True, gradient=gradient, version=pending.step - 1, descends=True)
-    return LayerTask(layer, gradient=gradient, version=pending.step, descends=True)
+def _backward_task(model: OffloadedModel, pending: PendingUpdates, layer: int, lowest: int) -> LayerTask:
+    # Forward has updated a deferred layer without writing, so it is read in its old state again.
+    again = layer in pending.layers and layer in pending.deferred
+    task = _task(model, pending, layer, lowest, updates=again)
+    return replace(task, gradient=_gradient_use(model, pending, layer), descends=True)
+
+
+def _task(model: OffloadedModel, pending: PendingUpdates, layer: int, lowest: int, updates: bool) -> LayerTask:
+    layout, num_done = model.layouts[layer], pending.step - updates
+    return LayerTask(
+        layer,
+        updates=updates,
+        trains=bool(layout.shapes or layout.tied) and pending.trains(layer),
+        needs_input_gradient=layer > lowest,
+        version=pending.choice.last_step(layer, num_done),
+        new_version=num_done + 1,
+    )
 
 
 def _gradient_use(model: OffloadedModel, pending: PendingUpdates, layer: int) -> Literal["write", "apply"] | None:
-    if not model.layouts[layer].numel:
+    if not model.layouts[layer].numel or not pending.trains(layer):
         return None
     return "write" if pending.waits else "apply"
 
@@ -99,4 +133,8 @@ def inference_tasks(layers: Iterable[int]) -> Iterable[LayerTask]:
 
 def flush_tasks(pending: PendingUpdates) -> list[LayerTask]:
     """Schedule the pending updates, without running layers."""
-    return [LayerTask(layer, runs=False, updates=True, version=pending.step - 1) for layer in sorted(pending.layers)]
+    step, last_step = pending.step, pending.choice.last_step
+    return [
+        LayerTask(layer, runs=False, updates=True, version=last_step(layer, step - 1), new_version=step)
+        for layer in sorted(pending.layers)
+    ]

@@ -38,7 +38,7 @@ from gptj_ft.streaming.loss_scale import LossScale
 from gptj_ft.streaming.objective import CrossEntropy, Objective, StepLoss
 from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.prefetch import Prefetcher
-from gptj_ft.streaming.schedule import PendingUpdates, training_tasks
+from gptj_ft.streaming.schedule import PendingUpdates, lowest_trained, training_tasks
 from gptj_ft.streaming.update_pump import Updater
 from gptj_ft.streaming.vocabulary import (
     RowGradients,
@@ -94,16 +94,16 @@ def train_step(
 def _train_step(
     model: OffloadedModel, optimizer: Optimizer, batches: Sequence[PackedBatch], objective: Objective
 ) -> StepLoss:
-    top = len(model.layers) - 1
+    top, lowest = len(model.layers) - 1, lowest_trained(model, optimizer.updates)
     up = open_channel(model, range(top + 1), batches)
-    down = open_channel(model, range(top, model.lowest_trained - 1, -1), batches)
+    down = open_channel(model, range(top, lowest - 1, -1), batches)
     reducer = model.exchange.open_reducer(optimizer.add_gradient)
     step = Step(batches, objective, optimizer.loss_scale, up, down, reducer)
 
     # One iterator for the whole step: `forward` takes the layers below the head, the next is the head, and `backward`
     # takes the same layers again, top down. So backward's first layers load while the head still computes.
     layers = Prefetcher(model, training_tasks(model, optimizer.updates), optimizer)
-    kept = kept_layers(model)
+    kept = kept_layers(model, lowest)
     model.boundaries.begin()
 
     hidden = forward(layers, batches, up, kept, model.boundaries)
@@ -118,12 +118,16 @@ def _train_step(
     return model.exchange.broadcast_losses([loss] if loss else None)[0]
 
 
-def kept_layers(model: OffloadedModel) -> dict[int, KeptActivations]:
-    """Return the layers that keep their autograd graphs in a step: the top blocks, as many as the budget allows."""
-    # Backward frees the graphs of the top blocks first. The head and the layers below `lowest_trained` need none, and
-    # the embedding's backward needs only the token ids.
+def kept_layers(model: OffloadedModel, lowest: int) -> dict[int, KeptActivations]:
+    """Return the layers that keep their autograd graphs in a step: the top blocks, as many as the budget allows.
+
+    Args:
+        lowest: layer at which backward ends.
+    """
+    # Backward frees the graphs of the top blocks first. The head and the layers below `lowest` need none, and the
+    # embedding's backward needs only the token ids.
     top = len(model.layers) - 1
-    first = max(1, model.lowest_trained, top - model.budget.num_kept_layers)
+    first = max(1, lowest, top - model.budget.num_kept_layers)
     return {layer: KeptActivations() for layer in range(first, top) if model.exchange.has(layer)}
 
 
@@ -176,7 +180,7 @@ def forward(
                 # A layer's freed heap lies in holes between its kept tensors, often too small for the next layer.
                 return_free_heap(above=model.budget.forward_bytes)
             continue
-        saves_inputs = boundaries is not None and layer.is_in_backward
+        saves_inputs = boundaries is not None and layer.task.is_in_backward
         parameters = layer.parameters_for(batches) if batches else {}
         saved, outputs = list[Tensor](), list[Tensor]()
         with torch.inference_mode() if is_decoding else torch.no_grad():
@@ -218,7 +222,7 @@ def head_gradients(step: Step, head: LoadedLayer, hidden: Iterable[Tensor]) -> t
         series = sum_losses(head, parameters, targets, step.objective.z_loss)
         result = total_loss(step, series, divisor, num_targets)
         return result, vocabulary_gradients(step, head, parameters, targets, scale / divisor)
-    if head.is_trained:
+    if head.task.trains:
         attach_gradients(head, parameters)
         step.reducer.begin(head)
     gradients: list[Tensor] = []
@@ -228,7 +232,7 @@ def head_gradients(step: Step, head: LoadedLayer, hidden: Iterable[Tensor]) -> t
         for positions_S, rows in head_chunks(head, batch, step.objective):
             count = num_padding_rows(head, positions_S, step.objective)
             # Padding rows repeat position 0. The objective ignores them, so their gradient is zero.
-            x_SD = x_TD[F.pad(positions_S, (0, count))].requires_grad_(head.needs_input_gradient)
+            x_SD = x_TD[F.pad(positions_S, (0, count))].requires_grad_(head.task.needs_input_gradient)
             output_SC = head.run(parameters, x_SD, rows.padded(count))
             loss, z_loss = step.objective.loss(output_SC, batch, positions_S)
             losses.append(loss.detach())
@@ -240,7 +244,7 @@ def head_gradients(step: Step, head: LoadedLayer, hidden: Iterable[Tensor]) -> t
                 gradient_TD[positions_S] = x_SD.grad[: len(positions_S)]
         if not step.down.send(head.index, gradient_TD):
             gradients.append(gradient_TD)
-        if head.is_trained:
+        if head.task.trains:
             step.reducer.end_micro_batch(head, b + 1)
     result = total_loss(step, (losses, z_losses), divisor, num_targets)
     step.reducer.end(head)
@@ -288,16 +292,16 @@ def backward(step: Step, layers: Prefetcher, gradients: list[Tensor], kept: dict
             if graphs is not None:
                 x, output = graphs.take(b)
             else:
-                x = inputs[b].detach().requires_grad_(layer.needs_input_gradient)
+                x = inputs[b].detach().requires_grad_(layer.task.needs_input_gradient)
                 output = layer.run(parameters, x, batch, layers.poll)
-            if b == 0 and layer.is_trained and not layer.tiles:
+            if b == 0 and layer.task.trains and not layer.tiles:
                 # Not earlier: the previous layer's gradient was still leaving the buffer while this layer recomputed.
                 attach_gradients(layer, parameters)
                 step.reducer.begin(layer)
             torch.autograd.backward(output, next(output_gradients))
             if layer.tiles:
                 looked_up.append(row_gradients(parameters, layer, batch))
-            elif layer.is_trained:
+            elif layer.task.trains:
                 step.reducer.end_micro_batch(layer, b + 1)
             if x.grad is not None and not step.down.send(layer.index, x.grad):
                 input_gradients.append(x.grad)

@@ -116,12 +116,12 @@ class UpdatePump:
         self._model.meter.wait(self._last_update, self._model.compute_stream)
         self._updater.applied(self._task)
         self.has_begun = False
-        self._weights.label(None if self._task.version is None else self._task.version + 1)
+        self._weights.label(self._task.new_version)
 
     def _key(self, kind: Kind, span: slice) -> Hashable:
         """Name the content of a chunk buffer. A stored gradient belongs to the step that the update leads to."""
-        version = self._task.version
-        return None if version is None else (self._task.layer, span.start, version + (kind == "grad"))
+        version = self._task.new_version if kind == "grad" else self._task.version
+        return None if version is None else (self._task.layer, span.start, version)
 
     def _has_free(self, span: slice) -> bool:
         pools, layer = self._model.pools, self._task.layer
@@ -163,7 +163,7 @@ class UpdatePump:
             if lease.buffer is not None:
                 known = [digests[kind].of(tensors[kind])] if kind in digests else []
                 lease.transfers.append(model.transfers.write(kind, task.layer, chunk.span.start, tensors[kind], known))
-        version = None if task.version is None else task.version + 1
+        version = task.new_version
         for kind, lease in chunk.leases.items():
             # An update leaves the stored gradient as it is, so the buffer keeps its name.
             if kind != "grad":

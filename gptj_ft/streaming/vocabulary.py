@@ -41,7 +41,7 @@ class VocabularyRows:
     ) -> VocabularyRows:
         """Run the head's norm on the targets of a micro-batch."""
         positions_S = batch.target_positions_T
-        x_SD = x_TD[F.pad(positions_S, (0, num_padding))].requires_grad_(head.needs_input_gradient)
+        x_SD = x_TD[F.pad(positions_S, (0, num_padding))].requires_grad_(head.task.needs_input_gradient)
         h_SD = head.run(parameters, x_SD, HeadRows(), method="normed")
         return cls(
             x_TD, x_SD, h_SD, positions_S, F.pad(batch.targets_T[positions_S], (0, num_padding)),

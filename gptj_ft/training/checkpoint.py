@@ -9,7 +9,8 @@ protocol:
     of step t+2 replaces a gradient of t+1 before every layer is updated.
 
 After a crash, layers stamped t are updated again from their stored gradients, layers stamped t+1 are done, and
-gradients of an uncommitted step are ignored.
+gradients of an uncommitted step are ignored. Where a step trains only some layers (`models.layer_sampling`), it writes
+their files only: the stamp of a layer is the last step that trained it, `EveryLayer.last_step`.
 
 Other runs save checkpoints. ``checkpoints/step-000120/`` has one file per layer and, written last, ``manifest.json``.
 The folder gets its name when all its files are on disk, so a folder with that name is whole. A run on disk makes it of
@@ -34,6 +35,7 @@ from torch import Tensor
 from gptj_ft.checkpoints.weight_file import Shard, open_shard
 from gptj_ft.config.run_folder import COMMIT, MANIFEST, Run
 from gptj_ft.errors import DataError, ResourceError
+from gptj_ft.models.layer_sampling import EveryLayer
 from gptj_ft.models.layout import Kind, Layout
 from gptj_ft.planning.step_replay import state_kinds
 from gptj_ft.streaming.adamw import Update
@@ -81,20 +83,27 @@ def commit_together(run: Run, group: Group, state: RunState, update: Update | No
 
 def layers_behind(run: Run, offloaded: OffloadedModel, step: int) -> set[int]:
     """Return the layers that the update of the committed step has not reached."""
-    behind, gradients = set(), _forms(offloaded, ("grad",))
+    behind, gradients, last_step = set(), _forms(offloaded, ("grad",)), offloaded.choice.last_step
     for layer, form in _forms(offloaded, state_kinds(offloaded.dtypes)).items():
         path = layer_path(run.state / "layer", layer)
         stamp, _ = form.check(path)
-        # The crash came before this layer's update: its gradient must be that of the committed step, to redo the
-        # update.
-        if stamp == step - 1:
+        if offloaded.choice.is_behind(layer, step, stamp):
+            # The crash came before this layer's update: its gradient must be that of the committed step, to redo the
+            # update.
             behind.add(layer)
             gradient = layer_path(run.state / "gradient", layer)
             if gradients[layer].check(gradient)[0] != step:
                 raise DataError(f"{gradient} is not of step {step}, which {path} needs")
-        elif stamp != step:
-            raise DataError(f"{path} is of step {stamp}, the run is at step {step}")
+        elif stamp != last_step(layer, step):
+            raise DataError(wrong_stamp(offloaded.choice, path, layer, step, stamp))
     return behind
+
+
+def wrong_stamp(choice: EveryLayer, path: Path, layer: int, step: int, stamp: int | None) -> str:
+    """Describe a layer's file whose stamp does not match the step of the run."""
+    expected = choice.last_step(layer, step)
+    needed = f", which last trained this layer in step {expected}" if expected != step else ""
+    return f"{path} is of step {stamp}, the run is at step {step}{needed}"
 
 
 def save_checkpoint(run: Run, group: Group, offloaded: OffloadedModel, state: RunState) -> None:
@@ -158,8 +167,8 @@ def restore(folder: Path, offloaded: OffloadedModel, step: int) -> None:
     # Check every header before the first write: a bad checkpoint must not leave stores half filled.
     for layer, form in forms.items():
         path = layer_path(folder / "layer", layer)
-        if form.check(path)[0] != step:
-            raise DataError(f"{path} is not of step {step}")
+        if form.check(path)[0] != offloaded.choice.last_step(layer, step):
+            raise DataError(f"{path} is not of step {offloaded.choice.last_step(layer, step)}")
     for layer, form in forms.items():
         path = layer_path(folder / "layer", layer)
         _, digests = form.check(path)
@@ -171,7 +180,7 @@ def restore(folder: Path, offloaded: OffloadedModel, step: int) -> None:
             raise DataError(f"{path}: {error}") from error
         finally:
             os.close(descriptor)
-        offloaded.transfers.commit(kinds, layer, step)
+        offloaded.transfers.commit(kinds, layer, offloaded.choice.last_step(layer, step))
     offloaded.drain()
     offloaded.free_filling_pools()
 
@@ -220,7 +229,7 @@ def _write_layers(folder: Path, offloaded: OffloadedModel, step: int) -> None:
                     host = _host_memory(part)
                     form.write(descriptor, kind, host if host is part else host.copy_(part), start, digests)
             # Last: without a header the file is recognized as incomplete.
-            form.write_header(descriptor, step, digests)
+            form.write_header(descriptor, offloaded.choice.last_step(layer, step), digests)
             sync(descriptor, path)
         finally:
             os.close(descriptor)

@@ -15,6 +15,7 @@ from gptj_ft.data.batches import rows_of_step
 from gptj_ft.errors import GptjFtError, NotFinite
 from gptj_ft.models.batch import PackedBatch
 from gptj_ft.models.dropout import seed_of
+from gptj_ft.models.layer_sampling import layouts_of_step
 from gptj_ft.planning.flops import count_flops
 from gptj_ft.streaming.adamw import AdamW
 from gptj_ft.streaming.exchange import Exchange
@@ -43,7 +44,8 @@ def compute_step(setup: TrainSetup, offloaded: OffloadedModel, optimizer: AdamW)
     lr, scale = setup.schedule.lr(optimizer.num_updates + 1), optimizer.loss_scale
     loss, grad_norm = guarded_step(setup, offloaded, optimizer, batches, lr)
     counts = stopwatch.read(sum(setup.train.lengths[row] for row in rows), loss.num_targets)
-    count = partial(count_flops, offloaded.layouts, kept=offloaded.budget.num_kept_layers, frozen=offloaded.frozen)
+    trained, frozen = layouts_of_step(offloaded.choice, optimizer.step - 1, offloaded.layouts, offloaded.frozen)
+    count = partial(count_flops, trained, kept=offloaded.budget.num_kept_layers, frozen=frozen)
     flops = count(counts.tokens, counts.target_tokens)
     own = count(sum(len(batch.tokens_T) for batch in batches), sum(batch.num_targets for batch in batches))
     waited = setup.parallel.world.waited.seconds - waited
@@ -158,4 +160,4 @@ def guarded_step(
             done = optimizer.step - 1 if optimizer.num_updates else 0
             again = partial(evaluate_losses, offloaded, batches, setup.objective)
             raise explain_loss("loss", done, setup, offloaded, again) from None
-        raise explain_gradient(error, setup, offloaded) from error
+        raise explain_gradient(error, setup, offloaded, optimizer.step) from error

@@ -15,6 +15,7 @@ from gptj_ft.checkpoints.model_folder import layer_tensors, open_checkpoint, wri
 from gptj_ft.config.run_folder import MERGED, Run
 from gptj_ft.data.dataset import load_dataset
 from gptj_ft.errors import DataError, UsageError
+from gptj_ft.models.layer_sampling import layer_choice
 from gptj_ft.models.lora import MAGNITUDE, is_transposed, name_of, targets_in
 from gptj_ft.models.trainable import Selection, select
 from gptj_ft.streaming.offloaded_model import OffloadedModel
@@ -172,7 +173,8 @@ def export_checkpoint(run: Run, name: str, target: Path) -> int:
     report = load_dataset(run.data / "train").report
     architecture = trained_architecture(recipe, source, report.labels)
     selection = select(architecture, recipe)
-    if damage := list(Checker(run, selection.trained).checkpoint(step)):
+    choice = layer_choice(recipe, len(selection.trained))
+    if damage := list(Checker(run, selection.trained, choice).checkpoint(step)):
         raise DataError("\n".join(damage))
     losses = {line["step"]: line["validation_loss"] for line in run.metrics() if "validation_loss" in line}
     held_out = run.data / "validation"

@@ -237,7 +237,7 @@ def opened_run(prepared: PreparedRun, reporter: Reporter, session: Session) -> I
         if prepared.run is not None:
             warn_of_changes(run, prepared.setup, reporter)
         if prepared.start is not None:
-            checker = Checker(run, prepared.setup.selection.trained)
+            checker = Checker(run, prepared.setup.selection.trained, prepared.setup.choice)
             if damage := list(checker.checkpoint(prepared.start)) if prepared.start else []:
                 raise DataError("\n".join([*damage, "nothing was changed; name another checkpoint with --from"]))
             go_back(run, prepared.start)

@@ -16,6 +16,7 @@ from gptj_ft.config.options import Recipe
 from gptj_ft.config.resolve import Resolved
 from gptj_ft.config.run_folder import choose_folder
 from gptj_ft.errors import UsageError
+from gptj_ft.models.layer_sampling import layer_choice
 from gptj_ft.models.published import Published, find_published
 from gptj_ft.models.registry import Architecture
 from gptj_ft.models.supported import DEFAULT_REPOSITORY, TINY_MODELS
@@ -103,6 +104,7 @@ def forecast_run(resolved: Resolved, measure_again: bool = False, reporter: Repo
         rows=RowLengths(length),
         context=architecture.config.n_positions,
         attention=architecture.attention,
+        choice=layer_choice(recipe, len(selection.trained)),
     )
     workload = target.settled(workload, recipe)
     try:

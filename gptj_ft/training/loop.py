@@ -189,7 +189,7 @@ class Training:
         """Compute one optimizer step and record it; commit it if the state is on disk."""
         self.reporter.on_activity(f"computing step {self.state.step + 1}")
         report, self.work = compute_step(self.setup, self.offloaded, self.optimizer)
-        self.state = replace(self.state, step=report.step, loss_scale=self.optimizer.loss_scale)
+        self.state = self._state_now
         self.warn_unmoved()
         self.warn(self.loss_watch.after_step(report.loss))
         # Record before the commit: a resume drops a metrics line too many, but cannot recreate a missing one.
@@ -303,9 +303,14 @@ class Training:
             with suppress(BaseException):  # report the first error, not a second one from saving
                 is_durable = self.setup.plan.placement.is_durable
                 if not is_durable and self.optimizer.is_whole and self._is_recorded():
-                    now = replace(self.state, step=self.optimizer.step, loss_scale=self.optimizer.loss_scale)
-                    self.retention.save_now(now)
+                    self.retention.save_now(self._state_now)
             raise
+
+    @property
+    def _state_now(self) -> RunState:
+        """The state after the optimizer's last step."""
+        own = self.optimizer
+        return replace(self.state, step=own.step, loss_scale=own.loss_scale, layer_updates=own.layer_updates)
 
     def _is_recorded(self) -> bool:
         """Tell whether the last step has its line in the metrics; a resume after it would never write one."""

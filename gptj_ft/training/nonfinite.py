@@ -118,9 +118,9 @@ def explain_loss(
     return NotFinite(f"the {loss_name} {when} is not finite{place}\n{remedy}")
 
 
-def explain_gradient(error: GptjFtError, setup: TrainSetup, offloaded: OffloadedModel) -> GptjFtError:
+def explain_gradient(error: GptjFtError, setup: TrainSetup, offloaded: OffloadedModel, step: int) -> GptjFtError:
     """Add the names of the tensors to the optimizer's error about a gradient that is not finite."""
-    names = find_in_gradients(setup, offloaded)
+    names = find_in_gradients(setup, offloaded, step)
     where = f"; in {listed(names, 3)}" if names else ""
     return NotFinite(f"{error}{where}\n{advice(setup)}")
 
@@ -166,12 +166,12 @@ def find_in_forward(
     return None
 
 
-def find_in_gradients(setup: TrainSetup, offloaded: OffloadedModel) -> list[str]:
-    """Return the tensors whose stored gradients are not finite, in the first such layer of backward."""
+def find_in_gradients(setup: TrainSetup, offloaded: OffloadedModel, step: int) -> list[str]:
+    """Return the tensors whose stored gradients are not finite, in the first such layer of a step's backward."""
     if "grad" not in offloaded.stores:
         return []
     # Backward visits layers from the top: the first bad layer is the origin, lower layers inherit its values.
-    for layer in reversed(offloaded.trained):
+    for layer in reversed([each for each in offloaded.trained if offloaded.choice.trains(each, step - 1)]):
         gradients = flat_views(offloaded, "grad", layer)
         if names := [name for name, gradient in gradients.items() if not is_finite(gradient)]:
             return [_name(setup, offloaded, layer, name) for name in names]

@@ -74,7 +74,7 @@ def open_state(
         else:
             state = RunState(0, recipe_digest(setup.recipe), updates_before=load_start(setup, offloaded))
             optimizer = make_optimizer(setup, offloaded, state)
-            state = replace(state, loss_scale=optimizer.loss_scale)
+            state = replace(state, loss_scale=optimizer.loss_scale, layer_updates=optimizer.layer_updates)
             if is_durable:
                 checkpoint.commit_together(run, group, state, None)
         if is_durable:
@@ -133,6 +133,7 @@ def open_offloaded(setup: TrainSetup, run: Run, placement: Placement) -> Offload
         selection=setup.selection,
         exchange=setup.parallel.exchange(),
         lowest_trained=lowest_trained(setup),
+        choice=setup.choice,
     )
     set_products(offloaded.layers, Products.parse(recipe.products))
     try:
@@ -145,7 +146,7 @@ def open_offloaded(setup: TrainSetup, run: Run, placement: Placement) -> Offload
 
 
 def lowest_trained(setup: TrainSetup) -> int:
-    """Return the lowest trained layer of the model, local or not."""
+    """Return the lowest layer with trained parameters, local or not."""
     layouts = (setup.whole or setup.selection).trained
     return next((layer for layer, layout in enumerate(layouts) if layout.numel), len(layouts))
 
@@ -155,6 +156,7 @@ def make_optimizer(setup: TrainSetup, offloaded: OffloadedModel, state: RunState
     config, deferred = optimizer_config(setup.recipe), setup.plan.num_deferred
     optimizer = AdamW(offloaded, config, state.step, deferred, state.updates_before)
     optimizer.loss_scale = state.loss_scale or optimizer.loss_scale
+    optimizer.layer_updates = state.layer_updates or optimizer.layer_updates
     return optimizer
 
 

@@ -46,6 +46,7 @@ class RunState:
     updates_before: int = 0  # updates of the moments before the run
     best: BestState | None = None  # so far
     loss_scale: LossScale | None = None  # of the next step, and steps skipped so far; fp16 only
+    layer_updates: tuple[int, ...] | None = None  # applied updates of each layer; None: every step updates every layer
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> RunState:
@@ -53,7 +54,9 @@ class RunState:
         facts = saved["facts"]
         best = BestState.of(facts["best"]) if facts.get("best") else None
         loss, updates = facts.get("loss_before"), facts.get("updates_before", 0)
-        return cls(saved["step"], facts.get("recipe"), loss, updates, best, LossScale.of(facts.get("loss_scale")))
+        by_layer = tuple(facts["layer_updates"]) if facts.get("layer_updates") else None
+        scale = LossScale.of(facts.get("loss_scale"))
+        return cls(saved["step"], facts.get("recipe"), loss, updates, best, scale, by_layer)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the values of a commit or manifest; the keys are those of earlier versions."""
@@ -63,5 +66,6 @@ class RunState:
             "recipe": self.recipe_sha256,
             "best": self.best.to_dict() if self.best else None,
             "loss_scale": asdict(self.loss_scale) if self.loss_scale else None,
+            **({"layer_updates": list(self.layer_updates)} if self.layer_updates else {}),
         }
         return {"step": self.step, "facts": facts}

@@ -24,6 +24,7 @@ from gptj_ft.config.options import Recipe
 from gptj_ft.config.run_folder import Run, steps_done
 from gptj_ft.data.batches import Rows, first_fit, rows_of_step, steps_per_epoch
 from gptj_ft.models.batch import padded_length, rounded_up
+from gptj_ft.models.layer_sampling import EVERY_LAYER, EveryLayer, layer_choice
 from gptj_ft.models.registry import Architecture
 from gptj_ft.models.trainable import Selection, select
 from gptj_ft.planning.plan import Plan, choose
@@ -58,6 +59,7 @@ class TrainSetup:
     updates_before: int | None = None  # updates in the initial moments; None: these are zeros
     parallel: Parallel = ONE_PROCESS  # ranks of the run, and the share of this one
     whole: Selection | None = None  # trained and frozen parameters of the model
+    choice: EveryLayer = EVERY_LAYER  # layers that each step trains
 
     @property
     def num_classes(self) -> int:
@@ -133,6 +135,7 @@ def make_setup(
         updates_before=updates_before(recipe, model, architecture),
         parallel=parallel,
         whole=whole,
+        choice=layer_choice(recipe, len(whole.trained)),
     )
 
 
@@ -200,6 +203,7 @@ def workload_of(
         context=architecture.config.n_positions,
         attention=architecture.attention,
         dropped_heads=architecture.config.n_head if drops else 0,
+        choice=layer_choice(recipe, len(selection.trained)),
     )
 
 
@@ -234,7 +238,7 @@ def updates_before(recipe: Recipe, model: Path, architecture: Architecture) -> i
     Raises:
         UsageError, DataError: the moments in the model's folder are damaged, or belong to another model.
     """
-    if recipe.method != "full" or recipe.initial_moments != "model" or not has_moments(model):
+    if recipe.method == "lora" or recipe.initial_moments != "model" or not has_moments(model):
         return None
     moments = open_moments(model)
     for checkpoint in moments.checkpoints.values():

@@ -18,6 +18,7 @@ from gptj_ft.config.run_folder import COMMIT, MANIFEST, MERGED, Run, read_enviro
 from gptj_ft.config.saved_values import BaseDigests, checked
 from gptj_ft.data.dataset import load_dataset
 from gptj_ft.errors import DataError, UsageError
+from gptj_ft.models.layer_sampling import EVERY_LAYER, EveryLayer, layer_choice
 from gptj_ft.models.layout import Layout
 from gptj_ft.models.registry import Architecture
 from gptj_ft.models.trainable import select
@@ -28,6 +29,7 @@ from gptj_ft.streaming.stores.state_file import StateFile, layer_path
 from gptj_ft.system.digests import FOLDER_DIGESTS, damaged_files, read_sealed
 from gptj_ft.system.lock import locked
 from gptj_ft.system.paths import is_adapter, is_model, is_tuned
+from gptj_ft.training import checkpoint
 from gptj_ft.training.run_state import RunState
 from gptj_ft.training.setup import trained_architecture
 
@@ -67,7 +69,8 @@ def verify(run: Run, progress: _Progress | None = None) -> Verification:
             f"the model has moved, write its folder under `model:` in {run.recipe_file}"
         )
     with locked(run.folder, "verifying"):
-        checker = Checker(run, select(_architecture(run, recipe, base), recipe).trained, progress)
+        layouts = select(_architecture(run, recipe, base), recipe).trained
+        checker = Checker(run, layouts, layer_choice(recipe, len(layouts)), progress)
         problems, notes = list(checker.problems()), list[str]()
         if is_tuned(run.model) and not run.record_file.is_file():
             notes.append(f"{run.folder} was trained by an earlier version of gptj-ft: model and rows have no digests")
@@ -80,8 +83,10 @@ def verify(run: Run, progress: _Progress | None = None) -> Verification:
 class Checker:
     """Check and count the files of a run; a file that several checkpoints share is read once."""
 
-    def __init__(self, run: Run, layouts: Sequence[Layout], progress: _Progress | None = None) -> None:
-        self._run = run
+    def __init__(
+        self, run: Run, layouts: Sequence[Layout], choice: EveryLayer = EVERY_LAYER, progress: _Progress | None = None
+    ) -> None:
+        self._run, self._choice = run, choice
         self._layouts = {layer: layout for layer, layout in enumerate(layouts) if layout.numel}  # frozen: no file
         self._progress = progress or (lambda done, total: None)
         self._damage: dict[tuple[int, int], list[str]] = {}  # by device and inode
@@ -125,12 +130,12 @@ class Checker:
             stamp, problems = self._file(path, layout, STATE_KINDS)
             yield from problems
             # The last update has not reached this layer: a resume needs its gradient.
-            if stamp == step - 1:
+            if self._choice.is_behind(layer, step, stamp):
                 path = layer_path(self._run.state / "gradient", layer)
                 stamp, problems = self._file(path, layout, {"grad"})
                 yield from problems
-            if stamp not in (None, step):
-                yield f"{path} is of step {stamp}, the run is at step {step}"
+            if stamp not in (None, self._choice.last_step(layer, step)):
+                yield checkpoint.wrong_stamp(self._choice, path, layer, step, stamp)
 
     def checkpoint(self, step: int) -> Iterator[str]:
         folder = self._run.checkpoint(step)
@@ -142,7 +147,7 @@ class Checker:
             path = layer_path(folder / "layer", layer)
             stamp, problems = self._file(path, layout, STATE_KINDS)
             yield from problems
-            if stamp not in (None, step):
+            if stamp not in (None, self._choice.last_step(layer, step)):
                 yield f"{path} is of step {stamp}"
 
     def _loss_scale(self, path: Path, saved: Mapping[str, Any]) -> Iterator[str]:

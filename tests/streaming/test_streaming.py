@@ -370,7 +370,7 @@ def test_kept_graphs_find_moved_weights(narrow_folder: Path, tmp_path: Path) -> 
     x_TD = torch.randn(3, 48, generator=torch.Generator().manual_seed(0))
 
     def load(index: int) -> LoadedLayer:
-        layer = LoadedLayer(stack, LayerTask(index), None)
+        layer = LoadedLayer(stack, LayerTask(index, trains=True, needs_input_gradient=True), None)
         layer.request()
         layer.finish()
         return layer
