@@ -34,7 +34,7 @@ class Migration:
         assert setup.whole is not None
         self._layouts = setup.whole.trained
         self._trained = [layer for layer, layout in enumerate(self._layouts) if layout.numel]
-        self._recipe, self._run, self._partition = setup.recipe, run, partition
+        self._recipe, self._run, self._partition, self._choice = setup.recipe, run, partition, setup.choice
         self._group = partition.group
 
     def find_resume_point(self) -> ResumePoint:
@@ -53,8 +53,8 @@ class Migration:
         lost = dict[Path, tuple[int, list[int]]]()  # incomplete states, newest first: step and missing layers
         if last:
             step = int(last["step"])
-            # A layer at the step before needs its gradient. Files of earlier steps are left from former owners.
-            missing = self._missing_layers(run.state, (step, step - 1))
+            # A layer in the state before needs its gradient. Earlier files are left from former owners.
+            missing = self._missing_layers(run.state, step, allows_behind=True)
             if not missing:
                 moved = self._fetch(run.state, step, ("layer", "gradient"))
                 if run.writes and (commit is None or commit["step"] != step):
@@ -70,7 +70,7 @@ class Migration:
         noted_paths = {run.folder / each["noted"] for each in messages if each["noted"]}
         for step in sorted(every, reverse=True):
             folder = run.checkpoint(step)
-            if missing := self._missing_layers(folder, (step,)):
+            if missing := self._missing_layers(folder, step):
                 lost[folder / MANIFEST] = step, missing
                 continue
             # A newer checkpoint that the run's record does not name was not finished: nothing is lost.
@@ -109,9 +109,19 @@ class Migration:
         stamps = ((layer, stamp_of(layer_path(folder / prefix, layer))) for layer in self._trained)
         return {layer: stamp for layer, stamp in stamps if stamp is not None}
 
-    def _missing_layers(self, folder: Path, steps: Sequence[int]) -> list[int]:
-        """Return the layers of which no rank has a file of one of these steps."""
-        local = [layer for layer, stamp in self._stamps(folder, "layer").items() if stamp in steps]
+    def _valid_stamps(self, layer: int, step: int, allows_behind: bool) -> set[int]:
+        """Return the stamps of a layer's file in a state after ``step`` steps.
+
+        Args:
+            allows_behind: whether the file may lack the last update, whose gradient is stored.
+        """
+        steps = (step, step - 1) if allows_behind else (step,)
+        return {self._choice.last_step(layer, each) for each in steps}
+
+    def _missing_layers(self, folder: Path, step: int, allows_behind: bool = False) -> list[int]:
+        """Return the layers of which no rank has a valid file, see `_valid_stamps`."""
+        stamps = self._stamps(folder, "layer").items()
+        local = [layer for layer, stamp in stamps if stamp in self._valid_stamps(layer, step, allows_behind)]
         messages = self._gather("layers of a step", PeerLayers, {"has": local})
         return sorted(set(self._trained) - {layer for each in messages for layer in each["has"]})
 
@@ -124,7 +134,7 @@ class Migration:
         is_local = (folder / MANIFEST).is_file()
         messages = self._gather("best state", PeerBest, {"manifest": run.manifest(best.step) if is_local else None})
         manifest = next((each["manifest"] for each in messages if each["manifest"]), None)
-        if manifest is None or self._missing_layers(folder, (best.step,)):
+        if manifest is None or self._missing_layers(folder, best.step):
             return 0
         moved = self._fetch(folder, best.step, ("layer",))
         if run.writes and not is_local:
@@ -147,11 +157,11 @@ class Migration:
         local = {prefix: self._stamps(folder, prefix) for prefix in prefixes}
         facts = {prefix: {str(at): stamp for at, stamp in stamps.items()} for prefix, stamps in local.items()}
         stamps_by_rank = self._gather("layers", PeerStamps, facts)
-        valid = (step, step - 1) if "gradient" in prefixes else (step,)
         newest, sources = dict[int, int](), dict[int, int]()
         for layer in self._trained:
             stamps = [each["layer"].get(str(layer)) for each in stamps_by_rank]
             # A file of this step needs no gradient any more: prefer it to one of the step before.
+            valid = self._valid_stamps(layer, step, "gradient" in prefixes)
             newest[layer] = max(stamp for stamp in stamps if stamp in valid)
             owner = self._partition.owner(layer)
             # If the owner itself has such a file, nothing has to move.
@@ -164,7 +174,7 @@ class Migration:
             if source == owner:
                 continue
             for prefix in prefixes:
-                if prefix == "gradient" and newest[layer] == step:
+                if prefix == "gradient" and newest[layer] == self._choice.last_step(layer, step):
                     continue  # the layer has this update
                 path = layer_path(folder / prefix, layer)
                 if group.rank == source:

@@ -19,6 +19,7 @@ import xxhash
 from gptj_ft.config.run_folder import Run
 from gptj_ft.distributed.pipeline import Partition
 from gptj_ft.errors import DataError
+from gptj_ft.models.layer_sampling import EveryLayer
 from gptj_ft.streaming.stores.state_file import layer_path, stamp_of
 from gptj_ft.system.direct_io import RESUME
 from gptj_ft.system.files import create_file, disk_errors, new_name, remove, sync_path, write_file
@@ -34,10 +35,11 @@ class DiskMirrors(Mirrors):
     Args:
         partition: owner rank of each layer.
         trained: trained layers of all ranks.
+        choice: layers that each step trains.
     """
 
-    def __init__(self, partition: Partition, run: Run, trained: Sequence[int]) -> None:
-        self._partition, self._run, self._trained = partition, run, trained
+    def __init__(self, partition: Partition, run: Run, trained: Sequence[int], choice: EveryLayer) -> None:
+        self._partition, self._run, self._trained, self._choice = partition, run, trained, choice
         self._disks = find_disks(partition.group, run.folder)
         self.is_active = len(set(self._disks)) > 1
         if not self.is_active:
@@ -51,7 +53,8 @@ class DiskMirrors(Mirrors):
             self.mirror(step)
 
     def mirror(self, step: int) -> None:
-        if mirror_checkpoint(self._partition, self._run, self._trained, self._disks, step):
+        stamps = {layer: self._choice.last_step(layer, step) for layer in self._trained}
+        if mirror_checkpoint(self._partition, self._run.checkpoint(step), stamps, self._disks):
             self.newest = step
 
 
@@ -99,21 +102,22 @@ def plan_copies(
         yield FileCopy(source, target, layer, holders[source][str(layer)])
 
 
-def mirror_checkpoint(partition: Partition, run: Run, trained: Sequence[int], disks: Sequence[int], step: int) -> bool:
+def mirror_checkpoint(partition: Partition, folder: Path, stamps: Mapping[int, int], disks: Sequence[int]) -> bool:
     """Put every layer of a checkpoint on two disks; return False if one is on no disk.
 
     A mirror gets its name after it is written, synced and compared with the digest of the sender.
 
     Args:
-        trained: trained layers of all ranks.
+        folder: the checkpoint.
+        stamps: stamp of the file of each trained layer, of all ranks.
         disks: disk of each rank; at least two differ.
 
     Raises:
         ResourceError: a disk is full or fails; older mirrors are intact.
     """
-    group, prefix = partition.group, run.checkpoint(step) / "layer"
-    paths = {layer: layer_path(prefix, layer) for layer in trained}
-    local = {str(layer): path.stat().st_size for layer, path in paths.items() if stamp_of(path) == step}
+    group, prefix = partition.group, folder / "layer"
+    paths = {layer: layer_path(prefix, layer) for layer in stamps}
+    local = {str(layer): path.stat().st_size for layer, path in paths.items() if stamp_of(path) == stamps[layer]}
     holders = [each["has"] for each in group.gather("layers to mirror", {"has": local})]
     copies, digests = list(plan_copies(holders, partition.owners, disks)), dict[str, str]()
     sending = [copy for copy in copies if copy.source == group.rank]
@@ -133,7 +137,7 @@ def mirror_checkpoint(partition: Partition, run: Run, trained: Sequence[int], di
         if receiving:
             sync_path(prefix.parent)
     group.barrier("mirrors whole")
-    return all(any(str(layer) in each for each in holders) for layer in trained)
+    return all(any(str(layer) in each for each in holders) for layer in stamps)
 
 
 def _interleave(streams: Sequence[Iterator[PendingTransfer]]) -> None:

@@ -228,7 +228,7 @@ class DistributedTraining(Parallel):
             return super().open_mirrors(setup, run)
         assert setup.whole is not None
         trained = [layer for layer, layout in enumerate(setup.whole.trained) if layout.numel]
-        return DiskMirrors(self.partition, run, trained)
+        return DiskMirrors(self.partition, run, trained, setup.choice)
 
     # Loop
 
@@ -285,7 +285,7 @@ def resolve_split(recipe: Recipe, size: int, num_blocks: int, is_resumed: bool =
     divisors = [each for each in range(1, size + 1) if size % each == 0]
     if share == "auto":
         # Share layers where every rank would need the whole optimizer state otherwise.
-        if replicas is None and recipe.method == "full" and recipe.shares_layers:
+        if replicas is None and recipe.method != "lora" and recipe.shares_layers:
             possible = [each for each in divisors if each <= (lanes or size)]
             replicas = next((each for each in possible if 2 * (size // each) <= num_blocks), possible[-1])
         share = "rows" if (replicas or size) == size else "layers"
@@ -304,8 +304,6 @@ def resolve_split(recipe: Recipe, size: int, num_blocks: int, is_resumed: bool =
     if stages > 1 and not recipe.shares_layers:
         what = "sample_rows" if recipe.task == "language-model" else f"a head for {recipe.task}"
         raise UsageError(f"share: layers does not go together with {what} yet: use --set share=rows")
-    if stages > 1 and recipe.method == "sampled":
-        raise UsageError("share: layers does not go together with --method sampled yet: use --set share=rows")
     if stages == 1 and recipe.mirror:
         raise UsageError(
             "mirror: true is for processes that share the layers: use --set share=layers, or --set mirror=false"
