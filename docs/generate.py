@@ -45,7 +45,8 @@ UNITS = {
     "validate_every": "steps", "save_every": "steps", "save_minutes": "minutes", "patience": "validations",
     "warmup": "share of steps, or steps", "final_lr": "share of lr", "schedule.start": "share of lr",
     "schedule.end": "share of lr", "schedule.steps": "steps", "read_ahead": "layers", "canaries": "secrets",
-    "canary_repeats": "rows",
+    "canary_repeats": "rows", "sampled.layers": "blocks", "sampled.period": "steps",
+    "sampled.vocabulary_every": "periods",
 }  # fmt: skip
 SLOW_PARTS = ("hours", "hours-details")
 TYPES = {bool: "true, false", int: "integer", float: "number", str: "text"}

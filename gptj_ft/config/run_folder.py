@@ -259,6 +259,8 @@ def deciding_options(recipe: Recipe) -> dict[str, Any]:
         group, _, own = name.rpartition(".")
         if attrgetter(name)(recipe) == OLD_VALUES.get(name, field_of(name).default):
             del (options[group] if group else options)[own]
+            if group and not options[group]:  # the whole group is younger
+                del options[group]
     return json.loads(json.dumps(options))  # type: ignore[no-any-return]
 
 

@@ -155,6 +155,31 @@ def test_shared_layers_keep_bf16_dropout_bits(models, tmp_path, precision) -> No
     assert_same_run(tmp_path / "two", tmp_path / "alone")
 
 
+SAMPLED: dict[str, Any] = {"method": "sampled", "sampled": {"layers": 2, "period": 2, "vocabulary_every": 2}}
+
+
+@pytest.mark.parametrize(("share", "place", "clip"), [("layers", "mixed", None), ("rows", "disk", 1.0)])
+@pytest.mark.parametrize("name", ["gptj", "gpt2"])
+def test_sampled_layers_keep_bits(models, tmp_path, name, share, place, clip) -> None:
+    lanes = 3 if share == "rows" else None
+    options = {**SAMPLED, **PLACES[place], "max_steps": 5, "clip_norm": clip, "lanes": lanes}
+    train_alone(models[name], tmp_path / "1", **options)
+    train_together(3, models[name], tmp_path / "3", share=share, **options)
+    assert_same_run(tmp_path / "3", tmp_path / "1")
+
+
+@pytest.mark.parametrize(("place", "mirror"), [("disk", False), ("device", True)])
+def test_sampled_layers_migrate_between_disks(models, tmp_path, place, mirror) -> None:
+    options = {**SAMPLED, **PLACES[place], "max_steps": 6, "save_every": 1}
+    train_alone(models["gptj"], tmp_path / "alone", **options)
+    for step, size in ((1, 2), (3, 3), (5, 3)):
+        train_apart_until(step, size, models["gptj"], tmp_path, mirror=mirror, **options)
+        if mirror and step == 5:
+            lose_disk(tmp_path, 2)
+    train_apart(3, models["gptj"], tmp_path, mirror=mirror, **options)
+    assert_same_run(tmp_path / "0", tmp_path / "alone")
+
+
 FOUR_LANES = [
     ("full", "device"), ("lora", "disk"), ("tied", "disk"), pytest.param("full", "disk", marks=pytest.mark.slow),
     pytest.param("lora", "device", marks=pytest.mark.slow), pytest.param("tied", "device", marks=pytest.mark.slow),
