@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := -m pip install -q --disable-pip-version-check
 
-.PHONY: demo demo-real test wheel-demo lint docs mutants install hashes audit clean
+.PHONY: demo demo-real test thorough wheel-demo lint docs mutants install hashes audit clean
 
 install: .venv/installed
 
@@ -42,7 +42,11 @@ wheel-demo: install
 
 # What pytest compiles is kept, whatever the environment says: 8 seconds of each worker the next time.
 test: install
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m "not slow" -n auto --dist loadfile --no-loadscope-reorder
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m "not slow and not thorough" -n auto --dist loadfile --no-loadscope-reorder
+
+# More combinations of what `make test` samples, and the longest tests.
+thorough: install
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m "thorough and not slow" -n auto --dist loadfile --no-loadscope-reorder
 
 lint: install
 	$(BIN)/ruff check .

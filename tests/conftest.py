@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,8 +82,19 @@ def pytest_configure(config: pytest.Config) -> None:
         config.args = [str(path) for path in sorted(paths, reverse=True)]
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run folders with long files first, so that no worker ends up alone with one."""
+    """Leave most combinations of ``sampled`` tests to `make thorough`.
+
+    Run folders with long files first, so that no worker ends up alone with one.
+    """
+    seen = Counter[str]()
+    for item in items:
+        if marker := item.get_closest_marker("sampled"):
+            name = item.nodeid.partition("[")[0]
+            if seen[name] % marker.args[0]:
+                item.add_marker("thorough")
+            seen[name] += 1
     order = {name: number for number, name in enumerate(LONG_FOLDERS)}
     items.sort(key=lambda item: (order.get(item.path.parent.name, len(order)), item.path))
 

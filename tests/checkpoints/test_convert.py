@@ -203,6 +203,7 @@ def test_killed_conversion_is_incomplete_and_resumes(tmp_path: Path, source: Pat
         assert (tmp_path / "whole" / file).read_bytes() == (target / file).read_bytes(), file
 
 
+@pytest.mark.thorough
 def test_changed_source_restarts_killed_conversion(tmp_path: Path, source: Path) -> None:
     target = tmp_path / "model"
     arguments = [sys.executable, "-c", KILLED, str(source), str(target), "folder", "15"]

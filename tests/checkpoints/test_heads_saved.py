@@ -185,6 +185,7 @@ def assert_equal(ours: list[Tensor], theirs: list[Tensor], bound: float) -> None
         torch.testing.assert_close(one, other, rtol=bound, atol=bound)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("family", "task"), FORMS)
 def test_tuned_folder_matches_in_transformers(family: str, task: str, tmp_path: Path) -> None:
     folder = tune(base_model(tmp_path / "base", family), tmp_path / "tuned", family, task)
@@ -202,6 +203,7 @@ def test_tuned_folder_matches_in_transformers(family: str, task: str, tmp_path: 
         assert model.config.pad_token_id == 210
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("family", "task"), FORMS)
 def test_adapter_with_head_matches_peft(family: str, task: str, tmp_path: Path) -> None:
     base = base_model(tmp_path / "base", family)

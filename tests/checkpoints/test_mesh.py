@@ -54,6 +54,7 @@ def canonical(shards: list[Leaves]) -> list[Leaves]:
     return result
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("form", ["slim", "full", "its parent", "tar", "tar.zst"])
 def test_checkpoint_keeps_logits_of_its_shards(tmp_path: Path, shards: list[Leaves], config: Path, form: str) -> None:
     source = reference.write(tmp_path / "mesh", shards, moments=(shards, shards) if form == "full" else ())
@@ -92,6 +93,7 @@ def test_fortran_order_is_read(tmp_path: Path, shards: list[Leaves], config: Pat
         assert path.read_bytes() == (tmp_path / "model-a" / path.name).read_bytes()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("bf16", [False, True])
 def test_mesh_round_trip_keeps_every_array(tmp_path: Path, shards: list[Leaves], config: Path, bf16: bool) -> None:
     source = reference.write(tmp_path / "mesh", canonical(shards), bf16=bf16)

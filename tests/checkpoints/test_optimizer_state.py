@@ -127,6 +127,7 @@ def write_moments_mdl(path: Path, named: tuple[State, State, State], form: str, 
     return path
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("model", "form"),
     [

@@ -37,6 +37,7 @@ make_tiny(Path(sys.argv[1]), TEXTS, 7, **SMALL)
 """
 
 
+@pytest.mark.thorough
 def test_texts_and_seed_determine_every_byte(tmp_path: Path) -> None:
     make_tiny(tmp_path / "here", TEXTS, 7, **SMALL)
     subprocess.run(

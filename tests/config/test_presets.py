@@ -204,6 +204,7 @@ FILES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "preset"), [(name, preset) for name, presets in FILES.items() for preset in presets])
 def test_published_files_need_only_a_preset(name: str, preset: str, shell, tmp_path: Path) -> None:
     folder = Path(os.environ.get("GPTJ_FT_TEST_DATA") or Path(__file__).parents[3] / "shared" / "data")

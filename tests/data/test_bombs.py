@@ -46,6 +46,7 @@ BOMBS: dict[str, tuple[str, bytes, str, int]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("name", BOMBS)
 def test_oversized_record_is_rejected_in_little_memory(name: str, packing: str, tmp_path: Path) -> None:

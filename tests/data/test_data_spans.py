@@ -142,6 +142,7 @@ COUNTS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["dev-v1.1.json", pytest.param("train-v1.1-subset.json", marks=pytest.mark.slow)])
 def test_squad_window_count_matches_transformers(name: str) -> None:
     tokenizer = load_tokenizer(real_data("tokenizers/bert-base-uncased/vocab.txt").parent)

@@ -356,6 +356,7 @@ def test_cells_beyond_json_are_written(tmp_path: Path) -> None:
     assert written == {"note": "a", "summary": "b", "day": "2021-03-04", "raw": "AP8=", "no": None}
 
 
+@pytest.mark.thorough
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     source = tmp_path / "rows.jsonl"
     with source.open("w") as file:

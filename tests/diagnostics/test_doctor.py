@@ -33,6 +33,7 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
     return Checkup(CPU, QUICK, tmp_path_factory.mktemp("models")).small_model()
 
 
+@pytest.mark.thorough
 def test_cpu_passes_with_an_anonymous_report(shell, own_home: Path, monkeypatch) -> None:
     monkeypatch.setenv("MY_SECRET", "s3cr3t-value")
     done = shell("doctor --device cpu --json")

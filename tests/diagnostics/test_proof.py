@@ -32,6 +32,7 @@ DONE = Proof(
 )  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("measured_home")
 def test_killed_run_equals_run_in_ram(shell) -> None:
     done = shell("prove --size tiny --output proof --json")
@@ -112,6 +113,7 @@ def test_small_memory_limit_names_the_minimum(shell) -> None:
     assert not Path("none").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("measured_home")
 def test_ctrl_c_leaves_no_process_or_file(server: ForkServer, tmp_path: Path) -> None:
     with server.running("prove --size tiny --output none --steps 1000", tmp_path) as process:

@@ -277,6 +277,7 @@ def test_dead_rank_is_detected_at_once(controls: list[Control], gone: int) -> No
     assert time.monotonic() - began < 3.0
 
 
+@pytest.mark.thorough
 def test_silent_rank_counts_as_dead(controls: list[Control]) -> None:
     controls[0].silent_seconds = 3.0  # heartbeats of the others come every two
     controls[1]._closed = True  # no heartbeat any more, and the connection stands
@@ -524,6 +525,7 @@ def test_missing_ranks_are_named() -> None:
         host_control(listener, 3, "token", "a", 0.1)
 
 
+@pytest.mark.thorough
 def test_dead_child_ends_start(tmp_path: Path) -> None:
     """--nproc watches its children instead of waiting five minutes for a dead one."""
     code = (

@@ -295,6 +295,7 @@ def test_local_workloads_sum_to_whole(six_b: Workload) -> None:
         assert sum(part.boundary_bytes() for part in parts) == six_b.boundary_bytes()
 
 
+@pytest.mark.thorough
 def test_two_small_cards_need_no_disk() -> None:
     device = find_device("RTX 4090 24GB")
     published = find_published("Cerebras-GPT-2.7B")

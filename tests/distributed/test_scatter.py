@@ -135,6 +135,7 @@ def test_long_results_keep_unit_order(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all((values == unit["values"] * 2).all() for (*_, values), unit in zip(found, units, strict=True))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("small_batches")
 @pytest.mark.parametrize("preset", ["summarization", "classification"])
 def test_scattered_evaluation_keeps_bits(tmp_path, rows, preset) -> None:
@@ -168,6 +169,7 @@ def test_interrupted_evaluation_resumes_on_more_ranks(tmp_path, rows, own_home, 
     assert facts_of(led(3, lambda group: evaluated(folder, rows, group))) == alone
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("one_sampler", "small_batches")
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_scattered_answers_keep_bytes(tmp_path, rows, temperature) -> None:
@@ -252,6 +254,7 @@ def labeller(folder: Path, rows: Path) -> Path:
     return Path(done.model)
 
 
+@pytest.mark.thorough
 def test_nproc_predictions_keep_bytes(tmp_path, rows, shell, server) -> None:
     words = f"predict --model {labeller(tmp_path, rows)} --input {rows} --precision fp32 --set micro_batch_tokens=64"
     assert shell(f"{words} --output 1.jsonl").code == 0

@@ -132,6 +132,7 @@ ALWAYS = {  # each place, method, activations and clipping at least once
 CASES_MARKED = [pytest.param(*case, marks=[] if case in ALWAYS else [pytest.mark.slow]) for case in CASES]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("method", "place", "activations", "clip"), CASES_MARKED)
 def test_shared_layers_keep_bits(models, tmp_path, method, place, activations, clip) -> None:
     model = models["gpt2" if method == "tied" else "gptj"]
@@ -147,6 +148,7 @@ def test_shared_layers_keep_bits(models, tmp_path, method, place, activations, c
     assert len(losses_of(tmp_path / "alone")) == STEPS + 2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("precision", ["bf16"])
 def test_shared_layers_keep_bf16_dropout_bits(models, tmp_path, precision) -> None:
     options = {**ON_DISK, "precision": precision, "dropout": 0.1, "moments": "bf16"}
@@ -186,6 +188,7 @@ FOUR_LANES = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("method", "place"), FOUR_LANES)
 def test_four_lanes_keep_bits(models, tmp_path, method, place) -> None:
     model = models["gpt2" if method == "tied" else "gptj"]
@@ -218,6 +221,7 @@ TWO_LANES = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("method", "place", "clip", "batch_size"), TWO_LANES)
 def test_replicas_of_shared_layers_keep_bits(models, tmp_path, method, place, clip, batch_size) -> None:
     model = models["gpt2" if method == "tied" else "gptj"]
@@ -267,6 +271,7 @@ def test_lanes_differ_only_by_rounding(models, tmp_path) -> None:
         assert [value for value in ours if value] == pytest.approx([value for value in theirs if value], rel=1e-5)
 
 
+@pytest.mark.thorough
 def test_fewer_rows_than_lanes_keep_bits(models, tmp_path) -> None:
     train_alone(models["gptj"], tmp_path / "1", **ON_DISK, lanes=4, batch_size=3)
     train_together(4, models["gptj"], tmp_path / "4", share="rows", **ON_DISK, lanes=4, batch_size=3)
@@ -323,6 +328,7 @@ RESUMES = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("place", "share", "precision"), RESUMES)
 def test_resume_with_other_size_keeps_bits(models, tmp_path, place, share, precision) -> None:
     lanes = 3 if share == "rows" else None
@@ -338,6 +344,7 @@ def test_resume_with_other_size_keeps_bits(models, tmp_path, place, share, preci
     assert_same_run(folder, tmp_path / "alone")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", ["disk", pytest.param("device", marks=pytest.mark.slow)])
 def test_resume_with_other_split_keeps_bits(models, tmp_path, place) -> None:
     options = {**PLACES[place], "max_steps": 6, "save_every": 1, "lanes": 2}
@@ -355,6 +362,7 @@ def test_resume_with_other_split_keeps_bits(models, tmp_path, place) -> None:
     assert_same_run(tmp_path / "moving", tmp_path / "alone")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "rank", [0, pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
 )
@@ -380,6 +388,7 @@ def test_dead_replica_rank_loses_no_step(models, tmp_path, monkeypatch, rank) ->
     assert losses_of(tmp_path / "1") == losses_of(tmp_path / "0")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", ["device", "disk"])
 def test_layers_migrate_between_disks(models, tmp_path, place) -> None:
     options = {**PLACES[place], "max_steps": 6, "save_every": 1}
@@ -395,6 +404,7 @@ def test_layers_migrate_between_disks(models, tmp_path, place) -> None:
     assert not (tmp_path / "1" / "model").exists()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("method", "place", "clip"),
     [
@@ -419,6 +429,7 @@ def test_migrated_bytes_match_forecast(models, tmp_path, method, place, clip) ->
     assert_same_run(tmp_path / "0", tmp_path / "alone")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", ["device", "disk"])
 def test_nothing_migrates_on_shared_disk(models, tmp_path, place) -> None:
     options = {**PLACES[place], "share": "layers", "save_every": 1, "max_steps": 6}
@@ -446,6 +457,7 @@ def moved_while(sizes: Sequence[int], go_on: Callable[[int], object]) -> list[di
     return moved
 
 
+@pytest.mark.thorough
 def test_failed_migration_keeps_old_files(models, tmp_path, monkeypatch) -> None:
     options = {**ON_DISK, "max_steps": 4}
     with pytest.MonkeyPatch.context() as patch:
@@ -524,6 +536,7 @@ def lose_disk(machines: Path, rank: int) -> None:
         (machines / "1").rename(machines / "0")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("place", "rank"),
     [
@@ -556,6 +569,7 @@ def test_disks_may_be_lost_one_after_another(models, tmp_path, place) -> None:
     assert_same_weights(*(weights_of(tmp_path / name / "model") for name in ("0", "alone")))
 
 
+@pytest.mark.thorough
 def test_single_machine_resumes_from_mirrors(models, tmp_path) -> None:
     options = {**ON_DISK, **MIRRORED}
     train_apart_until(5, 2, models["gptj"], tmp_path, **options)
@@ -567,6 +581,7 @@ def test_single_machine_resumes_from_mirrors(models, tmp_path) -> None:
     assert "lost: layers 1, 3, 5, 7 of a machine that is not known; the run goes back from step 5 to 4" in lines
 
 
+@pytest.mark.thorough
 def test_resume_completes_missing_mirrors(models, tmp_path) -> None:
     options = {**ON_DISK, **MIRRORED, "save_every": 0}
     train_apart_until(2, 2, models["gptj"], tmp_path, **options)
@@ -577,6 +592,7 @@ def test_resume_completes_missing_mirrors(models, tmp_path) -> None:
     assert "goes back from step 3 to 2" in (tmp_path / "0" / "log.txt").read_text(encoding="utf-8")
 
 
+@pytest.mark.thorough
 def test_killed_mirroring_keeps_older_mirrors(models, tmp_path, monkeypatch) -> None:
     options, receive = {**ON_DISK, **MIRRORED}, mirror._recv_files
 
@@ -635,6 +651,7 @@ def test_shared_disk_is_not_mirrored(models, tmp_path) -> None:
     assert "mirrored" not in (tmp_path / "alone" / "log.txt").read_text(encoding="utf-8")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("when", "rank"),
     [
@@ -741,6 +758,7 @@ def test_impossible_split_is_rejected(models, tmp_path, size, options, message) 
         setup_of(models["gptj"], tmp_path, Member(hub_of(size), 0), **options)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("size", "options", "ways"),
     [
@@ -856,6 +874,7 @@ def test_layers_are_assigned_evenly(models) -> None:
     assert assign_layers(tied, 3)[0] == assign_layers(tied, 3)[-1]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("share", ["layers", pytest.param("rows", marks=pytest.mark.slow)])
 def test_straggler_is_named_once(models, tmp_path, monkeypatch, share) -> None:
     guarded_step = compute.guarded_step

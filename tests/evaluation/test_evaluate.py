@@ -216,6 +216,7 @@ def test_reports_and_outputs_agree_with_json(shell, folder: Path) -> None:
     assert "exists already" in refused.err
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_interrupted_evaluation_resumes_to_equal_scores(temperature: float, tmp_path: Path, folder: Path) -> None:
     rows = write(str(tmp_path / "notes.jsonl"), notes(9))

@@ -86,7 +86,8 @@ def greedy(reader: torch.nn.Module, ids: list[int], count: int) -> list[int]:
     return more[0, len(ids) :].tolist()
 
 
-@pytest.mark.parametrize("name", ["text", "pairs"])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", ["pairs", "text"])
 def test_repeated_rows_match_transformers_greedy(place: Path, name: str) -> None:
     run, report = Run(place / name), report_on(place / name)
     folders = {"model": run.model, "untuned": place / "tiny"}

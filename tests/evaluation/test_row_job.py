@@ -161,6 +161,7 @@ def test_every_row_of_several_parts_is_written(command: str, shell: Any, monkeyp
     assert sum(counts) > 2
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("several_parts")
 @pytest.mark.parametrize(("command", "function"), LOSSES)
 def test_lost_rows_end_commands_with_3(

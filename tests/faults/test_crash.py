@@ -57,6 +57,7 @@ def count_operations(session: TrainSetup, folder: Path) -> int:
         return power.count
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("part", [0, 11])
 def test_power_cut_costs_only_the_current_step(part: int, session: TrainSetup, straight, tmp_path: Path) -> None:
     total = count_operations(session, tmp_path)
@@ -74,6 +75,7 @@ class LatePlan(Plan):
         return 99
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stride", [17, pytest.param(1, marks=pytest.mark.slow)])
 def test_power_cut_with_deferred_updates(stride: int, session: TrainSetup, straight, tmp_path: Path) -> None:
     plan = replace(session.plan, budget=replace(session.plan.budget, num_kept_layers=1))
@@ -84,6 +86,7 @@ def test_power_cut_with_deferred_updates(stride: int, session: TrainSetup, strai
         check(late, straight, tmp_path, [last])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stride", [19, pytest.param(1, marks=pytest.mark.slow)])
 def test_power_cut_with_tied_weights(stride: int, precision: str, tmp_path: Path) -> None:
@@ -199,6 +202,7 @@ def count_lossy_operations(session: TrainSetup, folder: Path) -> int:
     return power.count
 
 
+@pytest.mark.sampled(5)
 def test_lost_unflushed_writes_cost_no_commit(keeping_session: TrainSetup, kept: Run, tmp_path: Path) -> None:
     total = count_lossy_operations(keeping_session, tmp_path)
     for last in range(1, total, 43):
@@ -206,6 +210,7 @@ def test_lost_unflushed_writes_cost_no_commit(keeping_session: TrainSetup, kept:
         lose_power_and_resume(keeping_session, kept, tmp_path, [last + 6], seed=last)
 
 
+@pytest.mark.sampled(5)
 def test_second_power_loss_during_resume(keeping_session: TrainSetup, kept: Run, tmp_path: Path) -> None:
     total = count_lossy_operations(keeping_session, tmp_path)
     for seed in (None, 1, 2):
@@ -255,6 +260,7 @@ ONE_FAULT = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("code", "stride"), ONE_FAULT)
 def test_failed_write_exits_4_and_resumes(
     code: int, stride: int, session: TrainSetup, straight, tmp_path: Path

@@ -82,6 +82,7 @@ def damaged(content: bytes, draw: random.Random) -> bytes:
     return bytes(data)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FORMS)
 def test_damaged_file_loses_no_row_silently(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPTJ_FT_HOME", str(tmp_path / "home"))

@@ -338,6 +338,7 @@ def is_utf8(content: bytes) -> bool:
 QUIET = {"derandomize": True, "database": None, "deadline": None, "suppress_health_check": list(HealthCheck)}
 
 
+@pytest.mark.thorough
 @settings(max_examples=150, **QUIET)
 @given(case=cases())
 def test_fuzzed_file_is_rejected_or_fully_counted(tmp_path: Path, case: Case) -> None:

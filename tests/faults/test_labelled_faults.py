@@ -75,6 +75,7 @@ def check_cuts(prepared: PreparedRun, folder: Path, first: int, stride: int) -> 
         shutil.rmtree(run.folder)
 
 
+@pytest.mark.thorough
 def test_power_cut_with_dropout_changes_no_bit(tmp_path: Path) -> None:
     check_cuts(labelled_run("classification", "tiny-bert"), tmp_path, first=7, stride=37)
 

@@ -204,6 +204,7 @@ def test_symlink_created_after_check_is_not_followed(made: Made, tmp_path: Path)
         files.remove(tmp_path / "kept")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("stride", [23, pytest.param(1, marks=pytest.mark.slow)])
 def test_no_command_follows_symlinks_outside(

@@ -107,7 +107,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("trials", [10, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "trials", [2, pytest.param(10, marks=pytest.mark.thorough), pytest.param(400, marks=pytest.mark.slow)]
+)
 def test_killed_rank_loses_at_most_one_step(model, tmp_path, monkeypatch, share, trials) -> None:
     options, straight = SHARES[share], new_run(tmp_path)
     train(small_session(model, lanes=SIZE, **{**options, "share": "auto"}), straight)

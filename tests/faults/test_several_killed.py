@@ -98,6 +98,7 @@ def kill_at_random(server: ForkServer, straight: Run, folder: Path, kills: int, 
         done += kill_until_it_ends(server, straight, folder / f"after-{done}", next(shares), draw)
 
 
+@pytest.mark.thorough
 def test_random_rank_kills_keep_all_bits(server, straight, tmp_path) -> None:
     kill_at_random(server, straight, tmp_path, 4, seed=0)
 

@@ -88,6 +88,7 @@ def test_greedy_decoding_matches_transformers(oracle, streamed) -> None:
     assert ours == [alone(oracle, prompt, max_new_tokens=10, do_sample=False) for prompt in PROMPTS]
 
 
+@pytest.mark.sampled(3)
 @one_shape
 @pytest.mark.parametrize("name", SEARCHES)
 def test_every_search_matches_transformers(oracle, resident, name: str) -> None:
@@ -96,6 +97,7 @@ def test_every_search_matches_transformers(oracle, resident, name: str) -> None:
     assert ours == [alone(oracle, prompt, max_new_tokens=12, do_sample=False, **options) for prompt in PROMPTS]
 
 
+@pytest.mark.sampled(3)
 @one_shape
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_sampling_matches_transformers(oracle, resident, name: str) -> None:
@@ -122,6 +124,7 @@ def test_ragged_sampling_matches_a_padded_batch(oracle, resident) -> None:
     assert ours == [row[: row.index(0)] if 0 in row else row for row in theirs]
 
 
+@pytest.mark.sampled(3)
 @two_shapes
 @pytest.mark.parametrize("num_return", [1, 3])
 def test_beam_search_matches_transformers(oracle, streamed, num_return: int) -> None:

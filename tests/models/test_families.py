@@ -239,6 +239,7 @@ def adapters_of(case: FamilyModel, stack: OffloadedModel, kind: str = "weight") 
     return found
 
 
+@pytest.mark.sampled(3)
 @shapes(["gpt_neox", "llama"])
 @pytest.mark.parametrize("method", ["full", pytest.param("lora", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
@@ -253,6 +254,7 @@ def test_placement_and_kept_activations_change_no_bit(
     assert_identical(trained(stack, recipe, late), resident(name, recipe))
 
 
+@pytest.mark.sampled(5)
 @every_shape
 @pytest.mark.parametrize("beams", [1, 4])
 def test_searches_match_transformers(name: str, beams: int, built) -> None:
@@ -271,6 +273,7 @@ def test_searches_match_transformers(name: str, beams: int, built) -> None:
         assert tokens == (output[: output.index(0)] if 0 in output else output)
 
 
+@pytest.mark.sampled(3)
 @every_shape
 def test_folder_returns_the_same_bits(name: str, built, tmp_path: Path) -> None:
     case = built(name)

@@ -36,6 +36,7 @@ PARAMETERS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_published_shapes_have_published_parameter_counts(name: str) -> None:
     published = find_published(name)

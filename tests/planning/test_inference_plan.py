@@ -96,6 +96,7 @@ def evaluate_and_measure(folder: Path) -> tuple[int, int]:
     return status("VmHWM") - before, needs - PROCESS_BYTES
 
 
+@pytest.mark.thorough
 def test_evaluation_stays_within_planned_memory(tmp_path: Path) -> None:
     try:
         CLEAR_REFS.write_text("5")

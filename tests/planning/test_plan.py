@@ -605,6 +605,7 @@ def test_cpu_holds_memory_back_in_bf16(unit: str, in_bf16: float, six_b: Workloa
         assert not planned(workload, recipe=recipe, have=Free(exact, exact, 10**14, is_shared=True)).lack
 
 
+@pytest.mark.thorough
 def test_tied_head_needs_source_weights_and_gradient(six_b: Workload) -> None:
     published = find_published("Cerebras-GPT-6.7B")
     assert published is not None

@@ -120,6 +120,7 @@ def plan_of_gptj_6b(device: str) -> Plan:
     return choose(*gptj_6b(device))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("device", ["RTX 4060 8GB", "RTX 4090 24GB", "A100 80GB", "H100 80GB", "H200 141GB"])
 def test_gptj_6b_step_reaches_its_bound(device: str) -> None:
     timeline = plan_of_gptj_6b(device).timeline
@@ -135,6 +136,7 @@ def test_gptj_6b_step_reaches_its_bound(device: str) -> None:
     assert (timeline.share_of_bound > 0.95) == (forward.compute > forward.moving)
 
 
+@pytest.mark.thorough
 def test_suggested_tokens_hide_transfers_of_gptj_6b() -> None:
     plan = plan_of_gptj_6b("RTX 4090 24GB")
     assert plan.timeline is not None
@@ -145,6 +147,7 @@ def test_suggested_tokens_hide_transfers_of_gptj_6b() -> None:
     assert more.stall < 0.02
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("device", ["RTX 4090 24GB", pytest.param("H200 141GB", marks=pytest.mark.slow)])
 def test_accelerator_gets_placement_with_fastest_replay(device: str) -> None:
     # With a split master, streamed weights move more bytes than resident ones: the gain is smaller.
@@ -164,6 +167,7 @@ def test_accelerator_gets_placement_with_fastest_replay(device: str) -> None:
     assert inputs.placement.weights == "device"
 
 
+@pytest.mark.thorough
 def test_memory_is_preferred_to_any_disk() -> None:
     recipe, workload, free, rates = gptj_6b("RTX 4090 24GB")
     rates = replace(rates, disk=DiskRates(read=1e12, write=1e12, mixed=1e12))
@@ -286,6 +290,7 @@ def test_published_rates_are_plausible() -> None:
         assert rates.to_device < LINKS[device.link] * 1e9
 
 
+@pytest.mark.thorough
 def test_plan_forecasts_a_published_device(shell, tmp_path: Path) -> None:
     line = "plan --recipe summarization --model cerebras/Cerebras-GPT-1.3B --host-memory 64GB --disk-space 200GB"
     sized = f"{line} --max-length 512 --set batch_size=4"

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from support.fork_server import ForkServer
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture(scope="module")
 def lines(server: ForkServer) -> list[dict[str, Any]]:

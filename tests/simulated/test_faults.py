@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from support.fork_server import ForkServer
 
+pytestmark = pytest.mark.thorough
+
 OF_MEMORY = ("out of memory at once", "memory is taken")
 OF_A_STEP = ("out of memory", "out of memory in a step")
 

@@ -24,6 +24,13 @@ def check(cases: list[dict[str, Any]]) -> None:
     assert {group for group, found in numbers.items() if len(found) > 1} == set()
 
 
+@pytest.mark.parametrize("scenario", ["part", "run"])
+def test_placement_changes_no_bit_of_some_cases(scenario: str, server: ForkServer) -> None:
+    cases = server.run_module("support.simulated", "--reduced", scenario)
+    assert len(cases) >= 2
+    check(cases)
+
+
 @pytest.fixture(scope="module")
 def lines(server: ForkServer) -> list[dict[str, Any]]:
     """The reduced matrix, and what is compared and counted beside it."""
@@ -35,6 +42,7 @@ def reduced(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [line for line in lines if "scenario" in line]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "scenario", ["full", "tied", "lora", "quantized", "part", "split", "newer", "read", "write", "run"]
 )
@@ -44,6 +52,7 @@ def test_placement_changes_no_bit(scenario: str, reduced: list[dict[str, Any]]) 
     check(cases)
 
 
+@pytest.mark.thorough
 def test_overlapped_copies_use_pinned_memory(reduced: list[dict[str, Any]]) -> None:
     # Single rows of an embedding that stays off the device are gathered into memory of their own, and so are
     # strided tensors, which are not contiguous in their file.
@@ -52,6 +61,7 @@ def test_overlapped_copies_use_pinned_memory(reduced: list[dict[str, Any]]) -> N
     assert {where for where in found if "read_rows" not in where} == set()
 
 
+@pytest.mark.thorough
 def test_accelerator_agrees_with_cpu(lines: list[dict[str, Any]]) -> None:
     (found,) = (line["agreement"] for line in lines if "agreement" in line)
     for dtype, (ours, theirs) in found.items():
@@ -65,10 +75,12 @@ def waits(lines: list[dict[str, Any]]) -> dict[tuple[str, str, int], dict[str, i
     return {(each["method"], each["model"], each["micro_batches"]): dict(each["waits"]) for each in found}
 
 
+@pytest.mark.thorough
 def test_layer_loop_never_waits_for_device(waits: dict[Any, dict[str, int]]) -> None:
     assert waits["full", "deep gptj", 3] == waits["full", "gptj", 3]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_step_waits_once_per_micro_batch(method: str, waits: dict[Any, dict[str, int]]) -> None:
     # This device has no generator, so that it is handed its masks of dropout; those there are draw them themselves.

@@ -27,6 +27,7 @@ def check(cases: list[dict[str, Any]]) -> None:
     assert {group for group, found in numbers.items() if len(found) > 1} == set()
 
 
+@pytest.mark.thorough
 def test_one_accelerator_per_rank_keeps_bits(lines: list[dict[str, Any]]) -> None:
     cases = [line for line in lines if "fault" not in line]
     assert len(cases) == 6

@@ -18,6 +18,7 @@ def missed(found: list[dict[str, Any]]) -> list[str]:
     ]
 
 
+@pytest.mark.thorough
 def test_sampled_missing_waits_are_found(server: ForkServer) -> None:
     found = server.run_module(MUTATIONS, "--only", "block_reader", "--cases", "2")
     assert len(found) >= 2

@@ -85,6 +85,7 @@ def train_trained(stack, recipe=Recipe(), late: int = 0):
     return curve, [{name: each[name] for name in layout.shapes} for each, layout in zip(weights, layouts, strict=True)]
 
 
+@pytest.mark.sampled(3)
 @BOTH
 def test_ten_partial_training_steps_match_torch(shape: str, patterns, folder: Path, tmp_path: Path) -> None:
     oracle = random_model(shape)
@@ -120,6 +121,7 @@ def test_ten_partial_training_steps_match_torch(shape: str, patterns, folder: Pa
             assert torch.equal(ours, before[name]) == (name not in chosen), name
 
 
+@pytest.mark.sampled(5)
 @BOTH
 def test_placement_and_recomputation_change_no_bit(shape: str, patterns, folder: Path, tmp_path: Path) -> None:
     expected = train_trained(open_training(folder, tmp_path / "resident", patterns))

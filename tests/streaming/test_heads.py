@@ -165,6 +165,7 @@ FORMS += [
 ]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("family", "task"), FORMS)
 def test_losses_and_steps_are_those_of_transformers(family: str, task: str, tmp_path: Path) -> None:
     oracle = make(tmp_path / "model", task, family)

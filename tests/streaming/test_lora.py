@@ -126,6 +126,7 @@ def as_peft(shape: str, matrices: dict[str, torch.Tensor], dora: bool):
     return model, trained, start
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("shape", "dora"),
     [(shape, False) for shape in (*TARGETS, "llama")]
@@ -190,6 +191,7 @@ def with_seeds(batches, *key: int):
     ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("shape", "dropout", "dora"),
     [("narrow", 0.3, False), ("gpt2", 0.3, False), ("gpt2", 0.3, True)]
@@ -429,6 +431,7 @@ def test_peft_adapters_give_equal_logits(foreign) -> None:
     assert relative(theirs, logits_of(base, docs)) > 0.1, "the adapter does too little for this test to see"
 
 
+@pytest.mark.sampled(3)
 def test_convert_merges_an_adapter_tensor_by_tensor(foreign, shell, tmp_path: Path) -> None:
     model, folder, base = foreign
     done = shell("convert --json --merge", folder, base, tmp_path / "merged")
@@ -579,6 +582,7 @@ def load_recipe(run: str) -> Recipe:
     return Run(Path(run)).recipe()
 
 
+@pytest.mark.thorough
 def test_resume_in_another_placement_changes_no_bit(shell, rows_file: Path) -> None:
     options = f"finetune {TINY} --max-steps 6 --set lora.dropout=0.2 --set save_every=2"
     assert shell(f"{options} --output straight --weights device").code == 0

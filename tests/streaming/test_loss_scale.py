@@ -155,6 +155,7 @@ def train_with_grad_scaler(oracle, recipe: Recipe, scale: LossScale):
     return curve, dict(oracle.named_parameters(remove_duplicate=False))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("family", "scale"), [("gptj", STEEP), ("gpt2", STEEP), ("gpt2", LossScale())])
 def test_loss_scaling_matches_grad_scaler(scale: LossScale, family: str, folder: Path, tmp_path: Path) -> None:
     recipe = Recipe(clip_norm=0.2)
@@ -184,6 +185,7 @@ def resident_runs(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFac
     }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("family", "placement", "late", "kept"),
     [
@@ -204,6 +206,7 @@ def test_fp16_placements_agree_bit_for_bit(
     assert 3 < skips[-1] < STEPS - 3, "of both kinds there are some"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("family", "places", "dtypes"),
     [

@@ -74,6 +74,7 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return turn_off
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("objective", "seeds", "num_kept"),
     [
@@ -109,6 +110,7 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.sampled(5)
 def test_products_have_few_shapes(model_folder: Path, tmp_path: Path) -> None:
     stack = opened(model_folder, tmp_path)
     optimizer, seen = AdamW(stack, optimizer_config(Recipe())), list[int]()

@@ -71,6 +71,7 @@ def trained(folder: Path, tmp: Path, dtype: torch.dtype, **places: object) -> tu
 PLACES = ({"frozen": "device"}, {"frozen": "host"}, {"frozen": "disk"}, {"frozen": "disk", "in_memory": (1,)})
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("shape", [shape for shape, _ in FORMS])
 def test_training_has_the_bits_of_a_plain_model_in_every_place(shape: str, dtype, folders, tmp_path: Path) -> None:
@@ -192,6 +193,7 @@ def test_merged_model_is_quantized_in_one_command(tmp_path: Path, shell: Shell) 
     assert_same_weights(weights_of(both), weights_of(tmp_path / "after"))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("quantization", ["nf4", "int8"])
 @pytest.mark.parametrize("place", ["disk", "host"])
 def test_run_cut_at_any_write_resumes_to_the_same_adapter(place: str, quantization: str, tmp_path: Path) -> None:

@@ -243,6 +243,7 @@ ROOMS = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("family", "weights", "state", "name"),
     [("gptj", *places, "little") for places in itertools.product(PLACES, PLACES)]
@@ -261,6 +262,7 @@ def test_placement_and_room_never_change_a_bit(
 SPLITS = (Placement("device", "disk"), Placement("host", "disk"), Placement("disk", "host"))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("memory", ["device", "host"])
 @both_families
 def test_layers_in_memory_change_no_bit(memory: Any, narrow_folder: Path, resident_run, tmp_path: Path) -> None:
@@ -295,6 +297,7 @@ def test_deferred_updates_spare_layers_in_place(narrow_folder: Path, tmp_path: P
         stack.close()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("place", ["host", "disk"])
 @both_families
 def test_deferred_updates_rewrite_resident_weights(place: str, narrow_folder: Path, tmp_path: Path) -> None:
@@ -308,6 +311,7 @@ def test_deferred_updates_rewrite_resident_weights(place: str, narrow_folder: Pa
         assert PendingUpdates.of(stack, 0, 2).deferred == (), "the update reads the weights that it changes"
 
 
+@pytest.mark.sampled(2)
 @both_families
 def test_two_threads_change_no_bit_between_placements(
     narrow_folder: Path, resident_run, tmp_path: Path, two_threads
@@ -317,6 +321,7 @@ def test_two_threads_change_no_bit_between_placements(
     assert expected[0][-1] == pytest.approx(resident_run[0][-1], rel=1e-5)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("family", "place", "room", "late"),
     [
@@ -341,6 +346,7 @@ def test_only_deferred_updates_are_applied_twice(narrow_folder: Path, tmp_path: 
     stack.close()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("family", "place", "kept", "late"),
     [
@@ -391,6 +397,7 @@ def test_kept_graphs_find_moved_weights(narrow_folder: Path, tmp_path: Path) -> 
     stack.close()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("kept", "budget"), [(0, 40), (1, 1000)])
 @pytest.mark.parametrize("placement", [("device", "device", "host"), ("device", "device", "disk"), ("disk",) * 3])
 def test_layer_inputs_kept_elsewhere_change_no_bit(
@@ -441,6 +448,7 @@ def test_unused_boundaries_are_discarded(discard) -> None:
         boundaries.take(1)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
 def test_update_blocks_change_no_bit(compute, moments, narrow_folder: Path, tmp_path: Path) -> None:
@@ -477,6 +485,7 @@ def test_block_digests_match_file_digests(moments, narrow_folder: Path, tmp_path
         assert StateFile(layout, kinds, stack.budget.chunk_numel).damage(path) == []
 
 
+@pytest.mark.sampled(5)
 @both_families
 @pytest.mark.parametrize("placement", [("device", "device"), ("disk", "disk")])
 def test_bf16_state_agrees_in_every_placement(placement, narrow_folder: Path, resident_run, tmp_path: Path) -> None:
@@ -489,6 +498,7 @@ def test_bf16_state_agrees_in_every_placement(placement, narrow_folder: Path, re
     assert expected[0][-1][0] == pytest.approx(resident_run[0][-1][0], rel=1e-2)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("family", "place"), [("gptj", "device"), ("gptj", "disk"), ("gpt2", "host"), ("gpt2", "disk")]
 )
@@ -500,6 +510,7 @@ def test_update_in_backward_equals_pending_update(place: str, narrow_folder: Pat
     assert_identical(train(open_training(narrow_folder, tmp_path / "b", placement, at_once), at_once), expected)
 
 
+@pytest.mark.sampled(2)
 @both_families
 def test_bf16_placements_agree_and_keep_master(narrow_folder: Path, resident_run, tmp_path: Path) -> None:
     dtypes = training_dtypes(torch.bfloat16)
@@ -650,6 +661,7 @@ def test_layout_aligns_parameters_with_matrices_first(model_folder: Path) -> Non
         assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(ends))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("family", "dtype", "parts", "late"),
     [("gptj", torch.float32, *case) for case in ((3, 0), (12, 4), (30, 4), (160, 0))]

@@ -56,6 +56,7 @@ def test_tiled_gradients_match_transformers(z_loss: float, case: FamilyModel, tm
             assert relative(gradient, theirs[named].grad) < 1e-5, named
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("clip_norm", [0.2, None])
 def test_tiles_give_the_same_bits_everywhere(clip_norm: float | None, case: FamilyModel, tmp_path: Path) -> None:
     recipe = Recipe(clip_norm=clip_norm)

@@ -43,6 +43,7 @@ PACKAGE = ROOT / "gptj_ft"
 KEPT = ROOT / ".mutants"
 EQUIVALENT = Path(__file__).with_name("equivalent_mutants.json")
 PLANTED = Path(__file__).with_name("planted_bugs.json")
+QUICK = "not slow and not thorough"  # the tests of `make test`
 
 SOURCES = (
     "streaming/step.py",
@@ -305,7 +306,7 @@ def trace() -> dict[str, dict[str, Any]]:
             import pytest
 
             plugin = Reached()
-            code = pytest.main(["-q", "-m", "not slow", "-p", "no:cacheprovider", *_suite()], plugins=[plugin])
+            code = pytest.main(["-q", "-m", QUICK, "-p", "no:cacheprovider", *_suite()], plugins=[plugin])
             new = path.with_suffix(".new")
             new.write_text(json.dumps(plugin.tests), encoding="utf-8")
             new.rename(path)
@@ -396,7 +397,7 @@ def try_planted(planted: PlantedBug) -> tuple[str, float]:
 
             sys.meta_path.insert(0, Changed(planted.mutant))
             tests = [str(TESTS / name) for name in planted.tests]
-            options = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider"]
+            options = ["-x", "-q", "-m", QUICK, "-p", "no:cacheprovider"]
             return int(pytest.main([*options, *tests], plugins=[FirstFailure(path)]))
 
         code = in_fork(work, 600)

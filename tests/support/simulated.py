@@ -1,8 +1,9 @@
 """Train, score and generate on the simulated device in every placement and schedule; needs a separate process.
 
-``python -m support.simulated [--all | --only NAME ...]`` prints a JSON line per case: names, digest of its numbers,
-races with their places, errors. Cases of one group must have equal digests. Without options it runs the reduced matrix
-of the test suite, compares losses with the CPU, and counts the program's waits for the device.
+``python -m support.simulated [--all | --only NAME ... | --reduced NAME ...]`` prints a JSON line per case: names,
+digest of its numbers, races with their places, errors. Cases of one group must have equal digests. Without options it
+runs the reduced matrix of the test suite, compares losses with the CPU, and counts the program's waits for the device;
+with ``--reduced`` it runs a part of that matrix.
 """
 
 from __future__ import annotations
@@ -460,10 +461,11 @@ def every_case(dtypes: Sequence[str] = tuple(DTYPES)) -> list[Case]:
     return [case for scenario in SCENARIOS.values() for case in scenario(dtypes, SCHEDULES)]
 
 
-def reduced() -> list[Case]:
-    """Return the cases of the test suite: each scenario, place and schedule at least once, mostly ``late``."""
+def reduced(names: Sequence[str]) -> list[Case]:
+    """Return the cases of the test suite: each place and schedule at least once, mostly ``late``."""
     found: list[Case] = []
-    for name, scenario in SCENARIOS.items():
+    for name in names:
+        scenario = SCENARIOS[name]
         cases = list(scenario(tuple(DTYPES), ("late",)))
         steps = {
             "full": 17,
@@ -557,18 +559,20 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--all", action="store_true", help="the full matrix")
     parser.add_argument("--only", nargs="+", choices=SCENARIOS, help="these scenarios, all of their cases")
+    parser.add_argument("--reduced", nargs="+", choices=SCENARIOS, help="these scenarios, some of their cases")
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument("--part", default="0/1", help="I/N: every N-th case from the I-th on")
     chosen = parser.parse_args(arguments)
     faulthandler.enable()
     prepare()
-    cases = every_case(chosen.dtypes) if chosen.all or chosen.only else reduced()
+    is_whole = chosen.all or chosen.only
+    cases = every_case(chosen.dtypes) if is_whole else reduced(chosen.reduced or list(SCENARIOS))
     cases = [case for case in cases if not chosen.only or case.scenario in chosen.only]
     first, stride = map(int, chosen.part.split("/"))
     try:
         for case in cases[first::stride]:
             print(json.dumps(run_case(case)), flush=True)
-        if not (chosen.all or chosen.only):
+        if not (is_whole or chosen.reduced):
             print(json.dumps({"agreement": {dtype: agreement(dtype) for dtype in chosen.dtypes}}), flush=True)
             print(json.dumps({"waits": count_waits()}), flush=True)
     except BrokenPipeError:

@@ -79,6 +79,7 @@ def test_device_without_accumulation_setting_works(monkeypatch: pytest.MonkeyPat
     assert vars(only) == {"allow_bf16_reduced_precision_reduction": False}
 
 
+@pytest.mark.thorough
 def test_memory_is_bounded_over_bf16_shapes() -> None:
     code = """
 from gptj_ft.system.machine import bound_kernel_caches

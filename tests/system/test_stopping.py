@@ -97,6 +97,7 @@ def begun_run(session: TrainSetup, folder: Path) -> Run:
     return run
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("point", "place", "number"),
     [*FAST, *(pytest.param(*each, marks=pytest.mark.slow) for each in ALL if each not in FAST)],
@@ -514,6 +515,7 @@ def test_missing_standard_streams_are_opened() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), OSError(errno.ENOSPC, "No space"), SystemExit(3)])
 def test_error_saves_and_explains_resume(

@@ -42,6 +42,7 @@ def assert_same_weights(a: Path, b: Path) -> None:
         assert torch.equal(tensor, theirs[name]), name
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tiny", ["tiny", "tiny-gpt2"])
 def test_the_six_commands_end_to_end(
     tiny: str, shell, rows_file: Path, own_home: Path, tmp_path: Path, monkeypatch
@@ -195,6 +196,7 @@ def timeless(lines: list[dict[str, object]]) -> list[dict[str, object]]:
     return [{key: value for key, value in line.items() if key in numbers} for line in lines]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("model", "place", "clip"),
     [("tiny", place, clip) for place in ("device", "host", "disk") for clip in ("1.0", "null")]
@@ -221,6 +223,7 @@ def test_stopped_run_resumes_bit_equal(model: str, place: str, clip: str, shell,
 
 
 # 60 s until the first step, 100 s a step; where the state is not on disk, 60 s more to save it. A tenth is kept free.
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("place", "stops"), [("device", (3, 7, 8)), ("disk", (4, 8, 9))])
 def test_run_out_of_time_exits_and_resumes(
     place: str, stops: tuple[int, int, int], shell, rows_file: Path, monkeypatch
@@ -309,6 +312,7 @@ def num_steps_done(run: Path) -> int:
     return sum("loss" in line for line in Run(run).metrics())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("place", "condition"),
     [
@@ -457,6 +461,7 @@ def test_evaluation_while_training_changes_no_number(shell, rows_file: Path) -> 
     assert_same_weights(Path("plain/model"), Path("watched/model"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("recipe", ["qa", "continuous-pretraining"])
 def test_other_recipes_train_and_evaluate(recipe: str, shell) -> None:
     examples = Path(__file__).parents[2] / "examples"

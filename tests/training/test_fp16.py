@@ -70,6 +70,7 @@ def test_skipped_step_uses_no_learning_rate(session: TrainSetup, straight: Run) 
     assert steps[0][1] != steps[1][1], "of the same rows, with the same weights"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stride", [37, pytest.param(1, marks=pytest.mark.slow)])
 def test_kill_around_skipped_steps_resumes_bit_equal(
     stride: int, session: TrainSetup, straight: Run, tmp_path: Path

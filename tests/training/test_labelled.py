@@ -433,6 +433,7 @@ def test_gpt_classifier_matches_transformers(shell: Any, rows: Path, tmp_path: P
         assert logits.softmax(0).max().item() == pytest.approx(max(line["probabilities"].values()), abs=1e-4)
 
 
+@pytest.mark.thorough
 def test_foreign_head_is_evaluated_and_asked(shell: Any, rows: Path, tmp_path: Path) -> None:
     finetune(shell, "classification", f"--data rows.csv {TEXT} --set holdout=0.25")
     model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "run/model")

@@ -194,6 +194,7 @@ def test_resume_in_memory_removes_checkpointed_state(model: Path, tmp_path: Path
     assert not run.state.exists()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("step", [2, 4, 6])
 def test_return_to_checkpoint_ends_equal(step: int, session: TrainSetup, straight: Run, tmp_path: Path) -> None:
     session = with_options(session, keep=("all",), save_every=2)

@@ -47,6 +47,7 @@ def rows(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, kinds)) + "\n")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("options", "over"),
     [
@@ -168,6 +169,7 @@ def choice_of(result: SearchResult) -> tuple[Any, ...]:
 TWINS = {**LABELLED, "lr": [1e-3, 1.01e-3], "max_time": "10h"}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("options", [OPTIONS, LABELLED, TWINS])
 def test_killed_search_comes_to_the_same_choice(options: dict[str, Any]) -> None:
     counter = KillAt()
@@ -329,6 +331,7 @@ def test_small_disk_is_refused() -> None:
     assert not Path("s").exists()
 
 
+@pytest.mark.thorough
 def test_candidate_finished_by_hand_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(module.PreparedSearch, "_save", lambda self, decisions: stop(self, decisions))

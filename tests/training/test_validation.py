@@ -37,6 +37,7 @@ def test_validation_loss_is_transformers_token_mean(tmp_path: Path) -> None:
     assert losses == [pytest.approx(expected.item(), rel=1e-6)] * 3
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("place", "settings"), [("host", "--set generation.temperature=1.0"), ("disk", "--set generation.num_beams=2")]
 )
