@@ -58,7 +58,8 @@ def finetune(
 ) -> None:
     """Train a model on your rows.
 
-    Trains every parameter, some of them (--train) or LoRA adapters (--method lora), by weight streaming.
+    Trains every parameter, some of them (--train), a few layers at a time (--method sampled) or LoRA adapters
+    (--method lora), by weight streaming.
     """
     began = time.monotonic()
     from gptj_ft.cli.several import sharing

@@ -187,10 +187,16 @@ def _needs(plan: Requirements) -> Iterator[tuple[str, str]]:
 
 
 def _share_trained(plan: Plan) -> str:
+    workload = plan.workload
+    if plan.recipe.method == "sampled":
+        sampled, blocks = plan.recipe.sampled, len(workload.layouts) - 2
+        ends = "" if sampled.vocabulary_every == 1 else f" (in 1 of {sampled.vocabulary_every} periods)"
+        few = f"{sampled.layers} of {blocks} blocks, others every {sampled.period} steps"
+        return f"all trained, a few at a time: embedding and head{ends}, {few}"
     return (
         "all trained"
-        if plan.workload.num_trained == plan.workload.num_parameters
-        else f"{plan.workload.num_trained:,} of them trained"
+        if workload.num_trained == workload.num_parameters
+        else f"{workload.num_trained:,} of them trained"
     )
 
 
