@@ -173,6 +173,16 @@ def test_placements_and_buffers_change_no_bit(family: str, folders: dict[str, Pa
     assert_identical(train(stack, Recipe(), steps=steps, late=2), expected)
 
 
+def test_placements_change_no_bit_in_bf16(folders: dict[str, Path], tmp_path: Path) -> None:
+    bf16 = torch.bfloat16
+    for number, narrow in enumerate((torch.float32, bf16)):
+        dtypes = training_dtypes(bf16, moments=narrow, gradients=narrow)
+        expected = train(open_sampled(folders["gpt2"], tmp_path / str(number), dtypes=dtypes), Recipe(), steps=7)
+        for places in (("host", "host"), ("disk", "disk")):
+            stack = open_sampled(folders["gpt2"], tmp_path / str(number), places, dtypes=dtypes)
+            assert_identical(train(stack, Recipe(), steps=7), expected)
+
+
 def test_updates_at_once_equal_waiting_ones(folders: dict[str, Path], tmp_path: Path) -> None:
     never, waiting = Recipe(clip_norm=None), Recipe(clip_norm=1e9)
     for places in (("device", "device"), ("host", "host")):
@@ -200,6 +210,7 @@ def test_backward_ends_at_lowest_sampled_layer(folders: dict[str, Path], tmp_pat
         lowest, tasks = min(active(SAMPLED, step)), training_tasks(stack, updates)
         assert [task.layer for task in tasks if task.descends] == [*range(3, max(lowest, 0) - 1, -1)]
         assert {task.layer for task in tasks if task.gradient} == active(SAMPLED, step)
+        assert {task.layer for task in tasks if task.trains} == active(SAMPLED, step), "the others sum no gradient"
     stack.close()
 
 

@@ -64,3 +64,17 @@ def test_tiles_give_the_same_bits_everywhere(clip_norm: float | None, case: Fami
     budget = BufferBudget(1, num_gradients=1, num_chunks=3, chunk_numel=2048, num_kept_layers=1)
     for place in (("disk", "disk"), ("host", "host")):
         assert_identical(train(case.open_training(tmp_path, place, recipe, budget), recipe), resident)
+
+
+@pytest.mark.parametrize("clip_norm", [0.2, None])
+def test_sampled_tiles_match_whole_vocabulary(
+    clip_norm: float | None, case: FamilyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampled = {"layers": 1, "period": 1, "vocabulary_every": 2}
+    recipe = Recipe(clip_norm=clip_norm, method="sampled", sampled=sampled)
+    tiled = train(case.open_training(tmp_path / "resident", recipe=recipe), recipe)
+    assert_identical(train(case.open_training(tmp_path, ("disk", "disk"), recipe), recipe), tiled)
+    monkeypatch.setattr(layout, "MOST_WHOLE_ROWS", 1000)
+    whole = train(case.open_training(tmp_path / "whole", recipe=recipe), recipe)
+    for ours, theirs in zip(tiled[1], whole[1], strict=True):
+        assert all(relative(ours[name], theirs[name]) < 1e-4 for name in theirs)

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from gptj_ft.checkpoints.architecture import read_architecture
 from gptj_ft.checkpoints.model_folder import open_checkpoint
 from gptj_ft.config.options import Recipe
+from gptj_ft.models.layer_sampling import layer_choice
 from gptj_ft.models.registry import Architecture
 from gptj_ft.models.trainable import select
 from gptj_ft.streaming.activations import boundary_layout
@@ -58,6 +59,7 @@ class FamilyModel:
             self.architecture, places, training_dtypes(torch.float32), CPU, tmp / "-".join(placement), budget,
             keep_gradients=recipe.clip_norm is not None, selection=select(self.architecture, recipe),
             boundary=boundary_layout(sum(LENGTHS), self.architecture.config.n_embd, len(LENGTHS)),
+            choice=layer_choice(recipe, len(self.architecture.skeleton)),
         )  # fmt: skip
         checkpoint = open_checkpoint(self.folder)
         open_frozen(stack, self.architecture, checkpoint, places)

@@ -201,6 +201,18 @@ def test_planned_bytes_are_moved(folder: Path, tmp_path: Path) -> None:
     assert costs.forward.flops + costs.backward.flops < full.forward.flops + full.backward.flops
 
 
+def test_planned_bytes_are_a_mean_of_draws(folder: Path, tmp_path: Path) -> None:
+    session = small_session(folder, 9, **SAMPLED)
+    train(session, run := new_run(tmp_path))
+    written = [line["bytes_written"] for line in run.metrics() if "bytes_written" in line][1:]
+    assert len(set(written)) > 2, "of periods with and without the vocabulary, and of changes"
+    costs, always = session.plan.costs, small_session(folder, 9, method="sampled", sampled={"layers": 1}).plan.costs
+    assert sum(written) == pytest.approx(len(written) * costs.bytes_written_per_step, abs=len(written))
+    assert costs.bytes_read_per_step < always.bytes_read_per_step
+    assert costs.seconds_per_step < always.seconds_per_step
+    assert sum(share for share, _ in session.choice.typical) == 1.0
+
+
 def test_parameters_cannot_be_selected_too(folder: Path) -> None:
     with pytest.raises(UsageError, match="train selects parameters for --method full; --method sampled trains all"):
         small_session(folder, STEPS, **SAMPLED, train=["h.1.*"])
