@@ -24,7 +24,7 @@ def check(cases: list[dict[str, Any]]) -> None:
     assert {group for group, found in numbers.items() if len(found) > 1} == set()
 
 
-@pytest.mark.parametrize("scenario", ["part", "run"])
+@pytest.mark.parametrize("scenario", ["sampled", "part", "run"])
 def test_placement_changes_no_bit_of_some_cases(scenario: str, server: ForkServer) -> None:
     cases = server.run_module("support.simulated", "--reduced", scenario)
     assert len(cases) >= 2
@@ -44,7 +44,7 @@ def reduced(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "scenario", ["full", "tied", "lora", "quantized", "part", "split", "newer", "read", "write", "run"]
+    "scenario", ["full", "tied", "sampled", "lora", "quantized", "part", "split", "newer", "read", "write", "run"]
 )
 def test_placement_changes_no_bit(scenario: str, reduced: list[dict[str, Any]]) -> None:
     cases = [case for case in reduced if case["scenario"] == scenario]

@@ -94,7 +94,7 @@ def test_last_step_matches_the_draws(choice: SampledLayers) -> None:
         last |= dict.fromkeys(active(choice, step, choice.num_layers), step + 1)
 
 
-def test_more_blocks_than_the_model_has_are_refused() -> None:
+def test_too_many_blocks_are_refused() -> None:
     recipe = Recipe(method="sampled", sampled={"layers": 4})
     with pytest.raises(UsageError, match=r"sampled\.layers is 4, but the model has 3 blocks"):
         layer_choice(recipe, 5)

@@ -39,6 +39,7 @@ LENGTHS, PROMPTS = (5, 9, 12, 3, 7), (2, 3, 1, 0, 2)  # tokens of the rows
 MICRO_BATCH_TOKENS = 16
 # The first step of a run checks for unchanged tensors, and its many waits hide races: cases begin with the second.
 BEFORE, STEPS = 1, 2
+SAMPLED_SEED = 0  # the second and the third step train other blocks
 PLACES = ("device", "host", "disk")
 MIXED = (
     ("device", "host", "device"),
@@ -167,6 +168,7 @@ class Training:
         from gptj_ft.config.resolve import build
         from gptj_ft.data.batches import micro_batches
         from gptj_ft.models.dropout import seed_of
+        from gptj_ft.models.layer_sampling import layer_choice
         from gptj_ft.models.trainable import select
         from gptj_ft.streaming.activations import boundary_layout
         from gptj_ft.streaming.adamw import AdamW
@@ -188,6 +190,7 @@ class Training:
                 Path(tmp) / "state", BufferBudget(num_chunks=3, chunk_numel=1024, num_kept_layers=self.kept),
                 recipe.clip_norm is not None or placement.is_durable or self.dtype == "fp16",
                 boundary_layout(sum(LENGTHS), architecture.config.n_embd, len(LENGTHS)), select(architecture, recipe),
+                choice=layer_choice(recipe, len(architecture.skeleton)),
             )  # fmt: skip
             try:
                 open_frozen(model, architecture, checkpoint, placement)
@@ -248,6 +251,15 @@ def tied(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[Case]
     for dtype, (words, clip), places in product(dtypes, CLIPPING.items(), EVERYWHERE[:4]):
         run = Training("gpt2", {"clip_norm": clip}, places, dtype=dtype, kept=1, fp16_exponent=20)
         yield from _cases("tied", f"{dtype}, {words}", "/".join(places), run, schedules)
+
+
+def sampled(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[Case]:
+    """A block at a time: one step without embedding and head, one with both and another block."""
+    choice = {"method": "sampled", "sampled": {"layers": 1, "period": 1, "vocabulary_every": 2}, "seed": SAMPLED_SEED}
+    for dtype, model, (words, clip) in product(dtypes, ("gptj", "gpt2"), CLIPPING.items()):
+        for number, places in enumerate(EVERYWHERE):
+            run = Training(model, {**choice, "clip_norm": clip}, places, None, dtype, dtype != "fp32", number % 3)
+            yield from _cases("sampled", f"{model}, {dtype}, {words}", "/".join(places), run, schedules)
 
 
 def lora(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[Case]:
@@ -451,8 +463,8 @@ def _cases(
 
 
 SCENARIOS = {
-    "full": full, "tied": tied, "lora": lora, "quantized": quantized, "part": part, "split": split, "newer": newer,
-    "read": read, "write": write, "run": runs,
+    "full": full, "tied": tied, "sampled": sampled, "lora": lora, "quantized": quantized, "part": part,
+    "split": split, "newer": newer, "read": read, "write": write, "run": runs,
 }  # fmt: skip
 
 
@@ -470,6 +482,7 @@ def reduced(names: Sequence[str]) -> list[Case]:
         steps = {
             "full": 17,
             "tied": 9,
+            "sampled": 19,
             "lora": 5,
             "quantized": 5,
             "part": 7,

@@ -118,7 +118,7 @@ def stopped_after(session: TrainSetup, run: Run, step: int) -> Path:
     return run.state
 
 
-def test_stamp_is_last_step_that_trained_the_layer(session: TrainSetup, tmp_path: Path) -> None:
+def test_stamp_is_last_training_step(session: TrainSetup, tmp_path: Path) -> None:
     state = stopped_after(session, run := new_run(tmp_path), 4)
     # The update of step 4, of block 2 only, is pending.
     assert [stamp_of(layer_path(state / "layer", layer)) for layer in range(4)] == [2, 0, 3, 2]
