@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from pathlib import Path
@@ -16,6 +16,7 @@ import gptj_ft
 from gptj_ft.checkpoints import optimizer_state as moments_of_model
 from gptj_ft.checkpoints.adapter import MergedCheckpoint, open_adapter, tuned_architecture, with_head_of
 from gptj_ft.checkpoints.average import average_adapters, averaged
+from gptj_ft.checkpoints.gguf.codes import KeptCodes
 from gptj_ft.checkpoints.gguf.export import GgufExport, export_adapter
 from gptj_ft.checkpoints.gguf.writer import NewTensor
 from gptj_ft.checkpoints.metadata import check_base
@@ -32,7 +33,7 @@ from gptj_ft.checkpoints.model_folder import (
 )
 from gptj_ft.checkpoints.open import FORMATS, files_of, open_source
 from gptj_ft.checkpoints.optimizer_state import Moments
-from gptj_ft.checkpoints.quantize import Quantization, QuantizedCheckpoint, open_stored, quantization_config
+from gptj_ft.checkpoints.quantize import PartsCheckpoint, Quantization, QuantizedCheckpoint, open_stored
 from gptj_ft.checkpoints.source import CheckpointSource, FormatName
 from gptj_ft.checkpoints.transfer import TensorTransfer
 from gptj_ft.checkpoints.weight_file import TensorInfo, dtype_name
@@ -66,7 +67,8 @@ class Conversion:
     dtype: DtypeChoice = "keep"  # ``q8_0`` for ``gguf`` only
     shard_bytes: int = 5 * 10**9  # size limit of a Hugging Face file; a model that fits into one is not sharded
     mesh_shards: int = 8
-    quantize: Quantization | None = None  # of the linear layers of the blocks, for LoRA and inference
+    quantize: Quantization | Literal["keep"] | None = None
+    """quantization of the linear layers of the blocks, for LoRA and inference; ``keep``: the codes of a GGUF file"""
     tokenizer: Path | None = None  # folder of the tokenizer files to copy; None: the source's
     verify: bool = True  # read every tensor back and compare it
     merge: Path | None = None  # folder of an adapter to merge; its metadata is kept
@@ -139,10 +141,7 @@ def convert(
         opened, dropped = _merged(opened, conversion)
         plain = opened.checkpoint
         if conversion.quantize is not None:
-            dtype = PRECISIONS.get(conversion.dtype)
-            opened = replace(
-                opened, checkpoint=QuantizedCheckpoint(plain, opened.architecture, conversion.quantize, dtype)
-            )
+            opened = replace(opened, checkpoint=_quantized(plain, opened.architecture, conversion))
         work = _Work(opened, moments, target, conversion, progress)
         work.check_space(draft)
         work.write(draft)
@@ -153,7 +152,7 @@ def convert(
             tensors=len(work.weights.entries),
             parameters=_num_parameters(opened.architecture, plain),
             bytes=work.weights.bytes,
-            dtype=conversion.quantize or dtype_name(work.weights.entries.values()),
+            dtype=_stored_type(opened.checkpoint, work.weights.entries.values()),
             dropped=tuple(dropped),
             left_out=heads_left_out(opened.architecture, dropped),
             missing=tuple(sorted(opened.architecture.family.optional - work.weights.entries.keys()))
@@ -167,11 +166,26 @@ def convert(
         )
 
 
+def _stored_type(checkpoint: Checkpoint, entries: Iterable[TensorInfo]) -> str:
+    return checkpoint.quantization_name if isinstance(checkpoint, PartsCheckpoint) else dtype_name(entries)
+
+
+def _quantized(plain: Checkpoint, architecture: Architecture, conversion: Conversion) -> PartsCheckpoint:
+    """Quantize a checkpoint as it is read, or keep the codes that it has."""
+    dtype, name = PRECISIONS.get(conversion.dtype), conversion.quantize
+    assert name is not None
+    if name == "keep":
+        return KeptCodes(plain, architecture, dtype)
+    return QuantizedCheckpoint(plain, architecture, name, dtype)
+
+
 def _check_quantization(source: Path, conversion: Conversion) -> None:
     if conversion.to not in ("folder", "huggingface"):
-        raise UsageError(f"--quantize writes Hugging Face folders: leave out --to {conversion.to}")
+        raise UsageError(f"--quantize writes model folders: leave out --to {conversion.to}")
     if conversion.with_optimizer:
         raise UsageError("--quantize excludes --with-optimizer: quantized weights are never trained, only adapters are")
+    if conversion.quantize == "keep" and (conversion.merge is not None or conversion.average):
+        raise UsageError("--quantize keep excludes --merge and --average, which change the values: name nf4 or int8")
     if is_adapter(source):
         raise UsageError(f"{source} is an adapter: quantize its base model, or merge it with --merge first")
 
@@ -328,14 +342,14 @@ class _Work:
             copy.write(draft / moments_of_model.FOLDER / kind)
         if self.moments:
             write_json_file(draft / moments_of_model.FOLDER / moments_of_model.STATE, {"updates": self.updates})
-        quantized = source.checkpoint if isinstance(source.checkpoint, QuantizedCheckpoint) else None
+        quantized = source.checkpoint if isinstance(source.checkpoint, PartsCheckpoint) else None
         stored = reduce(torch.promote_types, weights.types if quantized is None else quantized.value_types)
         copy_origin(source.folder, draft)
         copy_files(source.folder, draft, DESCRIPTION)
         if (metadata := (options.merge or source.folder) / METADATA_FILE).is_file():
             write_json_file(draft / METADATA_FILE, read_json(metadata))
         # Last, because config.json makes the folder a model.
-        quantization = options.quantize and quantization_config(options.quantize, source.architecture, stored)
+        quantization = None if quantized is None else quantized.quantization_config(stored)
         write_companions(draft, source.architecture, stored, options.tokenizer or source.folder, quantization)
 
     def verify(self, draft: Path) -> None:

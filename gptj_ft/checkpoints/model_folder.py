@@ -106,6 +106,11 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         entry = shard.entries[own]
         return Extent(shard.path, entry.offset, entry.dtype) if entry.offset else None
 
+    def stored(self, name: str) -> tuple[Shard, str] | None:
+        """Return a tensor's file and its name there; ``None`` for computed tensors."""
+        shard = self._shards.get(name)
+        return None if shard is None else (shard, self._own_names[name])
+
     def matrix(self, name: str) -> QuantizedTensor | None:
         """Return the stored form of a quantized matrix; ``None`` for other tensors, computed ones included."""
         shard = self._shards.get(name)

@@ -57,7 +57,7 @@ def quantization_config(quantization: Quantization, architecture: Architecture, 
 
 
 @dataclass(frozen=True)
-class _Stored:
+class Stored:
     """A tensor of the quantized folder."""
 
     entry: TensorInfo
@@ -65,96 +65,48 @@ class _Stored:
     rows_at_once: int
 
 
-class QuantizedCheckpoint(Checkpoint):
-    """A checkpoint whose linear layers are quantized as they are read; its tensors are those of the folder to write."""
+class PartsCheckpoint(Checkpoint):
+    """A checkpoint that stores some matrices in parts; its tensors are those of the folder to write.
 
-    def __init__(
-        self, source: Checkpoint, architecture: Architecture, quantization: Quantization, dtype: torch.dtype | None
-    ) -> None:
-        """Choose the matrices.
+    Args:
+        source: the weights.
+        dtype: type of all values; ``None``: each tensor's own.
+    """
 
-        Args:
-            dtype: type to store; ``None``: each tensor's own.
-
-        Raises:
-            UsageError: the source is quantized already.
-        """
+    def __init__(self, source: Checkpoint, dtype: torch.dtype | None) -> None:
         super().__init__(source.folder, {})
-        self._source, self._name, self._dtype = source, quantization, dtype
-        self._tensors: dict[str, _Stored] = {}
+        self._source, self._dtype = source, dtype
+        self._tensors: dict[str, Stored] = {}
         self._by_matrix: dict[str, list[str]] = {}
         self._descriptions: set[str] = set()
-        for name, is_transposed in quantized_names(architecture).items():
-            if name not in source.names:
-                continue
-            if (matrix := source.matrix(name)) is not None:
-                raise UsageError(
-                    f"{source.folder} is quantized already ({matrix.form.codec.name}): quantize the model that it was "
-                    "made from, or convert it without --quantize to restore plain weights"
-                )
-            self._add(name, is_transposed)
-        self.names = tuple(other for name in source.names for other in self._stored_names(name))
+
+    def quantization_config(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Return the ``quantization_config`` of the folder.
+
+        Args:
+            dtype: type of the computation there.
+        """
+        raise NotImplementedError
+
+    @property
+    def quantization_name(self) -> str:
+        """Name for reports."""
+        raise NotImplementedError
 
     @property
     def value_types(self) -> set[torch.dtype]:
         """Types that the values of all tensors have."""
         return {self._dtype or self._source.dtype(name) for name in self._source.names}
 
-    def _add(self, name: str, is_transposed: bool) -> None:
-        source, codec = self._source, WRITTEN[self._name]
-        rows, columns = source.shape(name)[:: -1 if is_transposed else 1]
-        form = QuantizedForm(codec, rows, columns, self._dtype or source.dtype(name), is_transposed)
-        items = form.num_items()
-        step = rows if is_transposed else max(1, PIECE_BYTES // (columns * 4 * form.row_step)) * form.row_step
+    def _list_names(self) -> None:
+        """Set the names of all tensors, when the parts of every matrix are known."""
+        self.names = tuple(other for name in self._source.names for other in self._stored_names(name))
 
-        def add(stored: str, part: str, shape: tuple[int, ...]) -> None:
-            at_once = max(1, form.spans(0, min(step, rows))[part].stop * shape[0] // max(1, items[part]))
-            entry = TensorInfo(form.parts()[part].dtype, shape)
-            self._tensors[stored] = _Stored(entry, partial(self._part, name, form, part, shape), at_once)
-
-        def constant(stored: str, values: Tensor) -> None:
-            entry = TensorInfo(values.dtype, tuple(values.shape))
-            self._tensors[stored] = _Stored(entry, lambda start, stop: values, max(1, values.numel()))
-            self._descriptions.add(stored)
-
-        if self._name == "int8":
-            module = name.removesuffix(".weight")
-            add(name, CODES, (rows, columns))
-            add(f"{module}.{ROW_SCALES}", SCALES, (rows,))
-            constant(f"{module}.{ROW_FORMAT}", torch.tensor(0, dtype=torch.uint8))
-            self._by_matrix[name] = [name, f"{module}.{ROW_SCALES}", f"{module}.{ROW_FORMAT}"]
-            return
-        add(name, CODES, (items[CODES], 1))
-        add(f"{name}.{ABSMAX}", SCALES, (items[SCALES],))
-        constant(f"{name}.{MAP}", torch.tensor(TABLES[self._name]))
-        state = {
-            "quant_type": self._name,
-            "blocksize": codec.parts(columns)[SCALES].numbers,
-            "dtype": str(form.dtype).removeprefix("torch."),
-            "shape": [rows, columns],
-        }
-        constant(f"{name}.{STATE}{self._name}", torch.tensor([*json.dumps(state).encode()], dtype=torch.uint8))
-        self._by_matrix[name] = [name, *(f"{name}.{part}" for part in (ABSMAX, MAP, f"{STATE}{self._name}"))]
-
-    def _part(self, name: str, form: QuantizedForm, part: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
-        """Quantize the rows that some items of a part belong to; return these items."""
-        numbers, per_row = form.parts()[part].numbers, form.num_items()[part] // shape[0]
-        first = start * per_row * numbers // form.columns // form.row_step * form.row_step
-        last = min(-(-stop * per_row * numbers // form.columns), form.rows)
-        last = min(-(-last // form.row_step) * form.row_step, form.rows)
-        if form.is_transposed:
-            values = self._source.read(name).t()[first:last]
-        else:
-            values = self._source.read(name, first, last)
-        values = values if self._dtype is None else values.to(self._dtype)
-        parts = {SCALES: form.codec.scales(values)} if part == SCALES else form.codec.encode(values)
-        if not parts[SCALES].isfinite().all():
-            raise DataError(
-                f"{self.folder}: {name} holds NaN, infinity or numbers too large for {self._name}, so it cannot be "
-                "quantized"
-            )
-        begin = form.spans(first, last)[part].start
-        return parts[part][start * per_row - begin : stop * per_row - begin].view(-1, *shape[1:])
+    def _add_constant(self, name: str, values: Tensor) -> None:
+        """Add a small tensor that describes a matrix."""
+        entry = TensorInfo(values.dtype, tuple(values.shape))
+        self._tensors[name] = Stored(entry, lambda start, stop: values, max(1, values.numel()))
+        self._descriptions.add(name)
 
     def names_of(self, architecture: Architecture, layer: int) -> Mapping[str, str]:
         names = [other for name in super().names_of(architecture, layer).values() for other in self._stored_names(name)]
@@ -185,6 +137,97 @@ class QuantizedCheckpoint(Checkpoint):
             return self._source.read(name, start, stop).to(self._plain(name).dtype)
         tensor = self._tensors[name]
         return tensor.read(start, tensor.entry.rows if stop is None else min(stop, tensor.entry.rows))
+
+
+class QuantizedCheckpoint(PartsCheckpoint):
+    """A checkpoint whose linear layers are quantized as they are read."""
+
+    def __init__(
+        self, source: Checkpoint, architecture: Architecture, quantization: Quantization, dtype: torch.dtype | None
+    ) -> None:
+        """Choose the matrices.
+
+        Args:
+            dtype: type to store; ``None``: each tensor's own.
+
+        Raises:
+            UsageError: the source is quantized already.
+        """
+        super().__init__(source, dtype)
+        self._name, self._codec, self._architecture = quantization, WRITTEN[quantization], architecture
+        for name, is_transposed in quantized_names(architecture).items():
+            if name not in source.names:
+                continue
+            if (matrix := source.matrix(name)) is not None:
+                raise UsageError(
+                    f"{source.folder} is quantized already ({matrix.form.codec.name}): quantize the model that it was "
+                    "made from, or convert it without --quantize to restore plain weights"
+                )
+            self._add(name, is_transposed)
+        self._list_names()
+
+    def quantization_config(self, dtype: torch.dtype) -> dict[str, Any]:
+        return quantization_config(self._name, self._architecture, dtype)
+
+    @property
+    def quantization_name(self) -> str:
+        return self._name
+
+    def _add(self, name: str, is_transposed: bool) -> None:
+        source, codec = self._source, self._codec
+        rows, columns = source.shape(name)[:: -1 if is_transposed else 1]
+        form = QuantizedForm(codec, rows, columns, self._dtype or source.dtype(name), is_transposed)
+        items = form.num_items()
+        step = rows if is_transposed else max(1, PIECE_BYTES // (columns * 4 * form.row_step)) * form.row_step
+
+        def add(stored: str, part: str, shape: tuple[int, ...]) -> None:
+            at_once = max(1, form.spans(0, min(step, rows))[part].stop * shape[0] // max(1, items[part]))
+            entry = TensorInfo(form.parts()[part].dtype, shape)
+            self._tensors[stored] = Stored(entry, partial(self._part, name, form, part, shape), at_once)
+
+        if self._name == "int8":
+            module = name.removesuffix(".weight")
+            add(name, CODES, (rows, columns))
+            add(f"{module}.{ROW_SCALES}", SCALES, (rows,))
+            self._add_constant(f"{module}.{ROW_FORMAT}", torch.tensor(0, dtype=torch.uint8))
+            self._by_matrix[name] = [name, f"{module}.{ROW_SCALES}", f"{module}.{ROW_FORMAT}"]
+            return
+        add(name, CODES, (items[CODES], 1))
+        add(f"{name}.{ABSMAX}", SCALES, (items[SCALES],))
+        self._add_constant(f"{name}.{MAP}", torch.tensor(TABLES[self._name]))
+        state = {"quant_type": self._name, "blocksize": codec.parts(columns)[SCALES].numbers, **describe(form)}
+        self._add_constant(f"{name}.{STATE}{self._name}", as_bytes(state))
+        self._by_matrix[name] = [name, *(f"{name}.{part}" for part in (ABSMAX, MAP, f"{STATE}{self._name}"))]
+
+    def _part(self, name: str, form: QuantizedForm, part: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
+        """Quantize the rows that some items of a part belong to; return these items."""
+        numbers, per_row = form.parts()[part].numbers, form.num_items()[part] // shape[0]
+        first = start * per_row * numbers // form.columns // form.row_step * form.row_step
+        last = min(-(-stop * per_row * numbers // form.columns), form.rows)
+        last = min(-(-last // form.row_step) * form.row_step, form.rows)
+        if form.is_transposed:
+            values = self._source.read(name).t()[first:last]
+        else:
+            values = self._source.read(name, first, last)
+        values = values if self._dtype is None else values.to(self._dtype)
+        parts = {SCALES: self._codec.scales(values)} if part == SCALES else self._codec.encode(values)
+        if not parts[SCALES].isfinite().all():
+            raise DataError(
+                f"{self.folder}: {name} holds NaN, infinity or numbers too large for {self._name}, so it cannot be "
+                "quantized"
+            )
+        begin = form.spans(first, last)[part].start
+        return parts[part][start * per_row - begin : stop * per_row - begin].view(-1, *shape[1:])
+
+
+def describe(form: QuantizedForm) -> dict[str, Any]:
+    """Return the type of the values and the shape of a stored matrix, for its description."""
+    return {"dtype": str(form.dtype).removeprefix("torch."), "shape": [form.rows, form.columns]}
+
+
+def as_bytes(description: Mapping[str, Any]) -> Tensor:
+    """Return a description as JSON in bytes, uint8."""
+    return torch.tensor([*json.dumps(description).encode()], dtype=torch.uint8)
 
 
 def open_stored(folder: Path, architecture: Architecture) -> Checkpoint:

@@ -1,7 +1,10 @@
-"""Read quantized weights in the layout of Hugging Face folders with bitsandbytes.
+"""Read quantized weights in a model folder: in the layout of bitsandbytes, or with the codes of a GGUF file.
 
 A 4-bit matrix ``X.weight`` holds packed codes, [bytes, 1]; beside it stand ``X.weight.absmax``, ``X.weight.quant_map``
 and, as JSON in bytes, ``X.weight.quant_state.bitsandbytes__nf4``. An 8-bit one holds codes, [out, in], with ``X.SCB``.
+
+A matrix with the codes of a GGUF file holds these, the other parts of its codec as ``X.weight.PART``, and their type as
+JSON in bytes, ``X.weight.ggml``.
 """
 
 from __future__ import annotations
@@ -27,11 +30,14 @@ from gptj_ft.models.quantization.bitsandbytes import (
     NestedScales,
 )
 from gptj_ft.models.quantization.form import QuantizedForm
+from gptj_ft.models.quantization.ggml import GGML
 from gptj_ft.system.block_reader import Extent
 from gptj_ft.system.dtypes import PRECISIONS
 
 ABSMAX, NESTED_ABSMAX, MAP, NESTED_MAP = "absmax", "nested_absmax", "quant_map", "nested_quant_map"
 STATE, ROW_SCALES, ROW_FORMAT = "quant_state.bitsandbytes__", "SCB", "weight_format"
+GGML_STATE = "ggml"
+GGML_PARTS = {GGML_STATE, *(part for codec in GGML.values() for part in codec.parts(1))}
 MOST_STATE_BYTES = 1 << 16
 VALUE_TYPES = {str(dtype).removeprefix("torch."): dtype for dtype in PRECISIONS.values()}
 
@@ -104,7 +110,7 @@ class _Files:
         return read_tensor_rows(extent.path, TensorInfo(torch.float32, (count,), extent.offset))
 
     def state(self, name: str, of: str) -> dict[str, Any]:
-        """Read the JSON object that describes a 4-bit matrix."""
+        """Read the JSON object that describes a matrix."""
         shard = self.shards[name]
         try:
             entry = shard.entries[name]
@@ -124,6 +130,8 @@ def is_part(name: str, names: Collection[str]) -> bool:
     if part in (ROW_SCALES, ROW_FORMAT):
         return f"{matrix}.weight" in names
     matrix = matrix.removesuffix(".quant_state")
+    if part in GGML_PARTS:
+        return f"{matrix}.{GGML_STATE}" in names
     return matrix in names and (part in (ABSMAX, NESTED_ABSMAX, MAP, NESTED_MAP) or part.startswith("bitsandbytes__"))
 
 
@@ -145,7 +153,9 @@ def with_matrices(shards: Mapping[str, Shard], transposed: Collection[str]) -> d
         if is_part(name, shards.keys()):
             continue
         is_transposed, entry = name in transposed, shard.entries[name]
-        if name in states:
+        if f"{name}.{GGML_STATE}" in shards:
+            result[name] = _ggml(files, name, is_transposed)
+        elif name in states:
             result[name] = _four_bit(files, name, states[name], is_transposed)
         elif entry.dtype == torch.int8 and len(entry.shape) == 2:
             result[name] = _int8(files, name, is_transposed)
@@ -176,6 +186,21 @@ def _four_bit(files: _Files, name: str, state_name: str, is_transposed: bool) ->
     form = QuantizedForm(FourBit(table, block, nested), rows, columns, dtype, is_transposed)
     names = {CODES: name, SCALES: f"{name}.{ABSMAX}", NESTED_SCALES: name_absmax}
     return _matrix(files, name, form, names)
+
+
+def _ggml(files: _Files, name: str, is_transposed: bool) -> QuantizedTensor:
+    state_name = f"{name}.{GGML_STATE}"
+    state, path = files.state(state_name, name), files.shards[state_name].path
+    try:
+        codec, dtype = GGML[state["type"]], VALUE_TYPES[state["dtype"]]
+        rows, columns = map(int, state["shape"])
+        most = max(part.numbers for part in codec.parts(columns).values())
+        if min(rows, columns) < 1 or columns % most:
+            raise ValueError(f"shape {[rows, columns]}")
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{path}: {state_name} is damaged, or of a quantization that is not read: {error}") from error
+    form = QuantizedForm(codec, rows, columns, dtype, is_transposed)
+    return _matrix(files, name, form, {part: name if part == CODES else f"{name}.{part}" for part in form.parts()})
 
 
 def _int8(files: _Files, name: str, is_transposed: bool) -> QuantizedTensor:

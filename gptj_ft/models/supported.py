@@ -91,8 +91,12 @@ def check_supported(config: Path, raw: Mapping[str, Any]) -> None:
 
 
 def is_read_quantization(quantization: object) -> bool:
-    """Tell whether the ``quantization_config`` of a ``config.json`` is bitsandbytes' with 4 or 8 bits."""
-    if not isinstance(quantization, dict) or quantization.get("quant_method") != "bitsandbytes":
+    """Tell whether a ``quantization_config`` is read: bitsandbytes' with 4 or 8 bits, or of a GGUF file's codes."""
+    if not isinstance(quantization, dict):
+        return False
+    if quantization.get("quant_method") == "ggml":  # of `convert --quantize keep`
+        return True
+    if quantization.get("quant_method") != "bitsandbytes":
         return False
     return bool(quantization.get("load_in_4bit")) != bool(quantization.get("load_in_8bit"))
 

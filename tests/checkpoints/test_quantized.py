@@ -227,7 +227,7 @@ def test_weights_that_are_not_finite_are_refused(values: float, quantization: st
         (["--to", "gguf"], "leave out --to gguf"),
         (["--to", "mesh"], "leave out --to mesh"),
         (["--with-optimizer"], "excludes --with-optimizer"),
-        (["--quantize", "int3"], "expected nf4 or int8"),
+        (["--quantize", "int3"], "expected nf4, int8 or keep"),
         (["--any-base"], "--any-base needs --merge"),
     ],
 )

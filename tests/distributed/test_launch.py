@@ -320,7 +320,10 @@ def test_failed_rank_ends_waits_of_both(controls: list[Control], failing: int) -
     with ThreadPoolExecutor(3) as pool:
         waits = [pool.submit(each.gather, f"topic of {each.rank}", {}) for each in controls]
         controls[failing].fail(DataError("a bad row"))
-        errors = [wait.exception() for wait in waits]
+        try:
+            errors = [wait.exception(timeout=10) for wait in waits]
+        finally:  # a thread that still waits would hold the test
+            at_once(controls, lambda each: each._fail(PeerFailed("the end", 1, 0)))
     assert [str(error) for error in errors if error] == [
         "a bad row" if rank == failing else f"{controls[rank].names[failing]}: a bad row" for rank in range(3)
     ]

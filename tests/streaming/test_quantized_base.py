@@ -11,6 +11,7 @@ import torch
 from conftest import random_model
 from support.cli_runner import Shell
 from support.family_models import random_of_family
+from support.gguf_models import make_model, quantize_blocks
 from support.small_run import assert_same_weights, cut_and_resume, new_run, small_session, weights_of
 from support.small_run import train as train_run
 from support.small_stack import CPU, LENGTHS, LITTLE, PROMPTS, documents, train
@@ -34,7 +35,7 @@ from gptj_ft.streaming.scoring import evaluate_losses
 from gptj_ft.streaming.stores import quantized as quantized_store
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
 
-FORMS = [("narrow", "nf4"), ("gpt2", "int8"), ("llama", "nf4")]  # gpt2 stores weights (in, out)
+FORMS = [("narrow", "nf4"), ("gpt2", "int8"), ("llama", "nf4"), ("gguf", "keep")]  # gpt2 stores weights (in, out)
 LORA = Recipe(method="lora", lora={"rank": 4, "targets": ["all-linear"]})
 
 
@@ -44,8 +45,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, P
     made = {}
     for shape, quantization in FORMS:
         tmp = tmp_path_factory.mktemp(shape)
-        (random_of_family(shape) if shape == "llama" else random_model(shape)).save_pretrained(tmp / "model")
-        convert(tmp / "model", tmp / quantization, Conversion(quantize=quantization))  # type: ignore[arg-type]
+        source = tmp / "model"
+        if shape == "gguf":
+            make_model(tmp / "made", "llama", hidden_size=256, intermediate_size=256, head_dim=64)
+            convert(tmp / "made", tmp / "plain.gguf", Conversion(to="gguf"))
+            source = quantize_blocks(tmp / "plain.gguf", tmp / "codes.gguf", ["Q4_K", "Q6_K", "Q8_0"])
+        else:
+            (random_of_family(shape) if shape == "llama" else random_model(shape)).save_pretrained(source)
+        convert(source, tmp / quantization, Conversion(quantize=quantization))  # type: ignore[arg-type]
         convert(tmp / quantization, tmp / "plain", Conversion(dtype="fp32"))
         made[shape] = tmp / quantization, tmp / "plain"
     return made

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import torch
 from tokenizers import Tokenizer, models, normalizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -88,9 +91,9 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 
 
-def make_model(folder: Path, name: str) -> Path:
+def make_model(folder: Path, name: str, **fields: Any) -> Path:
     """Write a model folder whose weights, norms and biases are all random; return the folder."""
-    raw = {**MODELS[name], "vocab_size": ROWS, "bos_token_id": 0, "eos_token_id": 0}
+    raw = {**MODELS[name], **fields, "vocab_size": ROWS, "bos_token_id": 0, "eos_token_id": 0}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw)).float().eval()
     with torch.no_grad():
@@ -147,3 +150,37 @@ def write_tokenizer(folder: Path, splitter: Splitter) -> None:
     tokenizer.save_pretrained(folder)
     ends = {"bos_token_id": 0, "eos_token_id": [2, 0], "pad_token_id": 0}
     (folder / "generation_config.json").write_text(json.dumps(ends))
+
+
+def quantize_blocks(file: Path, target: Path, kinds: Sequence[str]) -> Path:
+    """Copy a GGUF file with the matrices of its blocks quantized, in turn, as these types of ggml; return the copy."""
+    reader = gguf.GGUFReader(file)
+    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            is_list = field.types[0] == gguf.GGUFValueType.ARRAY
+            writer.add_key_value(name, field.contents(), field.types[0], field.types[-1] if is_list else None)
+    turns = itertools.cycle(gguf.GGMLQuantizationType[kind] for kind in kinds)
+    for tensor in reader.tensors:
+        values = tensor.data.reshape(tensor.shape[::-1])
+        if not tensor.name.startswith("blk.") or values.ndim < 2:
+            writer.add_tensor(tensor.name, values)
+            continue
+        kind = next(turns)
+        writer.add_tensor(tensor.name, quantize(values, kind), raw_dtype=kind)
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
+    writer.close()
+    return target
+
+
+def quantize(values: Any, kind: gguf.GGMLQuantizationType) -> Any:
+    """Quantize a matrix, [rows, columns], to bytes; K types, which the package gguf cannot write, get random codes."""
+    if not kind.name.endswith("_K"):
+        return gguf.quantize(values, kind)
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    blocks = np.random.default_rng(values.size).integers(0, 256, (values.size // block, size), np.uint8)
+    scale = np.array([1e-4], np.float16).view(np.uint8)
+    for start in (208,) if kind.name == "Q6_K" else (0, 2):
+        blocks[:, start : start + 2] = scale
+    return blocks.reshape(len(values), -1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,8 @@ from gptj_ft.checkpoints.source import CheckpointSource, OpenRequest
 from gptj_ft.checkpoints.weight_file import Shard, TensorInfo, read_tensor_rows
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.gguf_form import ROPE_TENSORS, TENSORS, Metadata
+from gptj_ft.models.quantization.form import QuantizedForm
+from gptj_ft.models.quantization.ggml import GGML, GgmlCodec
 from gptj_ft.models.registry import Architecture, architecture_of
 from gptj_ft.system.files import remove
 
@@ -80,6 +82,14 @@ class GgufShard(Shard):
         tensor = form.restore(self._read_rows(stored, 0, None))
         return tensor[start:stop] if tensor.ndim else tensor
 
+    def codes(self, name: str) -> StoredCodes | None:
+        """Return the codes of a matrix if its quantization is one of `GGML`; ``None`` for other tensors."""
+        stored, form = self._tensors[name], self._form(name)
+        codec = GGML.get(self._kind(stored))
+        if codec is None or len(stored.shape) != 2 or form.offset:
+            return None
+        return StoredCodes(codec, stored, form)
+
     def _read_rows(self, stored: StoredTensor, start: int, stop: int | None) -> Tensor:
         import gguf
 
@@ -88,12 +98,51 @@ class GgufShard(Shard):
             return read_tensor_rows(
                 stored.path, TensorInfo(PLAIN_TYPES[kind], stored.shape, stored.offset), start, stop
             )
-        row_bytes = _num_bytes(stored) // max(1, stored.shape[0])
-        blocks = TensorInfo(torch.uint8, (stored.shape[0], row_bytes), stored.offset)
-        data = read_tensor_rows(stored.path, blocks, start, stop).numpy()
+        data = _read_blocks(stored, start, stop).numpy()
         with np.errstate(all="ignore"):  # a block's scale may be NaN, as in any damaged file; the caller counts them
             values = gguf.dequantize(data, gguf.GGMLQuantizationType(stored.kind))
         return torch.from_numpy(values).reshape(-1, *stored.shape[1:])
+
+
+@dataclass(frozen=True)
+class StoredCodes:
+    """The codes of a matrix in a GGUF file."""
+
+    codec: GgmlCodec
+    stored: StoredTensor
+    tensor_form: TensorForm
+
+    def form(self, dtype: torch.dtype) -> QuantizedForm:
+        """Return the form of the stored matrix, whose transpose Hugging Face's may be.
+
+        Args:
+            dtype: type of its values.
+        """
+        rows, columns = self.stored.shape
+        return QuantizedForm(self.codec, rows, columns, dtype)
+
+    def read(self) -> dict[str, Tensor]:
+        """Return all items of each part, flat; rows are in Hugging Face's order."""
+        blocks, order = _read_blocks(self.stored), self.tensor_form.order
+        rows = blocks if order is None else blocks[torch.argsort(order)]
+        _, size = _block_of(self.stored)
+        return self.codec.unpack(rows.view(-1, size))
+
+
+def _read_blocks(stored: StoredTensor, start: int = 0, stop: int | None = None) -> Tensor:
+    """Read rows of a quantized tensor, uint8 [rows, bytes of a row]."""
+    row_bytes = _num_bytes(stored) // max(1, stored.shape[0])
+    return read_tensor_rows(
+        stored.path, TensorInfo(torch.uint8, (stored.shape[0], row_bytes), stored.offset), start, stop
+    )
+
+
+def _block_of(stored: StoredTensor) -> tuple[int, int]:
+    """Return numbers and bytes of a block of a tensor of a known type."""
+    import gguf
+
+    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(stored.kind)]
+    return block, size
 
 
 def _type_names() -> dict[int, str]:
@@ -108,9 +157,7 @@ def _num_bytes(stored: StoredTensor) -> int:
     Raises:
         DataError: a row is not a whole number of blocks.
     """
-    import gguf
-
-    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(stored.kind)]
+    block, size = _block_of(stored)
     numbers = int(np.prod(stored.shape, dtype=object))
     if numbers and stored.shape[-1] % block:
         raise DataError(

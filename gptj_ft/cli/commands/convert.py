@@ -32,7 +32,11 @@ def convert(
     ] = "folder",
     dtype: Annotated[str, flag("type of the weights: keep, fp32, bf16, fp16 or, with --to gguf, q8_0")] = "keep",
     quantize: Annotated[
-        str | None, flag("quantize the blocks' matrices as bitsandbytes does: nf4 or int8", metavar="TYPE")
+        str | None,
+        flag(
+            "quantize the blocks' matrices as bitsandbytes does, nf4 or int8, or keep the codes of a GGUF file: keep",
+            metavar="TYPE",
+        ),
     ] = None,
     config: Annotated[Path | None, flag("model configuration, as JSON or YAML of any of these systems")] = None,
     tokenizer: Annotated[Path | None, flag("folder of the tokenizer to copy; default: SRC")] = None,
@@ -80,7 +84,7 @@ def convert(
         config=config,
         to=_one_of("--to", to, ("folder", "huggingface", "mesh", "gguf")),  # type: ignore[arg-type]
         dtype=_one_of("--dtype", dtype, ("keep", "fp32", "bf16", "fp16", "q8_0")),  # type: ignore[arg-type]
-        quantize=None if quantize is None else _one_of("--quantize", quantize, ("nf4", "int8")),  # type: ignore[arg-type]
+        quantize=None if quantize is None else _one_of("--quantize", quantize, ("nf4", "int8", "keep")),  # type: ignore[arg-type]
         shard_bytes=parse_size_flag("--shard-size", shard_size),
         mesh_shards=mesh_shards,
         tokenizer=tokenizer,
@@ -111,7 +115,7 @@ def convert(
     if target is None:
         paths.make_home()
         paths.part_of_home("models")
-        suffix = "" if quantize is None else f"-{quantize}"
+        suffix = {None: "", "keep": "-codes"}.get(quantize, f"-{quantize}")
         target = paths.model_folder(source.name.split("--")[-1] + suffix)
     if to == "gguf":
         source = source / "model" if paths.is_tuned(source / "model") else source  # of a run

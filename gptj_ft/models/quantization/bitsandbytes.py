@@ -14,7 +14,7 @@ from threading import local
 import torch
 from torch import Tensor
 
-from gptj_ft.models.quantization.form import Codec, Part
+from gptj_ft.models.quantization.form import Encoder, Part
 
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -52,7 +52,7 @@ class NestedScales:
 
 
 @dataclass(frozen=True)
-class FourBit(Codec):
+class FourBit(Encoder):
     """4-bit codes, the first of a byte in its high bits, with a scale for each block."""
 
     name: str = "nf4"  # of the table of values
@@ -112,7 +112,7 @@ class FourBit(Codec):
 
 
 @dataclass(frozen=True)
-class Int8(Codec):
+class Int8(Encoder):
     """8-bit codes with a scale for each row."""
 
     name: str = "int8"
@@ -136,7 +136,7 @@ class Int8(Codec):
         return {CODES: codes.masked_fill_((scales == 0)[:, None], 0).reshape(-1), SCALES: scales}
 
 
-WRITTEN: Mapping[str, Codec] = {"nf4": FourBit(), "int8": Int8()}
+WRITTEN: Mapping[str, Encoder] = {"nf4": FourBit(), "int8": Int8()}
 """Quantizations that `convert --quantize` offers."""
 
 

@@ -25,7 +25,7 @@ class Part(NamedTuple):
 
 
 class Codec(Protocol):
-    """A quantization: codes, scales and the arithmetic that restores fp32 values.
+    """A quantization that is read: codes, scales and the arithmetic that restores fp32 values.
 
     Arithmetic is the same on every device, so that a matrix has the same values everywhere.
     """
@@ -42,6 +42,10 @@ class Codec(Protocol):
         Args:
             parts: items of these rows; of each part the rows begin at the first item.
         """
+
+
+class Encoder(Codec, Protocol):
+    """A quantization that is written, too."""
 
     def scales(self, values: Tensor) -> Tensor:
         """Return the scales of rows of a matrix, as `encode` does, in a fraction of its time."""
