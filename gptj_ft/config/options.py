@@ -491,8 +491,11 @@ class Recipe(Options):
     library of backward's matrix products on a CPU, for gradients of inputs and of weights: onednn, mkl, or two such as
     onednn/mkl; auto: measured for each shape
     """
-    moments: Literal["fp32", "bf16"] = "fp32"
-    """type of Adam's two moments; bf16 rounds stochastically and halves their memory and traffic"""
+    moments: Literal["fp32", "bf16", "int8"] = "fp32"
+    """
+    type of Adam's two moments; bf16 halves their memory and traffic, int8 (8-bit codes of bitsandbytes) quarters them;
+    both round stochastically
+    """
     initial_moments: Literal["model", "zero"] = "model"
     """start from the moments in the model's folder (convert --with-optimizer), or from zero"""
     master: Literal["split", "fp32"] = "split"

@@ -17,6 +17,7 @@ from gptj_ft.planning.constants import RESTORED
 from gptj_ft.planning.probe import Rates
 from gptj_ft.planning.step_replay import Bytes, ScheduleInputs, count_step, state_kinds
 from gptj_ft.planning.workload import Workload, exported_elements
+from gptj_ft.streaming.moments import num_bytes
 from gptj_ft.streaming.stores.placement import Place, Placement
 
 # Written to an SSD before its warranty ends: the rating of the Samsung 990 PRO 1 TB (600 TBW in its data sheet) and of
@@ -205,7 +206,7 @@ def cost(workload: Workload, recipe: Recipe, schedule: ScheduleInputs, rates: Ra
     passes = forward, backward
     state = {kind: stored[kind] for kind in state_kinds(stored)}
     state_by_place = _bytes_by_place(placement, state, [layout.numel for layout in workload.layouts])
-    state_bytes = workload.stored_elements * sum(dtype.itemsize for dtype in state.values())
+    state_bytes = sum(num_bytes(workload.stored_elements, dtype) for dtype in state.values())
     model_bytes = exported_elements(recipe, workload) * torch.float32.itemsize
     read, filled = 0 if recipe.method == "lora" else workload.stored_elements * torch.float32.itemsize, state_by_place
     for layer, layout in enumerate(workload.frozen):
@@ -274,7 +275,7 @@ def _bytes_by_place(
     for kind, dtype in kinds.items():
         for place, numel in placement.elements(kind, numels).items():
             if place != "device":
-                moved[place] = moved.get(place, 0) + times * numel * dtype.itemsize
+                moved[place] = moved.get(place, 0) + times * num_bytes(numel, dtype)
     return moved
 
 

@@ -42,6 +42,7 @@ from gptj_ft.planning.layer_cost import LayerCost, LayerInput, embedding_cost, m
 from gptj_ft.planning.workload import Workload, exported_elements
 from gptj_ft.streaming.activations import NUM_BUFFERS
 from gptj_ft.streaming.buffers import PASS_TOKENS, BufferBudget, pool_shapes
+from gptj_ft.streaming.moments import FORMS, form_of, num_bytes
 from gptj_ft.streaming.split_master import LOW_BITS
 from gptj_ft.streaming.stores.base import CHUNK_NUMEL
 from gptj_ft.streaming.stores.placement import Place, Placement, training_dtypes
@@ -304,8 +305,9 @@ class _Demand:
         # that are restored or rounded.
         scratch = (
             1 + sum(stored[kind] != fp32 for kind in {*chunked} - {LOW_BITS}) + (stored["weight"] == torch.bfloat16)
-        )
-        return sum(shapes[name].num_bytes for name in needed) + scratch * shapes["exp_avg"].numel * fp32.itemsize
+        ) + form_of(stored["exp_avg"]).num_scratch
+        chunk = min(budget.update_numel, max(layout.numel for layout in workload.layouts))
+        return sum(shapes[name].num_bytes for name in needed) + scratch * chunk * fp32.itemsize
 
     def most_kept(self, fits: Callable[[int], bool]) -> int:
         """Return the number of blocks that keep their graphs: the recipe's, or as many as fit."""
@@ -333,7 +335,7 @@ def forecast_memory(placement: Placement, workload: Workload, recipe: Recipe, ha
     by_place: dict[Place, int] = {"device": 0, "host": 0, "disk": 0}
     for kind, dtype in stored.items():
         for place, numel in placement.elements(kind, [layout.numel for layout in workload.layouts]).items():
-            by_place[place] += numel * dtype.itemsize
+            by_place[place] += num_bytes(numel, dtype)
     for layer, layout in enumerate(workload.frozen):
         if (place := placement.of("frozen", layer)) != "disk":
             by_place[place] += layout.bytes_in(place, workload.dtype)
@@ -348,10 +350,10 @@ def forecast_memory(placement: Placement, workload: Workload, recipe: Recipe, ha
     device, budget = (_on_accelerator if is_measured else _on_cpu)(demand, by_place, have)
     if not have.is_shared and "disk" in (placement.of(kind) for kind in stored):
         by_place["host"] += DISK_STAGING_BYTES
-    state = total * sum(dtype.itemsize for kind, dtype in dtypes.items() if kind != "grad")
+    state = sum(num_bytes(total, dtype) for kind, dtype in dtypes.items() if kind != "grad")
     # A run on disk is its own checkpoint and replaces a layer at a time. Others write a checkpoint before they remove
     # the previous one.
-    layer = largest * sum(dtype.itemsize for dtype in dtypes.values())
+    layer = sum(num_bytes(largest, dtype) for dtype in dtypes.values())
     kept = kept_checkpoints(recipe, workload.num_steps)
     saved = (2 * layer if placement.is_durable else 2 * state) + exported_elements(recipe, workload) * 4 + kept * state
     if recipe.mirror:  # each checkpoint has a mirror of another machine; a run on disk has one of its state
@@ -459,4 +461,4 @@ def stored_kinds(placement: Placement, workload: Workload, recipe: Recipe) -> di
 
 def recipe_dtypes(recipe: Recipe, compute: torch.dtype) -> dict[Kind, torch.dtype]:
     """Return the kinds of a training run with these options, and their types."""
-    return training_dtypes(compute, PRECISIONS[recipe.moments], PRECISIONS[recipe.gradients], recipe.master)
+    return training_dtypes(compute, FORMS[recipe.moments].dtype, PRECISIONS[recipe.gradients], recipe.master)

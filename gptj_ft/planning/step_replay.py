@@ -24,6 +24,7 @@ from gptj_ft.planning.workload import StepTokens, Workload
 from gptj_ft.streaming.buffers import BufferBudget
 from gptj_ft.streaming.exchange import GradientReducer
 from gptj_ft.streaming.loaded_layer import LoadedLayer
+from gptj_ft.streaming.moments import form_of
 from gptj_ft.streaming.objective import CrossEntropy
 from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.prefetch import Prefetcher
@@ -365,14 +366,13 @@ def _embedding(workload: Workload) -> nn.Module:
 def bytes_to_update(stored: Mapping[Kind, torch.dtype]) -> int:
     """Return the bytes per element that an update reads and writes in the device's memory.
 
-    A stored gradient is clipped into a copy. Narrow kinds become fp32 first. Moments are rounded stochastically (see
-    `adamw.round_stochastically`): random bits are drawn and added, and the lower bits masked.
+    A stored gradient is clipped into a copy. Narrow kinds become fp32 first. The form of the moments states its share.
     """
-    fp32, noise, weight = torch.float32.itemsize, torch.int32.itemsize, stored["weight"]
+    fp32, weight = torch.float32.itemsize, stored["weight"]
     size = 2 * fp32 * (1 + len(MOMENTS)) + (3 if "grad" in stored else 1) * fp32
-    for kind in (*MOMENTS, "grad"):
-        if (narrow := stored.get(kind, torch.float32).itemsize) < fp32:
-            size += narrow + fp32 + (0 if kind == "grad" else 4 * fp32 + noise + fp32 + narrow)
+    size += len(MOMENTS) * form_of(stored["exp_avg"]).moved
+    if (narrow := stored.get("grad", torch.float32).itemsize) < fp32:
+        size += narrow + fp32
     if weight != torch.float32:
         size += fp32 + weight.itemsize  # the master weights, rounded to weights
     if weight == torch.bfloat16:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gptj_ft.planning.constants import COPY_SECONDS
 from gptj_ft.planning.probe import DiskRates
+from gptj_ft.streaming.moments import num_elements
 from gptj_ft.streaming.stores.base import LayerStore, Span, chunks
 
 Direction = Literal["in", "out"]
@@ -369,7 +370,7 @@ class VirtualStore(LayerStore):
         first = [cast("Work", transfer) for transfer in span.after]
         if span.layer in queue.commits:
             first.append(queue.commits[span.layer])
-        numel = tensor.numel()
+        numel = num_elements(tensor)
         parts = chunks(numel, self._chunk_numel) if self._chunk_numel else [slice(0, numel)]
         size = self._size_of(span, tensor)
         sizes = deque(size * (part.stop - part.start) // numel for part in parts if numel)

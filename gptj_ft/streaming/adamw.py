@@ -13,11 +13,9 @@ the committed state. It gets the same bits: the random bits of stochastic roundi
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -28,6 +26,8 @@ from gptj_ft.models.layout import MOMENTS, Kind
 from gptj_ft.streaming import split_master
 from gptj_ft.streaming.loaded_layer import LoadedLayer
 from gptj_ft.streaming.loss_scale import LossScale
+from gptj_ft.streaming.moments import form_of, items_of
+from gptj_ft.streaming.moments.form import NOISE, Noise
 from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.prefetch import Prefetcher
 from gptj_ft.streaming.schedule import LayerTask, PendingUpdates, flush_tasks
@@ -42,7 +42,6 @@ UNCORRECTED = 10**9  # step number at which Adam's bias correction is 1
 # meanwhile. Measured with bf16 moments, per element and core: 1.5 ns; with whole chunks 2.3 ns; with a quarter of this
 # 2.3 ns, for the calls. A multiple of any vector width, so that the bits do not depend on it.
 BLOCK_NUMEL = 1 << 18
-NOISE = (1 << 20) + 7  # random numbers drawn once; a prime, so that chunks and steps start at different ones
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class AdamWConfig:
     eps: float
     weight_decay: float  # for matrices; not for biases and norms
     clip_norm: float | None  # limit of the global gradient norm; None: no clipping
-    seed: int  # of the stochastic rounding of bf16 moments
+    seed: int  # of the stochastic rounding of narrow moments
     layer_decay: float = 1.0  # ratio of a layer's learning rate to the next higher layer's; the head has the full rate
     corrects_bias: bool = True  # divide the moments by 1 - beta ** step (https://arxiv.org/abs/1412.6980)
     block_numel: int = BLOCK_NUMEL  # elements that a CPU updates at once
@@ -210,7 +209,7 @@ class AdamW:
             self._torn.add(task.layer)
         numel = span.stop - span.start
         for block in chunks(numel, self._config.block_numel if self._model.device.type == "cpu" else numel):
-            part = {kind: tensor[block] for kind, tensor in tensors.items()}
+            part = {kind: tensor[items_of(block, tensor.dtype)] for kind, tensor in tensors.items()}
             parameter = self._parameter(part)
             if update.is_skipped:  # write the old values: the layer's file still gets this step's number
                 for kind in MOMENTS:
@@ -237,10 +236,13 @@ class AdamW:
         self, update: Update, task: LayerTask, span: slice, tensors: Mapping[Kind, Tensor], updated: Updated
     ) -> None:
         config, parameter = self._config, tensors[self._model.parameter]
-        gradient = self._in_fp32("grad", tensors["grad"])
+        gradient = tensors["grad"]
+        if gradient.dtype != torch.float32:
+            gradient = self._scratch_for("grad", len(gradient)).copy_(gradient)
         if (factor := update.clip / update.scale) != 1.0:  # unscaled and clipped in one pass
             gradient = torch.mul(gradient, factor, out=self._scratch_for("grad", len(gradient)))
-        first, second = (self._in_fp32(kind, tensors[kind]) for kind in MOMENTS)
+        form = form_of(tensors["exp_avg"].dtype)
+        first, second = (form.load(kind, tensors[kind], self._scratch_for) for kind in MOMENTS)
         number = self._updates_before + self._number_of(update, task.layer) if config.corrects_bias else UNCORRECTED
         step = self._scratch_for("step", 1)[0].fill_(number)
         lr = update.lr * config.layer_decay ** (len(self._model.layers) - 1 - task.layer)
@@ -257,9 +259,8 @@ class AdamW:
         if before is not None and self._unchanged is not None:
             self._unchanged.observe(task.layer, span, before, parameter, gradient)
         for kind, exact in zip(MOMENTS, (first, second), strict=True):
-            if exact is not tensors[kind]:
-                key = (config.seed, update.number, task.layer, kind)
-                round_stochastically(exact, tensors[kind], key, span.start, self._num_tiles)
+            key = (config.seed, update.number, task.layer, kind)
+            form.store(kind, exact, tensors[kind], Noise(key, span.start, self._num_tiles), self._scratch_for)
             updated(kind, tensors[kind])
 
     def _number_of(self, update: Update, layer: int) -> int:
@@ -282,47 +283,7 @@ class AdamW:
         self._layer_norms[layer.index] = norm if earlier is None else torch.hypot(earlier, norm)  # tiles add up
         layer.use_gradient(self.step + 1)
 
-    def _in_fp32(self, kind: Kind, values: Tensor) -> Tensor:
-        if values.dtype == torch.float32:
-            return values
-        return self._scratch_for(kind, len(values)).copy_(values)
-
     def _scratch_for(self, name: str, numel: int) -> Tensor:
         if name not in self._scratch or len(self._scratch[name]) < numel:
             self._scratch[name] = allocate(numel, torch.float32, self._model.device)
         return self._scratch[name][:numel]
-
-
-def round_stochastically(
-    exact: Tensor, rounded: Tensor, key: tuple[object, ...], start: int, num_tiles: int = 1
-) -> None:
-    """Round fp32 to bf16, up or down at random, so that the expected value is exact.
-
-    Args:
-        exact: flat, fp32; overwritten.
-        rounded: bf16, of the same length.
-        key: key of the random bits; the same key gives the same bits.
-        start: index of the first element in the longer tensor that these are part of.
-        num_tiles: tiles of noise that are added at once.
-    """
-    # Rounding to nearest would lose every change of a moment below half a unit in the last place. With a decay of 0.999
-    # these are nearly all changes.
-    # Not `hash`, which Python salts anew in each process.
-    offset = (int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") + start) % NOISE
-    bits = exact.view(torch.int32)
-    # Tile the noise over the tensor, beginning in the middle of a tile.
-    noise = _noise(exact.device, num_tiles)
-    for start in range(-offset, len(bits), len(noise)):
-        part = bits[max(start, 0) : start + len(noise)]
-        # The sum carries into the upper half with a probability equal to the fraction that is cut off.
-        part += noise[max(-start, 0) : max(-start, 0) + len(part)]
-    bits &= -65536  # the upper 16 bits of fp32 are bf16
-    rounded.copy_(exact)
-
-
-@lru_cache
-def _noise(device: torch.device, num_tiles: int) -> Tensor:
-    """Draw 16 random bits for `NOISE` elements, and repeat them; every rounding starts at another offset."""
-    # Drawn on the CPU, so that every device rounds with the same bits.
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, 1 << 16, (NOISE,), dtype=torch.int32, generator=generator).to(device).repeat(num_tiles)

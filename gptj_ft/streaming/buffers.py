@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gptj_ft.models.layout import TIED_SOURCE_LAYER, Kind, Layout
+from gptj_ft.streaming.moments import items_of, num_items
 from gptj_ft.streaming.stores.base import CHUNK_NUMEL, LayerStore
 from gptj_ft.system.accelerator import Transfer, fresh, record_event
 
@@ -94,7 +95,7 @@ def pool_shapes(
         ),
         "gradients": PoolShape(budget.num_gradients, summed, fp32),
         "tied gradient": PoolShape(int(has_ties), source, fp32),
-        **{kind: PoolShape(num_chunks, chunk, dtype) for kind, dtype in dtypes.items()},
+        **{kind: PoolShape(num_chunks, num_items(chunk, dtype), dtype) for kind, dtype in dtypes.items()},
     }
 
 
@@ -295,7 +296,8 @@ class BufferPools:
     def lease_chunk(self, kind: Kind, layer: int, span: slice, key: Hashable = None) -> Lease:
         """Lease memory for a chunk of a kind that only an update needs."""
         own = self._stores[kind].own(kind, layer)
-        return Lease(own[span]) if own is not None else Lease.of(self[kind], key, span.stop - span.start)
+        items = items_of(span, self._dtypes[kind])
+        return Lease(own[items]) if own is not None else Lease.of(self[kind], key, items.stop - items.start)
 
     def has_free_chunk(self, kind: Kind, layer: int, key: Hashable) -> bool:
         """Tell whether `lease_chunk` would find memory."""

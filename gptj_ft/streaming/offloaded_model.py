@@ -16,6 +16,7 @@ from gptj_ft.models.layout import TIED_SOURCE_LAYER, Kind, Layout
 from gptj_ft.streaming.activations import Activations, DeviceActivations
 from gptj_ft.streaming.buffers import DEFAULT_BUDGET, BufferBudget, BufferPools
 from gptj_ft.streaming.exchange import LOCAL, Exchange
+from gptj_ft.streaming.moments import items_of
 from gptj_ft.streaming.split_master import LOW_BITS, join
 from gptj_ft.streaming.stores.base import LayerStore, chunks
 from gptj_ft.streaming.transfers import Transfers
@@ -154,7 +155,7 @@ class OffloadedModel:
         return self.stores[kind].in_host(kind, layer) if kind in self.stores else None
 
     def read_chunks(self, kind: Kind, layer: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield (start, chunk) of a layer's tensor; a chunk is valid until the next one.
+        """Yield (first element, chunk) of a layer's tensor; a chunk is valid until the next one.
 
         Chunks are on the device, or in host memory if the store is there: they need not cross the link then. A split
         master is restored.
@@ -168,7 +169,7 @@ class OffloadedModel:
         in_host = self.in_host(kind, layer)
         for span in chunks(self.layouts[layer].numel, self.budget.chunk_numel):
             if in_host is not None:
-                yield span.start, in_host[span]
+                yield span.start, in_host[items_of(span, in_host.dtype)]
                 continue
             lease = self.pools.lease_chunk(kind, layer, span)
             self.transfers.fill(lease, kind, layer, span.start)
@@ -181,7 +182,7 @@ class OffloadedModel:
         in_host = self.stores[kind].in_host(kind, layer)
         for span in chunks(self.layouts[layer].numel, self.budget.chunk_numel):
             if in_host is not None:
-                fill(span.start, in_host[span])
+                fill(span.start, in_host[items_of(span, in_host.dtype)])
                 continue
             lease = self.pools.lease_chunk(kind, layer, span)
             # The buffer's previous chunk may still be on its way to the store.

@@ -31,6 +31,8 @@ from gptj_ft.models.trainable import Selection, adapted, locate_parameters
 from gptj_ft.streaming.activations import OffloadedActivations
 from gptj_ft.streaming.buffers import BufferBudget
 from gptj_ft.streaming.exchange import LOCAL, Exchange
+from gptj_ft.streaming.moments import form_of, num_elements
+from gptj_ft.streaming.moments.form import Scratch
 from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.split_master import store
 from gptj_ft.streaming.stores.base import LayerStore, Span
@@ -216,13 +218,23 @@ def fill_layer(
             flat.zero_()
             for name, view in layout.views(flat).items():
                 fill_moment(kind, name, view)
-            model.write_chunks(kind, layer, lambda start, part: part.copy_(flat[start : start + len(part)]))
+            model.write_chunks(kind, layer, partial(_store_moment, flat, kind))
     slot.release()
     model.transfers.commit(kinds, layer, 0)
 
 
 def _store(parameters: Tensor, kind: Kind, start: int, part: Tensor) -> None:
     store(parameters[start : start + len(part)], kind, part)
+
+
+def _store_moment(moments: Tensor, kind: Kind, start: int, part: Tensor) -> None:
+    form_of(part.dtype).store(
+        kind, moments[start : start + num_elements(part)], part, None, _new_memory(moments.device)
+    )
+
+
+def _new_memory(device: torch.device) -> Scratch:
+    return lambda _, numel: torch.empty(numel, device=device)
 
 
 def trained_parameters(model: OffloadedModel) -> Iterator[dict[str, Tensor]]:

@@ -8,16 +8,24 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import random_gptj
-from support.small_stack import CPU
+from support.small_stack import CPU, new_memory
 
 from gptj_ft.checkpoints.architecture import read_architecture
 from gptj_ft.config.options import Recipe
 from gptj_ft.models.layout import MOMENTS
-from gptj_ft.streaming.adamw import NOISE, AdamW, Update, round_stochastically
+from gptj_ft.streaming.adamw import AdamW, Update
 from gptj_ft.streaming.buffers import BufferBudget
+from gptj_ft.streaming.moments import FORMS
+from gptj_ft.streaming.moments.form import NOISE, Noise
 from gptj_ft.streaming.open import open_for_training
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
 from gptj_ft.training.restore import optimizer_config
+
+
+def round_stochastically(
+    exact: torch.Tensor, rounded: torch.Tensor, key: tuple[object, ...], start: int, num_tiles: int = 1
+) -> None:
+    FORMS["bf16"].store("exp_avg", exact, rounded, Noise(key, start, num_tiles), new_memory)
 
 
 def test_stochastic_rounding_is_unbiased_and_reproducible() -> None:

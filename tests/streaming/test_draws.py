@@ -10,12 +10,14 @@ import hashlib
 import numpy as np
 import pytest
 import torch
+from support.small_stack import new_memory
 
 from gptj_ft.data.batches import rows_of_step
 from gptj_ft.data.split import _choose, _mixed
 from gptj_ft.models.dropout import Dropout, NoiseSpan, seed_of
 from gptj_ft.models.lora import initialise
-from gptj_ft.streaming.adamw import round_stochastically
+from gptj_ft.streaming.moments import FORMS
+from gptj_ft.streaming.moments.form import Noise
 
 ROWS = [[0, 4, 7, 1], [5, 6, 3, 8], [2], [0, 6, 2, 1]]
 MIXED = [6804994740500709941, 1177590300488444974, 17621990229112936777]
@@ -43,7 +45,7 @@ def test_validation_split_is_stable_across_versions() -> None:
 def test_stochastic_rounding_is_that_of_every_version() -> None:
     exact = torch.arange(3_000_000, dtype=torch.float32) / 1024  # exact on every processor
     rounded = torch.empty(len(exact), dtype=torch.bfloat16)
-    round_stochastically(exact, rounded, (0, 7, 2, "exp_avg"), 1 << 20)
+    FORMS["bf16"].store("exp_avg", exact, rounded, Noise((0, 7, 2, "exp_avg"), 1 << 20), new_memory)
     assert digest(rounded.view(torch.int16).numpy().tobytes()) == ROUNDED
 
 

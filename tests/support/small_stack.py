@@ -29,6 +29,11 @@ FEW_STEPS = 4
 LITTLE = BufferBudget(1, num_gradients=1, num_chunks=2, chunk_numel=2048)
 
 
+def new_memory(name: str, numel: int) -> torch.Tensor:
+    """Return new memory as the scratch memory of a form of moments."""
+    return torch.empty(numel)
+
+
 def documents(vocab_size: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(0, vocab_size, (length,), generator=generator).tolist() for length in LENGTHS]

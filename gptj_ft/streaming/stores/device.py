@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gptj_ft.models.layout import Kind, Layout
+from gptj_ft.streaming.moments import num_items
 from gptj_ft.streaming.stores.base import LayerStore
 from gptj_ft.system.accelerator import StreamEvent, fresh
 
@@ -22,7 +23,7 @@ class DeviceStore(LayerStore):
             for layer, layout in enumerate(layouts):
                 if layout.numel:
                     # The last event suffices: one stream zeroes the tensors in order.
-                    self._tensors[kind, layer], self.zeroed = fresh(layout.numel, dtype, device)
+                    self._tensors[kind, layer], self.zeroed = fresh(num_items(layout.numel, dtype), dtype, device)
         self._empty = torch.empty(0, device=device)  # for layers without elements
 
     def own(self, kind: Kind, layer: int) -> Tensor | None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gptj_ft.errors import DataError
 from gptj_ft.models.layout import Kind, Layout
+from gptj_ft.streaming.moments import items_of, num_elements
 from gptj_ft.streaming.stores.base import LayerStore, Span, chunks
 from gptj_ft.streaming.stores.queue import TransferQueue
 from gptj_ft.streaming.stores.state_file import Digests, StateFile, layer_path
@@ -168,9 +169,9 @@ class DiskStore(LayerStore):
             self._staging.memory = allocate(self._chunk_numel, torch.float32, torch.device("cpu"))
             if unpin := pin(self._staging.memory, values.device):
                 self._unpin.append(unpin)
-        for span in chunks(len(values), self._chunk_numel):
-            host = self._staging.memory.view(values.dtype)[: span.stop - span.start]
-            yield start + span.start, values[span], host
+        for span in chunks(num_elements(values), self._chunk_numel):
+            part = values[items_of(span, values.dtype)]
+            yield start + span.start, part, self._staging.memory.view(values.dtype)[: len(part)]
 
     def _new_path(self, layer: int) -> Path:
         return new_name(self._paths[layer])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gptj_ft.models.layout import Kind, Layout
+from gptj_ft.streaming.moments import num_items
 from gptj_ft.streaming.stores.base import LayerStore, Span
 from gptj_ft.streaming.stores.queue import TransferQueue
 from gptj_ft.system.accelerator import StreamEvent, copy, ended, has_streams, pin
@@ -25,7 +26,7 @@ class HostStore(LayerStore):
         self._queue = TransferQueue("host", 2 if has_streams(device) else 1, device)
         self._layouts = layouts
         self._tensors = {
-            (kind, layer): allocate(layout.numel, dtype, torch.device("cpu"))
+            (kind, layer): allocate(num_items(layout.numel, dtype), dtype, torch.device("cpu"))
             for kind, dtype in kinds.items()
             for layer, layout in enumerate(layouts)
             if layout.numel
@@ -42,7 +43,7 @@ class HostStore(LayerStore):
         return self._tensors[kind, layer]
 
     def read(self, span: Span, out: Tensor) -> Future[Tensor]:
-        own = self._tensors[span.kind, span.layer][span.start : span.start + len(out)]
+        own = self._part(span, out)
 
         def load(events: Sequence[StreamEvent]) -> Tensor:
             copy(own, out, events)
@@ -55,8 +56,12 @@ class HostStore(LayerStore):
         copy(self._layouts[span.layer].views(flat)[name][torch.tensor(rows)], out, ended(span.after))
 
     def write(self, span: Span, values: Tensor, digests: Sequence[str] = ()) -> Future[None]:
-        own = self._tensors[span.kind, span.layer][span.start : span.start + len(values)]
+        own = self._part(span, values)
         return self._queue.write(span.layer, span.after, lambda events: copy(values, own, events))
+
+    def _part(self, span: Span, items: Tensor) -> Tensor:
+        start = num_items(span.start, items.dtype)
+        return self._tensors[span.kind, span.layer][start : start + len(items)]
 
     def commit(self, layer: int, step: int) -> None:
         self._queue.commit(layer, lambda: None)

@@ -1,8 +1,8 @@
 """Safetensors file with one layer's training state: one flat, page-aligned tensor per kind.
 
 Spaces pad the header, as the format allows, so that the data starts on a 4096-byte boundary. Flat tensors are whole
-pages, so each kind starts on such a boundary as well. ``__metadata__`` contains the step, the offset and shape of each
-parameter in the flat tensors, and the XXH3-64 digest of each chunk.
+pages, if need be with zeros at their end, so each kind starts on such a boundary as well. ``__metadata__`` contains the
+step, the offset and shape of each parameter in the flat tensors, and the XXH3-64 digest of each chunk.
 Format: https://github.com/huggingface/safetensors#format, https://github.com/Cyan4973/xxHash
 """
 
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from gptj_ft.errors import DataError
 from gptj_ft.models.layout import Kind, Layout
+from gptj_ft.streaming.moments import items_of, num_bytes, num_elements, num_items
 from gptj_ft.streaming.stores.base import chunks
 from gptj_ft.system.direct_io import PAGE, open_direct, read_direct, write_bytes
 from gptj_ft.system.dtypes import SAFETENSORS_CODES
@@ -45,7 +46,7 @@ class StateFile:
         offsets, offset = {}, self.header_bytes
         for kind, dtype in self.kinds.items():
             offsets[kind] = offset
-            offset += self.layout.numel * dtype.itemsize
+            offset += self._num_bytes(dtype)
         return offsets
 
     @cached_property
@@ -56,7 +57,7 @@ class StateFile:
 
     @cached_property
     def num_bytes(self) -> int:
-        return self.header_bytes + sum(self.layout.numel * dtype.itemsize for dtype in self.kinds.values())
+        return self.header_bytes + sum(self._num_bytes(dtype) for dtype in self.kinds.values())
 
     def no_digests(self) -> Digests:
         """Return the digests of an empty file."""
@@ -82,7 +83,13 @@ class StateFile:
         known = digests or [digest(_bytes_of(part)) for _, part in parts]
         for (index, _), each in zip(parts, known, strict=True):
             noted[kind][index] = each
-        write_bytes(descriptor, _bytes_of(values), self.offsets[kind] + start * values.itemsize)
+        view, at = _bytes_of(values), self.offsets[kind] + num_bytes(start, values.dtype)
+        whole = len(view) if not self._ends(start, values) else len(view) // PAGE * PAGE
+        write_bytes(descriptor, view[:whole], at)
+        if whole < len(view):
+            page = _bytes_of(allocate(PAGE, torch.uint8, torch.device("cpu")))
+            page[: len(view) - whole] = view[whole:]
+            write_bytes(descriptor, page, at + whole)
 
     def read(self, descriptor: int, kind: Kind, out: Tensor, start: int, digests: Digests | None = None) -> None:
         """Read elements of one kind from ``start`` on.
@@ -94,8 +101,13 @@ class StateFile:
         Raises:
             DataError: the file is too short, or a digest differs.
         """
-        view = _bytes_of(out)
-        count = read_direct(descriptor, view, self.offsets[kind] + start * out.itemsize)
+        view, at = _bytes_of(out), self.offsets[kind] + num_bytes(start, out.dtype)
+        whole = len(view) if not self._ends(start, out) else len(view) // PAGE * PAGE
+        count = read_direct(descriptor, view[:whole], at)
+        if count == whole < len(view):
+            page = _bytes_of(allocate(PAGE, torch.uint8, torch.device("cpu")))
+            count += min(read_direct(descriptor, page, at + whole), len(view) - whole)
+            view[whole:] = page[: len(view) - whole]
         if count < len(view):
             raise DataError(f"state file is cut short: {kind} lacks {len(view) - count} bytes")
         if digests is None:
@@ -140,11 +152,13 @@ class StateFile:
         descriptor = open_direct(path, os.O_RDONLY)
         try:
             for kind, dtype in self.kinds.items():
-                buffer = allocate(min(self.chunk_numel, self.layout.numel), dtype, torch.device("cpu"))
+                numel = min(self.chunk_numel, self.layout.numel)
+                buffer = allocate(num_items(numel, dtype), dtype, torch.device("cpu"))
                 damaged = set()
                 for index, span in enumerate(chunks(self.layout.numel, self.chunk_numel)):
                     try:
-                        self.read(descriptor, kind, buffer[: span.stop - span.start], span.start, digests)
+                        part = buffer[: num_items(span.stop - span.start, dtype)]
+                        self.read(descriptor, kind, part, span.start, digests)
                     except DataError:
                         damaged.add(self._name_chunk(index))
                 lines += [f"{kind} ({names})" for names in sorted(damaged)]
@@ -154,11 +168,20 @@ class StateFile:
 
     def _chunks_of(self, start: int, values: Tensor) -> Iterator[tuple[int, Tensor]]:
         assert start % self.chunk_numel == 0, "internal error: transfer starts inside a chunk"
-        assert len(values) % self.chunk_numel == 0 or start + len(values) == self.layout.numel, (
+        numel = num_elements(values)
+        assert numel % self.chunk_numel == 0 or self._ends(start, values), (
             "internal error: transfer ends inside a chunk"
         )
-        for span in chunks(len(values), self.chunk_numel):
-            yield (start + span.start) // self.chunk_numel, values[span]
+        for span in chunks(numel, self.chunk_numel):
+            yield (start + span.start) // self.chunk_numel, values[items_of(span, values.dtype)]
+
+    def _ends(self, start: int, values: Tensor) -> bool:
+        """Tell whether a transfer ends the layer. Its last page may be a part of one."""
+        return start + num_elements(values) == self.layout.numel
+
+    def _num_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of a kind of this type; zeros fill its last page."""
+        return -(-num_bytes(self.layout.numel, dtype) // PAGE) * PAGE
 
     def _name_chunk(self, index: int) -> str:
         start, stop = index * self.chunk_numel, (index + 1) * self.chunk_numel
@@ -169,10 +192,10 @@ class StateFile:
         tensors: dict[str, object] = {}
         start = 0
         for kind, dtype in self.kinds.items():
-            end = start + self.layout.numel * dtype.itemsize
+            end = start + self._num_bytes(dtype)
             tensors[kind] = {
                 "dtype": SAFETENSORS_CODES[dtype],
-                "shape": [self.layout.numel],
+                "shape": [(end - start) // dtype.itemsize],
                 "data_offsets": [start, end],
             }
             start = end

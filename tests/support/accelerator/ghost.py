@@ -52,9 +52,16 @@ class Ledger:
 def forget_tensors() -> None:
     """Drop tensors that the package caches from an earlier simulation."""
     from gptj_ft.models import attention, rotary
-    from gptj_ft.streaming import adamw
+    from gptj_ft.streaming.moments import form, int8
 
-    for cached in (rotary._frequencies, rotary._inv_freq, attention.takes_ragged, adamw._noise):
+    for cached in (
+        rotary._frequencies,
+        rotary._inv_freq,
+        attention.takes_ragged,
+        form._noise,
+        int8._pairs,
+        int8._cells,
+    ):
         cached.cache_clear()
     gc.collect()
 
