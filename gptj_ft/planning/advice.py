@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
+from itertools import product
 from typing import Any
 
 import torch
 
+from gptj_ft.config.options import Recipe
 from gptj_ft.models.layout import Layout, StoredSize
 from gptj_ft.models.quantization.bitsandbytes import WRITTEN
 from gptj_ft.models.quantization.form import QuantizedForm
@@ -19,9 +21,13 @@ from gptj_ft.planning.workload import Workload
 MUCH = 1.5  # times as many tokens per second: less is not worth other numbers
 WAITS = 1 / 3  # of a step: with less waiting, fewer bytes cannot make it that much faster
 SHORT = 600.0  # seconds of a run that is not worth advice
-ROUNDED = {
-    "moments": "Adam's moments are rounded stochastically to bf16",
-    "gradients": "stored gradients are rounded to bf16",
+# Types by option, from wide to narrow, and what they cost; the first, fp32, costs nothing.
+NARROWER = {
+    "moments": {
+        "bf16": "Adam's moments are rounded stochastically to bf16",
+        "int8": "Adam's moments are rounded stochastically to 8-bit codes",
+    },
+    "gradients": {"bf16": "stored gradients are rounded to bf16"},
 }
 
 
@@ -62,13 +68,13 @@ def advise(plan: Plan) -> list[Advice]:
 def _candidates(now: Candidate[Workload]) -> Iterator[tuple[Candidate[Workload], str]]:
     """Yield the run with other options, and what they cost."""
     recipe, workload = now.recipe, now.workload
-    wide = [name for name in ROUNDED if getattr(recipe, name) == "fp32"] if recipe.method != "lora" else []
-    for names in [[name] for name in wide] + ([wide] if len(wide) > 1 else []):
+    for types in _narrower(recipe) if recipe.method != "lora" else ():
         narrow = now
-        for name in names:
-            options: dict[str, Any] = {name: "bf16"}
-            narrow = narrow.with_options(f"--set {name}=bf16", **options)
-        yield narrow, " and ".join(ROUNDED[name] for name in names) + ": other numbers than in fp32"
+        for name, narrow_type in types.items():
+            options: dict[str, Any] = {name: narrow_type}
+            narrow = narrow.with_options(f"--set {name}={narrow_type}", **options)
+        costs = (NARROWER[name][narrow_type] for name, narrow_type in types.items())
+        yield narrow, " and ".join(costs) + ": other numbers than in fp32"
     if recipe.method == "lora" and not any(layout.is_quantized for layout in workload.frozen):
         for name, bits in (("int8", "8"), ("nf4", "4.5")):
             typed = f"--model of `gptj-ft convert --quantize {name}`"
@@ -76,6 +82,18 @@ def _candidates(now: Candidate[Workload]) -> Iterator[tuple[Candidate[Workload],
     rows = 4 * recipe.batch_size
     larger = replace(workload, step=workload.step.scaled(Fraction(4), workload.rows.longest))
     yield now.with_options(f"--batch-size {rows}", larger, batch_size=rows), "a fourth of the updates per epoch"
+
+
+def _narrower(recipe: Recipe) -> Iterator[dict[str, str]]:
+    """Yield narrower types of the moments, of the gradients, and of both."""
+    by_option = []
+    for name, costs in NARROWER.items():
+        types = ["fp32", *costs]
+        by_option.append(types[types.index(getattr(recipe, name)) :])
+    for chosen in product(*by_option):
+        changed = {name: new for name, new in zip(NARROWER, chosen, strict=True) if new != getattr(recipe, name)}
+        if changed:
+            yield changed
 
 
 def quantized(workload: Workload, name: str) -> Workload:

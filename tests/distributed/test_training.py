@@ -157,6 +157,15 @@ def test_shared_layers_keep_bf16_dropout_bits(models, tmp_path, precision) -> No
     assert_same_run(tmp_path / "two", tmp_path / "alone")
 
 
+@pytest.mark.parametrize("share", ["layers", "rows"])
+def test_int8_moments_keep_bits_on_two_ranks(models, tmp_path, share) -> None:
+    lanes = 2 if share == "rows" else None
+    options = {**ON_DISK, "precision": "bf16", "moments": "int8", "lanes": lanes}
+    train_alone(models["gptj"], tmp_path / "alone", **options)
+    train_together(2, models["gptj"], tmp_path / "two", share=share, **options)
+    assert_same_run(tmp_path / "two", tmp_path / "alone")
+
+
 SAMPLED: dict[str, Any] = {"method": "sampled", "sampled": {"layers": 2, "period": 2, "vocabulary_every": 2}}
 
 

@@ -274,6 +274,15 @@ def test_split_master_saves_two_bytes_of_each_parameter(six_b: Workload) -> None
     assert stored["fp32"] > 72e9 > 61e9 > stored["split"], stored
 
 
+def test_int8_moments_keep_six_billion_parameters_in_49_gb(six_b: Workload) -> None:
+    recipe = Recipe(moments="int8", gradients="bf16", activations="recompute")
+    costs = planned(replace(six_b, dtype=torch.bfloat16), recipe=recipe).costs
+    moved = costs.bytes_read_per_step + costs.bytes_written_per_step
+    stored = costs.start.disk_bytes + 2 * six_b.stored_elements
+    assert 108e9 < moved < 109e9
+    assert stored == six_b.stored_elements * (2 + 2 + 2 * 260 / 256 + 2) < 49e9
+
+
 def test_without_clipping_gradients_never_move(six_b: Workload) -> None:
     costs = planned(six_b, Placement("host", "host"), Recipe(clip_norm=None)).costs
     moved = [costs.forward.read, costs.forward.written, costs.backward.read, costs.backward.written]

@@ -44,7 +44,8 @@ def reduced(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "scenario", ["full", "tied", "sampled", "lora", "quantized", "part", "split", "newer", "read", "write", "run"]
+    "scenario",
+    ["full", "moments", "tied", "sampled", "lora", "quantized", "part", "split", "newer", "read", "write", "run"],
 )
 def test_placement_changes_no_bit(scenario: str, reduced: list[dict[str, Any]]) -> None:
     cases = [case for case in reduced if case["scenario"] == scenario]

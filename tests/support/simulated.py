@@ -132,6 +132,7 @@ class Training:
     frozen: str | None = None  # place of frozen weights
     dtype: str = "fp32"  # of the computation
     narrow: bool = False  # bf16 moments, and bf16 gradients if clipping stores them
+    moments: torch.dtype | None = None  # instead of these
     kept: int = 0  # blocks whose activations are kept
     late: int = 0  # blocks whose updates are deferred
     fp16_exponent: int = 19  # of the loss scale, which doubles after every step until one is skipped
@@ -184,6 +185,7 @@ class Training:
         placement = Placement(*self.places, self.frozen, self.in_memory, self.memory)  # type: ignore[arg-type]
         moments = torch.bfloat16 if self.narrow else torch.float32
         gradients = torch.float32 if recipe.clip_norm is None else moments
+        moments = self.moments or moments
         with tempfile.TemporaryDirectory(dir=memory()) as tmp, open_checkpoint(folder) as checkpoint:
             model = open_for_training(
                 architecture, placement, training_dtypes(DTYPES[self.dtype], moments, gradients), device,
@@ -244,6 +246,15 @@ def full(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[Case]
                 run = Training(model, {"clip_norm": clip}, places, None, dtype, dtype != "fp32", kept, late)
                 label = f"{'/'.join(places)}, {kept} kept, {late} late"
                 yield from _cases("full", f"{model}, {dtype}, {words}", label, run, schedules)
+
+
+def moments(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[Case]:
+    """8-bit moments, whose chunks have other lengths than those of weights."""
+    for (words, clip), (number, places) in product(CLIPPING.items(), enumerate(EVERYWHERE)):
+        options = {"clip_norm": clip}
+        run = Training("gptj", options, places, dtype="bf16", narrow=True, kept=number % 2, late=number % 3,
+                       moments=torch.uint8)  # fmt: skip
+        yield from _cases("moments", words, "/".join(places), run, schedules)
 
 
 def tied(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[Case]:
@@ -463,7 +474,7 @@ def _cases(
 
 
 SCENARIOS = {
-    "full": full, "tied": tied, "sampled": sampled, "lora": lora, "quantized": quantized, "part": part,
+    "full": full, "moments": moments, "tied": tied, "sampled": sampled, "lora": lora, "quantized": quantized, "part": part,
     "split": split, "newer": newer, "read": read, "write": write, "run": runs,
 }  # fmt: skip
 
@@ -481,6 +492,7 @@ def reduced(names: Sequence[str]) -> list[Case]:
         cases = list(scenario(tuple(DTYPES), ("late",)))
         steps = {
             "full": 17,
+            "moments": 3,
             "tied": 9,
             "sampled": 19,
             "lora": 5,

@@ -285,8 +285,9 @@ class FakeClock:
         return slow
 
 
-def test_resume_with_other_placement_is_bit_equal(shell, rows_file: Path) -> None:
-    options = f"{TINY} --epochs 1 --set save_every=2"
+@pytest.mark.parametrize("moments", ["fp32", "int8"])
+def test_resume_with_other_placement_is_bit_equal(moments: str, shell, rows_file: Path) -> None:
+    options = f"{TINY} --epochs 1 --set save_every=2 --set moments={moments}"
     assert shell(f"{options} --output straight --weights device --optimizer-state device").code == 0
 
     with failing(4):
@@ -314,16 +315,19 @@ def num_steps_done(run: Path) -> int:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    ("place", "condition"),
+    ("place", "moments", "condition"),
     [
-        ("device", lambda run: list(run.glob("checkpoints/step-*/manifest.json"))),
-        ("disk", lambda run: num_steps_done(run) >= 4),
+        ("device", "fp32", lambda run: list(run.glob("checkpoints/step-*/manifest.json"))),
+        ("disk", "fp32", lambda run: num_steps_done(run) >= 4),
+        ("disk", "int8", lambda run: num_steps_done(run) >= 4),
     ],
 )
 def test_killed_run_resumes_bit_equal(
-    place: str, condition, shell, server: ForkServer, rows_file: Path, tmp_path: Path
+    place: str, moments: str, condition, shell, server: ForkServer, rows_file: Path, tmp_path: Path
 ) -> None:
-    options = f"{TINY} --epochs 5 --set save_every=3 --weights {place} --optimizer-state {place}"
+    options = (
+        f"{TINY} --epochs 5 --set save_every=3 --weights {place} --optimizer-state {place} --set moments={moments}"
+    )
     assert shell(f"{options} --output straight").code == 0
     kill_when(condition, server, options, tmp_path)
     before = num_steps_done(tmp_path / "killed")

@@ -84,12 +84,12 @@ class StateFile:
         for (index, _), each in zip(parts, known, strict=True):
             noted[kind][index] = each
         view, at = _bytes_of(values), self.offsets[kind] + num_bytes(start, values.dtype)
-        whole = len(view) if not self._ends(start, values) else len(view) // PAGE * PAGE
+        last = self._last_page(start, values)
+        whole = len(view) if last is None else len(view) // PAGE * PAGE
         write_bytes(descriptor, view[:whole], at)
-        if whole < len(view):
-            page = _bytes_of(allocate(PAGE, torch.uint8, torch.device("cpu")))
-            page[: len(view) - whole] = view[whole:]
-            write_bytes(descriptor, page, at + whole)
+        if last is not None:
+            last[: len(view) - whole] = view[whole:]
+            write_bytes(descriptor, last, at + whole)
 
     def read(self, descriptor: int, kind: Kind, out: Tensor, start: int, digests: Digests | None = None) -> None:
         """Read elements of one kind from ``start`` on.
@@ -102,12 +102,12 @@ class StateFile:
             DataError: the file is too short, or a digest differs.
         """
         view, at = _bytes_of(out), self.offsets[kind] + num_bytes(start, out.dtype)
-        whole = len(view) if not self._ends(start, out) else len(view) // PAGE * PAGE
+        last = self._last_page(start, out)
+        whole = len(view) if last is None else len(view) // PAGE * PAGE
         count = read_direct(descriptor, view[:whole], at)
-        if count == whole < len(view):
-            page = _bytes_of(allocate(PAGE, torch.uint8, torch.device("cpu")))
-            count += min(read_direct(descriptor, page, at + whole), len(view) - whole)
-            view[whole:] = page[: len(view) - whole]
+        if last is not None and count == whole:
+            count += min(read_direct(descriptor, last, at + whole), len(view) - whole)
+            view[whole:] = last[: len(view) - whole]
         if count < len(view):
             raise DataError(f"state file is cut short: {kind} lacks {len(view) - count} bytes")
         if digests is None:
@@ -178,6 +178,14 @@ class StateFile:
     def _ends(self, start: int, values: Tensor) -> bool:
         """Tell whether a transfer ends the layer. Its last page may be a part of one."""
         return start + num_elements(values) == self.layout.numel
+
+    def _last_page(self, start: int, values: Tensor) -> memoryview | None:
+        """Return zeros in place of a transfer's last page, with the padding behind it; None: it needs none."""
+        rest = values.nbytes % PAGE
+        padding = self._num_bytes(values.dtype) - num_bytes(self.layout.numel, values.dtype)
+        if not padding or not self._ends(start, values):
+            return None
+        return _bytes_of(allocate(rest + padding, torch.uint8, torch.device("cpu")))
 
     def _num_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of a kind of this type; zeros fill its last page."""
