@@ -50,7 +50,7 @@ def moments(kind: Kind, number: int) -> Tensor:
 
 
 def stored(kind: Kind, values: Tensor, noise: Noise | None = None) -> Tensor:
-    items = torch.empty(len(values) // INT8.block * INT8.items, dtype=torch.uint8)
+    items = torch.empty(len(values) // INT8.block * INT8.items, dtype=INT8.dtype)
     INT8.store(kind, values.clone(), items, noise, new_memory)
     return items
 
@@ -105,7 +105,7 @@ def in_blocks(values: Tensor) -> Tensor:
 
 
 def codes_of(items: Tensor) -> Tensor:
-    return items.view(-1, INT8.items)[:, :BLOCK].reshape(-1).long()
+    return items.view(torch.uint8).view(-1, INT8.items)[:, :BLOCK].reshape(-1).long()
 
 
 @pytest.mark.parametrize("kind", MOMENTS)
@@ -283,13 +283,13 @@ def test_state_file_has_codes_then_scales(folder: Path, tmp_path: Path) -> None:
     assert all(norm > 0 for _, norm in curve)
     layout = stack.layouts[1]
     tensors = load_file(tmp_path / "layer-001.safetensors")
-    assert {kind: tensors[kind].dtype for kind in MOMENTS} == dict.fromkeys(MOMENTS, torch.uint8)
+    assert {kind: tensors[kind].dtype for kind in MOMENTS} == dict.fromkeys(MOMENTS, torch.int8)
     for kind in MOMENTS:
         items = tensors[kind][: layout.numel // BLOCK * INT8.items].view(-1, INT8.items)
         scales = items[:, BLOCK:].contiguous().view(torch.float32)
         assert bool((scales >= 0).all())
         assert bool((tensors[kind][layout.numel // BLOCK * INT8.items :] == 0).all()), "zeros fill the last page"
         assert torch.equal(
-            dynamic_map(is_signed(kind))[items[:, :BLOCK].long()] * scales,
+            dynamic_map(is_signed(kind))[items[:, :BLOCK].contiguous().view(torch.uint8).long()] * scales,
             loaded(kind, items.reshape(-1)).view(-1, BLOCK),
         )

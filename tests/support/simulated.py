@@ -253,7 +253,7 @@ def moments(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[Ca
     for (words, clip), (number, places) in product(CLIPPING.items(), enumerate(EVERYWHERE)):
         options = {"clip_norm": clip}
         run = Training("gptj", options, places, dtype="bf16", narrow=True, kept=number % 2, late=number % 3,
-                       moments=torch.uint8)  # fmt: skip
+                       moments=torch.int8)  # fmt: skip
         yield from _cases("moments", words, "/".join(places), run, schedules)
 
 

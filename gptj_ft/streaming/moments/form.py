@@ -57,7 +57,7 @@ class MomentForm(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the stored items; state files record it, so each form has its own."""
+        """Type of the stored items. State files record it, so no other form or kind of tensor in a store has it."""
 
     @property
     def block(self) -> int:
@@ -82,7 +82,7 @@ class MomentForm(Protocol):
         """Store fp32 values.
 
         Args:
-            kind: which of the two moments.
+            kind: first or second moment.
             values: flat, fp32; overwritten.
             stored: target, items of the same elements.
             noise: rounds stochastically; None: to nearest.

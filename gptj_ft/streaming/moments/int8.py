@@ -35,7 +35,7 @@ CELL_BITS, SLOPE_BITS, FRACTION_BITS = 12, 6, 16
 class Int8:
     """Moments as 8-bit codes."""
 
-    dtype: torch.dtype = torch.uint8
+    dtype: torch.dtype = torch.int8  # of bytes; uint8 is the type of quantized weights
     block: int = BLOCK
     items: int = BLOCK + SCALE_BYTES
     moved: int = 130  # as many as take the time that lookups take on a CPU
@@ -59,7 +59,7 @@ class Int8:
             codes = nearest_codes(values, dynamic_map(signed).to(values.device))
             if not signed:
                 codes[(codes == 0) & (values > 0)] = 1
-        rows[:, :BLOCK].copy_(codes.view(-1, BLOCK))
+        rows[:, :BLOCK].view(torch.uint8).copy_(codes.view(-1, BLOCK))
 
 
 def is_signed(kind: Kind) -> bool:
@@ -160,7 +160,7 @@ def _positions(starts: Tensor, sign: int, numbers: Tensor) -> tuple[Tensor, Tens
 
     Args:
         starts: fp32 bits of their least magnitudes.
-        sign: of their values.
+        sign: sign of their values, 1 or -1.
         numbers: map of codes, in fp64.
     """
     unit, first, last = 1 << FRACTION_BITS, float(numbers[0]), float(numbers[-1])
