@@ -474,8 +474,8 @@ def _cases(
 
 
 SCENARIOS = {
-    "full": full, "moments": moments, "tied": tied, "sampled": sampled, "lora": lora, "quantized": quantized, "part": part,
-    "split": split, "newer": newer, "read": read, "write": write, "run": runs,
+    "full": full, "moments": moments, "tied": tied, "sampled": sampled, "lora": lora, "quantized": quantized,
+    "part": part, "split": split, "newer": newer, "read": read, "write": write, "run": runs,
 }  # fmt: skip
 
 
