@@ -34,6 +34,7 @@ from gptj_ft.distributed.traffic import migrated_bytes
 from gptj_ft.distributed.training import DistributedTraining, resolve_split
 from gptj_ft.distributed.worker import worker_run
 from gptj_ft.errors import DataError, GptjFtError, Interrupted, NotFinite, UsageError
+from gptj_ft.models.layer_sampling import EVERY_LAYER
 from gptj_ft.system.group import ALONE, Group
 from gptj_ft.training import checkpoint, compute, loop
 from gptj_ft.training.loop import Session, TrainResult, train
@@ -947,7 +948,7 @@ def test_hostile_state_of_peer_is_named(topic: str, message: Any, where: str, tm
         return [facts, message if name == topic else others]
 
     partition = SimpleNamespace(group=SimpleNamespace(gather=gather))
-    setup = SimpleNamespace(whole=SimpleNamespace(trained=[]), recipe=Recipe())
+    setup = SimpleNamespace(whole=SimpleNamespace(trained=[]), recipe=Recipe(), choice=EVERY_LAYER)
     migration: Any = migrate.Migration(setup, Run(tmp_path), partition)  # type: ignore[arg-type]
     with pytest.raises(DataError, match=re.escape(f"the message '{topic}' of rank 1 is damaged: {where}: ")):
         migration.find_resume_point()
