@@ -41,7 +41,8 @@ from gptj_ft.training.reporter import Reporter
 MODEL = "EleutherAI/gpt-j-6b"
 SHAKING_SECONDS = 25.0
 MIN_PRIVATE_LENGTH = 3  # characters; shorter user and host names occur inside ordinary words
-State = Literal["passed", "failed", "skipped"]
+State = Literal["passed", "differs", "failed", "skipped"]
+"""``differs``: more than rounding explains, less than a wrong computation would."""
 Facts = Mapping[str, Any]
 
 
@@ -67,7 +68,7 @@ class Part:
     state: State
     seconds: float
     numbers: Facts = field(default_factory=dict)
-    problem: str = ""  # reason for failing or skipping
+    problem: str = ""  # reason for failing or skipping, or the differences that are larger than expected
     exit_code: int = 0  # of the command, if the part failed
     places: Sequence[str] = ()  # traceback in this package, as file:line, innermost last
 
@@ -177,7 +178,8 @@ def run_part(name: str, work: Callable[[], Facts]) -> Part:
         code = ResourceError.exit_code if "out of memory" in problem else getattr(error, "exit_code", 1)
         text = without_private(lines[0] if lines else type(error).__name__)
         return Part(name, "failed", time.monotonic() - start, {}, text, code, places)
-    return Part(name, "passed", time.monotonic() - start, numbers)
+    differs = list(numbers.get("differs", ()))
+    return Part(name, "differs" if differs else "passed", time.monotonic() - start, numbers, "; ".join(differs))
 
 
 def without_private(text: str, user: Callable[[], str] = getuser, host: Callable[[], str] = socket.gethostname) -> str:
@@ -242,7 +244,8 @@ class Checkup:
 
     def compare_placements(self) -> Facts:
         """Compare placements with each other, and an accelerator with the CPU."""
-        numbers, is_thorough = {}, self.effort.is_thorough
+        is_thorough = self.effort.is_thorough
+        numbers: dict[str, Any] = {"differs": []}
         half = dict.fromkeys((self.precision, "fp16") if is_thorough else (self.precision,))
         for family, more in (("gptj", half if is_accelerator(self.device) else ()), ("gpt2", ())):
             groups = [
@@ -255,6 +258,7 @@ class Checkup:
                 groups = [group[:1] for group in groups]
             with single_thread():
                 numbers[family] = parity.check_placements(self.small_model(family), groups)
+            numbers["differs"] += numbers[family]["differs"]
         return numbers
 
     def compare_attention(self) -> Facts:
@@ -324,6 +328,9 @@ def _status(device: torch.device, known: Facts, parts: Sequence[Part]) -> str:
         others = f" (failed, too: {', '.join(part.name for part in failed[1:])})" if failed[1:] else ""
         instead = "; use --device cpu meanwhile" if is_accelerator(device) else ""
         return f"does not work on {name}: {failed[0].name}: {failed[0].problem}{others}{instead}"
+    if differing := [part for part in parts if part.state == "differs"]:
+        lines = "; ".join(f"{part.name}: {part.problem}" for part in differing)
+        return f"works on {name}, but differs more than expected: {lines}; please report it"
     if not is_accelerator(device):
         return f"works on {name}: the numbers of transformers; the same bits from RAM and from disk"
     numbers = {part.name: part.numbers for part in parts}

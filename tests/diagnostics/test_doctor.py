@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import json
+import math
 import socket
 import subprocess
 import tempfile
@@ -103,6 +104,29 @@ def test_failed_part_does_not_stop_others(error: Exception, code: int, says: str
     assert found["parts"][0]["places"][-1].startswith("diagnostics/checkup.py:")
     assert len(found["verdict"]) == 4
     assert all("\n" not in line for line in found["verdict"])
+
+
+def test_difference_above_rounding_is_no_failure(shell, passing) -> None:
+    line = parity.judge("bf16: the loss differs from the CPU's", 3e-3, parity.LOSS_TOLERANCE["bf16"])
+    passing.update(placements=("", lambda: {"differs": line}))
+    done = shell("doctor --device cpu --json")
+    assert (done.code, done.json["works"]) == (0, True)
+    assert [part["state"] for part in done.json["parts"]] == ["passed", "differs", "passed", "passed"]
+    assert "differs more than expected: placements: bf16: the loss differs" in done.json["verdict"][0]
+    assert "by 0.003 (relative), 1.5 times the 0.002 expected: weights, hidden states" in done.json["verdict"][0]
+
+
+@pytest.mark.parametrize("precision", parity.LOSS_TOLERANCE)
+def test_differences_are_judged_by_two_limits(precision: str) -> None:
+    tolerance = parity.LOSS_TOLERANCE[precision]
+    assert tolerance.expected * 10 <= tolerance.wrong
+    assert parity.judge("x", tolerance.expected, tolerance) == []
+    assert len(parity.judge("x", tolerance.wrong, tolerance)) == 1
+    for error in (tolerance.wrong * 1.01, math.nan, math.inf):
+        with pytest.raises(Mismatch, match="x by "):
+            parity.judge("x", error, tolerance)
+    assert parity.margin(tolerance.expected / 4, tolerance) == pytest.approx(4)
+    assert parity.margin(0.0, tolerance) is None
 
 
 def test_stop_request_ends_the_checkup() -> None:
