@@ -38,7 +38,7 @@ class Int8:
     dtype: torch.dtype = torch.int8  # of bytes; uint8 is the type of quantized weights
     block: int = BLOCK
     items: int = BLOCK + SCALE_BYTES
-    moved: int = 130  # as many as take the time that lookups take on a CPU
+    moved: int = 170  # as many as take the time that lookups take on a CPU (benchmarks/moments.py)
     num_scratch: int = 2  # cells, and what they hold
 
     def load(self, kind: Kind, stored: Tensor, scratch: Scratch) -> Tensor:
