@@ -94,6 +94,18 @@ def test_last_step_matches_the_draws(choice: SampledLayers) -> None:
         last |= dict.fromkeys(active(choice, step, choice.num_layers), step + 1)
 
 
+def test_typical_draws_have_distinct_blocks() -> None:
+    for num_layers in range(3, 20):
+        for number in range(1, num_layers - 1):
+            typical = SampledLayers(num_layers, 0, number, 10, 4).typical
+            assert [share for share, _ in typical] == [0.25, 0.75]
+            with_ends, without = (layers.layers for _, layers in typical)
+            assert with_ends - without == {0, num_layers - 1}
+            assert len(without) == number
+            assert without <= set(range(1, num_layers - 1))
+    assert [layers.layers for _, layers in SampledLayers(30, 0, 2, 10, 1).typical] == [{0, 10, 19, 29}]
+
+
 def test_too_many_blocks_are_refused() -> None:
     recipe = Recipe(method="sampled", sampled={"layers": 4})
     with pytest.raises(UsageError, match=r"sampled\.layers is 4, but the model has 3 blocks"):
