@@ -8,7 +8,7 @@ The first moment has the signed map of codes, the second one the unsigned map. T
 
 * A positive second moment never becomes 0, but the least positive code. In a step without gradient, a zero below a
   first moment that is not zero would divide by Adam's epsilon alone.
-* The signed map ends at -0.993 of the scale: lower values, at most one or two of a block, become that.
+* The signed map ends at -0.993 of the scale: lower values become that.
 """
 
 from __future__ import annotations
