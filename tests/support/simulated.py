@@ -132,13 +132,13 @@ class Training:
     frozen: str | None = None  # place of frozen weights
     dtype: str = "fp32"  # of the computation
     narrow: bool = False  # bf16 moments, and bf16 gradients if clipping stores them
-    moments: torch.dtype | None = None  # instead of these
     kept: int = 0  # blocks whose activations are kept
     late: int = 0  # blocks whose updates are deferred
     fp16_exponent: int = 19  # of the loss scale, which doubles after every step until one is skipped
     micro_batch_tokens: int = MICRO_BATCH_TOKENS
     in_memory: tuple[int, ...] = ()  # layers in `memory` instead of on disk
     memory: str = "host"
+    moments: torch.dtype | None = None  # instead of those of `narrow`
 
     def __call__(self, device: torch.device) -> Any:
         """Train; return losses, gradient norms and digests of the state."""
