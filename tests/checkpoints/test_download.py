@@ -251,6 +251,7 @@ def test_requests_reveal_nothing_about_caller(hub: Hub) -> None:
     assert all(request.path.startswith(("/api/models/", f"/{REPOSITORY}/", "/cdn/")) for request in hub.requests)
 
 
+@pytest.mark.thorough
 def test_hf_endpoint_is_respected(hub: Hub, tmp_path: Path) -> None:
     code = "from gptj_ft.checkpoints.download import download; print(download(dry_run=True).commit)"
     environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}

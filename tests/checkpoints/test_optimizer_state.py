@@ -36,6 +36,7 @@ def squared(leaves: reference.Leaves) -> reference.Leaves:
     return {key: array**2 for key, array in leaves.items()}
 
 
+@pytest.mark.thorough
 def test_full_mesh_moments_join_like_weights(tmp_path: Path, shell) -> None:
     config = tmp_path / "mesh.json"
     config.write_text(json.dumps(reference.SHAPE))

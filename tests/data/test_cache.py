@@ -137,6 +137,7 @@ print(len(made.rows), sum(map(sum, made.rows["input_ids"])), made.rows.path)
 """
 
 
+@pytest.mark.thorough
 def test_concurrent_preparations_keep_one_result(rows: Path, made: list[Path]) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     both = [

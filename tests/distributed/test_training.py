@@ -158,6 +158,7 @@ def test_shared_layers_keep_bf16_dropout_bits(models, tmp_path, precision) -> No
     assert_same_run(tmp_path / "two", tmp_path / "alone")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("share", ["layers", "rows"])
 def test_int8_moments_keep_bits_on_two_ranks(models, tmp_path, share) -> None:
     lanes = 2 if share == "rows" else None
@@ -170,6 +171,7 @@ def test_int8_moments_keep_bits_on_two_ranks(models, tmp_path, share) -> None:
 SAMPLED: dict[str, Any] = {"method": "sampled", "sampled": {"layers": 2, "period": 2, "vocabulary_every": 2}}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("share", "place", "clip"), [("layers", "mixed", None), ("rows", "disk", 1.0)])
 @pytest.mark.parametrize("name", ["gptj", "gpt2"])
 def test_sampled_layers_keep_bits(models, tmp_path, name, share, place, clip) -> None:
@@ -180,6 +182,7 @@ def test_sampled_layers_keep_bits(models, tmp_path, name, share, place, clip) ->
     assert_same_run(tmp_path / "3", tmp_path / "1")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("place", "mirror"), [("disk", False), ("device", True)])
 def test_sampled_layers_migrate_between_disks(models, tmp_path, place, mirror) -> None:
     options = {**SAMPLED, **PLACES[place], "max_steps": 6, "save_every": 1}
@@ -198,7 +201,7 @@ FOUR_LANES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("method", "place"), FOUR_LANES)
 def test_four_lanes_keep_bits(models, tmp_path, method, place) -> None:
     model = models["gpt2" if method == "tied" else "gptj"]
@@ -231,7 +234,7 @@ TWO_LANES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("method", "place", "clip", "batch_size"), TWO_LANES)
 def test_replicas_of_shared_layers_keep_bits(models, tmp_path, method, place, clip, batch_size) -> None:
     model = models["gpt2" if method == "tied" else "gptj"]
@@ -338,7 +341,7 @@ RESUMES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("place", "share", "precision"), RESUMES)
 def test_resume_with_other_size_keeps_bits(models, tmp_path, place, share, precision) -> None:
     lanes = 3 if share == "rows" else None
@@ -372,7 +375,7 @@ def test_resume_with_other_split_keeps_bits(models, tmp_path, place) -> None:
     assert_same_run(tmp_path / "moving", tmp_path / "alone")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "rank", [0, pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
 )
@@ -398,7 +401,7 @@ def test_dead_replica_rank_loses_no_step(models, tmp_path, monkeypatch, rank) ->
     assert losses_of(tmp_path / "1") == losses_of(tmp_path / "0")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", ["device", "disk"])
 def test_layers_migrate_between_disks(models, tmp_path, place) -> None:
     options = {**PLACES[place], "max_steps": 6, "save_every": 1}
@@ -414,7 +417,7 @@ def test_layers_migrate_between_disks(models, tmp_path, place) -> None:
     assert not (tmp_path / "1" / "model").exists()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("method", "place", "clip"),
     [
@@ -546,7 +549,7 @@ def lose_disk(machines: Path, rank: int) -> None:
         (machines / "1").rename(machines / "0")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("place", "rank"),
     [
@@ -661,7 +664,7 @@ def test_shared_disk_is_not_mirrored(models, tmp_path) -> None:
     assert "mirrored" not in (tmp_path / "alone" / "log.txt").read_text(encoding="utf-8")
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("when", "rank"),
     [

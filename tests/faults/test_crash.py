@@ -86,7 +86,7 @@ def test_power_cut_with_deferred_updates(stride: int, session: TrainSetup, strai
         check(late, straight, tmp_path, [last])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stride", [19, pytest.param(1, marks=pytest.mark.slow)])
 def test_power_cut_with_tied_weights(stride: int, precision: str, tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_lost_unflushed_writes_cost_no_commit(keeping_session: TrainSetup, kept:
         lose_power_and_resume(keeping_session, kept, tmp_path, [last + 6], seed=last)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.thorough
 def test_second_power_loss_during_resume(keeping_session: TrainSetup, kept: Run, tmp_path: Path) -> None:
     total = count_lossy_operations(keeping_session, tmp_path)
     for seed in (None, 1, 2):

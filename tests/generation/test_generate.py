@@ -75,6 +75,7 @@ def start_output(path: Path, settings_of: Path, together: int) -> None:
     Path(f"{path}.settings.json").write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
 
 
+@pytest.mark.thorough
 def test_truncated_output_resumes_to_the_same_bytes(model: Path, rows: Path, shell) -> None:
     command = "generate --model tuned --input rows.jsonl --temperature 2 --num-return 2 --output"
     assert shell(f"{command} one-batch.jsonl").code == 0

@@ -239,7 +239,7 @@ def adapters_of(case: FamilyModel, stack: OffloadedModel, kind: str = "weight") 
     return found
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @shapes(["gpt_neox", "llama"])
 @pytest.mark.parametrize("method", ["full", pytest.param("lora", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(

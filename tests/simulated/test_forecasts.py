@@ -20,6 +20,7 @@ def check_memory(case: dict[str, Any]) -> None:
     assert case["ledger"] <= case["forecast"] <= 1.1 * case["ledger"], case
 
 
+@pytest.mark.thorough
 def test_few_blocks_match_memory_and_time_forecasts(server: ForkServer) -> None:
     found = forecasts(
         server, "memory", *({"cap": 6, "tokens": 4096, "method": each, "layers": 2} for each in ("full", "lora"))

@@ -35,6 +35,7 @@ def test_one_accelerator_per_rank_keeps_bits(lines: list[dict[str, Any]]) -> Non
     assert len({case["numbers"] for case in cases}) == 2  # one lane and two differ: the digests see rounding
 
 
+@pytest.mark.thorough
 def test_sending_before_copy_is_race(lines: list[dict[str, Any]]) -> None:
     (found,) = (line for line in lines if line.get("fault") == "a hidden state is sent before its copy has ended")
     assert any("copy d2h" in race and "send at" in race for race in found["races"]), found

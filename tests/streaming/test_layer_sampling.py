@@ -167,6 +167,7 @@ def test_sampled_steps_match_torch(family: str, choice: EveryLayer, folders: dic
             assert relative(three[0].double(), three[2]) < 1e-5 + relative(three[1].double(), three[2]), name
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_placements_and_buffers_change_no_bit(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
     folder, steps = folders[family], 7  # three changes of the period, with the vocabulary and without it
@@ -185,6 +186,7 @@ def test_placements_and_buffers_change_no_bit(family: str, folders: dict[str, Pa
     assert_identical(train(stack, Recipe(), steps=steps, late=2), expected)
 
 
+@pytest.mark.thorough
 def test_placements_change_no_bit_in_bf16(folders: dict[str, Path], tmp_path: Path) -> None:
     bf16 = torch.bfloat16
     for number, narrow in enumerate((torch.float32, bf16)):

@@ -185,7 +185,7 @@ def resident_runs(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFac
     }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("family", "placement", "late", "kept"),
     [

@@ -181,6 +181,7 @@ def test_zero_weight_computes_no_z_loss(weight: float, narrow_folder: Path, tmp_
     assert ("logsumexp" in calls.names) == (loss.z_mean != 0.0) == (weight != 0.0)
 
 
+@pytest.mark.sampled(2)
 def test_ten_adamw_steps_with_clipping_match_torch(oracle, model_folder: Path, tmp_path: Path) -> None:
     recipe = Recipe(clip_norm=0.2, weight_decay=0.1)
     curve, weights = train(open_training(model_folder, tmp_path, recipe=recipe), recipe, steps=STEPS)

@@ -72,6 +72,7 @@ def test_models_come_from_and_go_to_the_hub(family: str, workplace: Hub, shell) 
     assert {"config.json", "tokenizer.json"} <= workplace.pushed["me/mine"].files.keys()
 
 
+@pytest.mark.thorough
 @every_decoder
 def test_every_method_trains(family: str, workplace: Hub, shell) -> None:
     full = trained(shell, TEXTS, "full")

@@ -56,6 +56,7 @@ def state_file(run: Run, layer: int = 1) -> Path:
     return layer_path(newest / "layer", layer)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", PLACES)
 def test_both_layouts_end_with_the_same_bits(place: str, here: Path) -> None:
     split, fp32 = (Run(here / f"{place}-{layout}-done") for layout in LAYOUTS)

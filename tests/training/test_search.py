@@ -205,6 +205,7 @@ def test_finished_search_returns_its_result() -> None:
     assert {path: path.stat().st_mtime_ns for path in Path("s").rglob("*.safetensors")} == before
 
 
+@pytest.mark.thorough
 def test_same_command_resumes_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     options = {key: value for key, value in OPTIONS.items() if key != "output"}
     with monkeypatch.context() as patch:
