@@ -244,7 +244,6 @@ ROOMS = {
 }
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("family", "weights", "state", "name"),
     [("gptj", *places, "little") for places in itertools.product(PLACES, PLACES)]

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
 import signal
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from conftest import write_rows
 from support.small_run import assert_same_weights, losses_of, weights_of
 
 from gptj_ft import api
 from gptj_ft.config.run_folder import Run
+from gptj_ft.data.batches import Rows
 from gptj_ft.data.dataset import load_dataset
 from gptj_ft.errors import DataError, Interrupted, NotFinite, OutOfTime, ResourceError, UsageError
+from gptj_ft.models.batch import PackedBatch
 from gptj_ft.system.digests import write_sealed
 from gptj_ft.system.lock import locked
+from gptj_ft.training import row_scores
 from gptj_ft.training import search as module
 from gptj_ft.training.halving import Budget, plain_counts, rungs_of
 from gptj_ft.training.reporter import Reporter
@@ -108,6 +115,21 @@ def test_row_losses_sum_to_the_validation_loss() -> None:
         for decision in result.decisions:
             score = next(each.score for each in decision.standings if each.candidate == result.best)
             assert score == pytest.approx(losses[decision.step], rel=1e-5)
+
+
+def test_row_losses_are_in_the_order_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def score(_: object, batches: Sequence[PackedBatch], queries: object) -> Iterator[SimpleNamespace]:
+        for batch in batches:  # each token of row n is n + 1: so is the loss of each of its targets
+            ends = list(itertools.pairwise(batch.cu_seqlens))
+            losses = torch.cat([batch.tokens_T[start : end - 1] for start, end in ends]).float()
+            yield SimpleNamespace(log_probabilities_S=-losses, is_argmax_S=losses > 0)
+
+    monkeypatch.setattr(row_scores, "score_tokens", score)
+    lengths = (3, 9, 2, 8, 4)
+    rows = Rows([[row + 1] * length for row, length in enumerate(lengths)], [1] * len(lengths))
+    offloaded: Any = SimpleNamespace(device=torch.device("cpu"), budget=SimpleNamespace(pass_tokens=1000))
+    found = list(row_scores._token_scores(rows, offloaded, 10, lambda: None))
+    assert found == [((row + 1.0) * (length - 1), length - 1, length - 1) for row, length in enumerate(lengths)]
 
 
 class KillAt(Reporter):
