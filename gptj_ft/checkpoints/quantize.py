@@ -17,8 +17,8 @@ from gptj_ft.checkpoints.quantized import ABSMAX, MAP, ROW_FORMAT, ROW_SCALES, S
 from gptj_ft.checkpoints.weight_file import PIECE_BYTES, TensorInfo
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models import lora
-from gptj_ft.models.quantization.bitsandbytes import CODES, SCALES, TABLES, WRITTEN
-from gptj_ft.models.quantization.form import QuantizedForm
+from gptj_ft.models.quantization.bitsandbytes import TABLES, WRITTEN
+from gptj_ft.models.quantization.form import CODES, SCALES, QuantizedForm
 from gptj_ft.models.registry import Architecture, full_name
 
 Quantization = Literal["nf4", "int8"]
@@ -57,7 +57,7 @@ def quantization_config(quantization: Quantization, architecture: Architecture, 
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredPart:
     """A tensor of the quantized folder."""
 
     entry: TensorInfo
@@ -76,7 +76,7 @@ class PartsCheckpoint(Checkpoint):
     def __init__(self, source: Checkpoint, dtype: torch.dtype | None) -> None:
         super().__init__(source.folder, {})
         self._source, self._dtype = source, dtype
-        self._tensors: dict[str, Stored] = {}
+        self._tensors: dict[str, StoredPart] = {}
         self._by_matrix: dict[str, list[str]] = {}
         self._descriptions: set[str] = set()
 
@@ -105,7 +105,7 @@ class PartsCheckpoint(Checkpoint):
     def _add_constant(self, name: str, values: Tensor) -> None:
         """Add a small tensor that describes a matrix."""
         entry = TensorInfo(values.dtype, tuple(values.shape))
-        self._tensors[name] = Stored(entry, lambda start, stop: values, max(1, values.numel()))
+        self._tensors[name] = StoredPart(entry, lambda start, stop: values, max(1, values.numel()))
         self._descriptions.add(name)
 
     def names_of(self, architecture: Architecture, layer: int) -> Mapping[str, str]:
@@ -183,7 +183,7 @@ class QuantizedCheckpoint(PartsCheckpoint):
         def add(stored: str, part: str, shape: tuple[int, ...]) -> None:
             at_once = max(1, form.spans(0, min(step, rows))[part].stop * shape[0] // max(1, items[part]))
             entry = TensorInfo(form.parts()[part].dtype, shape)
-            self._tensors[stored] = Stored(entry, partial(self._part, name, form, part, shape), at_once)
+            self._tensors[stored] = StoredPart(entry, partial(self._part, name, form, part, shape), at_once)
 
         if self._name == "int8":
             module = name.removesuffix(".weight")

@@ -19,17 +19,8 @@ from torch import Tensor
 
 from gptj_ft.checkpoints.weight_file import PIECE_BYTES, Shard, TensorInfo, read_tensor_rows
 from gptj_ft.errors import DataError, UsageError
-from gptj_ft.models.quantization.bitsandbytes import (
-    CODES,
-    NESTED_BLOCK,
-    NESTED_SCALES,
-    SCALES,
-    TABLES,
-    FourBit,
-    Int8,
-    NestedScales,
-)
-from gptj_ft.models.quantization.form import QuantizedForm
+from gptj_ft.models.quantization.bitsandbytes import NESTED_BLOCK, NESTED_SCALES, TABLES, FourBit, Int8, NestedScales
+from gptj_ft.models.quantization.form import CODES, SCALES, QuantizedForm
 from gptj_ft.models.quantization.ggml import GGML
 from gptj_ft.system.block_reader import Extent
 from gptj_ft.system.dtypes import PRECISIONS

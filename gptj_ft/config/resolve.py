@@ -160,7 +160,9 @@ def resolve(
             merged[key] = _template_file(str(merged[key])[1:], key, config if origins[key] == str(config) else None)
     if isinstance(merged.get("schedule"), list):
         _drop_stretching_options(merged, origins, sources)
-    return Resolved(build(merged, origins), origins, typed)
+    recipe = build(merged, origins)
+    _check_options_of_methods(recipe.method, flagged)
+    return Resolved(recipe, origins, typed)
 
 
 def build(values: Mapping[str, Any], origins: Mapping[str, str] | None = None) -> Recipe:
@@ -216,6 +218,19 @@ def _template_file(name: str, key: str, config: Path | None) -> str:
         return path.read_text(encoding="utf-8").removesuffix("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{key}: cannot read the template {path}: {error}") from error
+
+
+def _check_options_of_methods(method: str, flagged: Mapping[str, Any]) -> None:
+    """Reject options of another method; option files and presets may name those of several.
+
+    Args:
+        flagged: options of the command line or of Python.
+    """
+    for key in flagged:
+        if (group := key.partition(".")[0]) in ("lora", "sampled") and group != method:
+            raise UsageError(
+                f"command line: {key} has no effect, because method is {method}: add --method {group}, or leave it out"
+            )
 
 
 def _drop_stretching_options(

@@ -163,6 +163,20 @@ def test_option_sources_have_fixed_precedence(tmp_path: Path) -> None:
     assert resolved.origins["epochs"] == "recipe qa"
 
 
+@pytest.mark.parametrize(
+    ("method", "option"), [("full", "sampled.layers=1"), ("lora", "sampled.period=2"), ("sampled", "lora.rank=4")]
+)
+def test_options_of_another_method_are_refused(method: str, option: str, tmp_path: Path) -> None:
+    key = option.partition("=")[0]
+    with pytest.raises(UsageError, match=rf"^command line: {re.escape(key)} has no effect, because method is {method}"):
+        resolve({"method": method}, assignments=(option,), environment={})
+    config = tmp_path / "both.yaml"  # a whole recipe has the options of every method
+    config.write_text("sampled: {layers: 1, period: 2}\nlora: {rank: 4}\n")
+    assert resolve({"method": method}, config, environment={}).recipe.lora.rank == 4
+    own = {"full": (), "lora": ("lora.rank=2",), "sampled": ("sampled.layers=3",)}[method]
+    resolve({"method": method}, assignments=own, environment={})
+
+
 def test_set_changes_one_option_of_a_group() -> None:
     recipe = resolve({"recipe": "qa"}, assignments=("generation.top_k=7", "clip_norm=null"), environment=NOWHERE).recipe
     assert (recipe.generation.top_k, recipe.generation.max_new_tokens) == (7, 32)

@@ -10,16 +10,14 @@ import xxhash
 from torch import Tensor
 
 from gptj_ft.models.quantization.bitsandbytes import (
-    CODES,
     FP4,
     NESTED_SCALES,
     NF4,
-    SCALES,
     FourBit,
     Int8,
     NestedScales,
 )
-from gptj_ft.models.quantization.form import Codec, QuantizedForm
+from gptj_ft.models.quantization.form import CODES, SCALES, Codec, QuantizedForm
 from gptj_ft.system.memory import bytes_of
 
 SHAPES = ((64, 96), (33, 64), (128, 128), (7, 31), (256, 576), (50, 1), (1, 77), (3, 4096), (65, 192), (16, 16))

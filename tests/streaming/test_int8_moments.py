@@ -12,13 +12,12 @@ import pytest
 import torch
 import xxhash
 from conftest import random_gptj
-from support.small_stack import CPU, LENGTHS, PROMPTS, documents, lr_of, new_memory
+from support.small_stack import CPU, LENGTHS, new_memory, take_steps
 from torch import Tensor
 
 from gptj_ft.checkpoints.architecture import read_architecture
 from gptj_ft.checkpoints.model_folder import open_checkpoint
 from gptj_ft.config.options import Recipe
-from gptj_ft.data.batches import micro_batches
 from gptj_ft.models.layout import MOMENTS, Kind
 from gptj_ft.streaming.activations import boundary_layout
 from gptj_ft.streaming.adamw import BLOCK_NUMEL, AdamW, AdamWConfig
@@ -27,7 +26,6 @@ from gptj_ft.streaming.moments import FORMS
 from gptj_ft.streaming.moments.form import Noise
 from gptj_ft.streaming.moments.int8 import BLOCK, dynamic_map, is_signed, nearest_codes, normalize
 from gptj_ft.streaming.open import load_weights, open_for_training
-from gptj_ft.streaming.step import train_step
 from gptj_ft.streaming.stores.placement import Placement, training_dtypes
 from gptj_ft.system.memory import bytes_of
 from gptj_ft.training.restore import optimizer_config
@@ -223,11 +221,8 @@ def state_of(stack: Any, late: int = 0, block_numel: int = BLOCK_NUMEL) -> tuple
     """Train for four steps; return losses and norms, and a digest of the state."""
     recipe = optimizer_config(Recipe())
     config = AdamWConfig(recipe.betas, recipe.eps, recipe.weight_decay, 1.0, 3, block_numel=block_numel)
-    optimizer, curve = AdamW(stack, config, num_deferred=late), []
-    for step in range(4):
-        optimizer.begin_step(lr_of(step))
-        batches = micro_batches(documents(101), PROMPTS, 40)
-        curve.append((train_step(stack, optimizer, batches).mean, optimizer.finish_step()))
+    optimizer = AdamW(stack, config, num_deferred=late)
+    curve = take_steps(stack, optimizer)
     optimizer.flush()
     digest = hashlib.sha256()
     for layer, kind in itertools.product(stack.trained, ("master", *MOMENTS)):

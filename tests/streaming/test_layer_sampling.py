@@ -18,10 +18,10 @@ from support.small_stack import (
     STEPS,
     assert_identical,
     documents,
-    lr_of,
-    oracle_loss,
     relative,
+    save_models,
     train,
+    train_oracle,
 )
 
 from gptj_ft.checkpoints.architecture import read_architecture
@@ -48,10 +48,7 @@ FAMILIES = {"gptj": "narrow", "gpt2": "gpt2"}
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folders = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
-    for family, folder in folders.items():
-        random_model(FAMILIES[family]).save_pretrained(folder)
-    return folders
+    return save_models(tmp_path_factory, FAMILIES)
 
 
 def open_sampled(
@@ -114,33 +111,15 @@ def test_too_many_blocks_are_refused() -> None:
     assert layer_choice(Recipe(), 5) == EVERY_LAYER
 
 
-def train_sampled_oracle(oracle, folder: Path, recipe: Recipe, choice: EveryLayer) -> list[tuple[float, float]]:
-    """Train with torch's AdamW, where a parameter without a gradient is skipped and its own step does not count."""
-    family, total = read_architecture(folder).family, oracle.config.n_layer + 2
-    layers = {
-        family.name_of(layer, name, total): layer
-        for layer, module in enumerate(read_architecture(folder).layers())
+def layers_by_name(folder: Path) -> dict[str, int]:
+    """Return the layer of each parameter by Hugging Face's name."""
+    architecture = read_architecture(folder)
+    layers = architecture.layers()
+    return {
+        architecture.family.name_of(layer, name, len(layers)): layer
+        for layer, module in enumerate(layers)
         for name, _ in module.named_parameters()
     }
-    named = dict(oracle.named_parameters())
-    assert named.keys() == layers.keys()
-    groups = [
-        {"params": [p for p in named.values() if p.ndim > 1], "weight_decay": recipe.weight_decay},
-        {"params": [p for p in named.values() if p.ndim == 1], "weight_decay": 0.0},
-    ]
-    torch_adamw, curve = torch.optim.AdamW(groups, eps=recipe.eps, betas=recipe.betas), []
-    for step in range(STEPS):
-        for group in torch_adamw.param_groups:
-            group["lr"] = lr_of(step)
-        torch_adamw.zero_grad()
-        loss = oracle_loss(oracle, documents(oracle.config.vocab_size))
-        loss.backward()
-        for name, parameter in named.items():
-            if not choice.trains(layers[name], step):
-                parameter.grad = None
-        curve.append((loss.item(), torch.nn.utils.clip_grad_norm_(named.values(), recipe.clip_norm).item()))
-        torch_adamw.step()
-    return curve
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -151,9 +130,14 @@ def test_sampled_steps_match_torch(family: str, choice: EveryLayer, folders: dic
     counts = [sum(choice.trains(layer, step) for step in range(STEPS)) for layer in range(5)]
     assert len(set(counts)) > 1, "every layer would have as many updates"
     curve, weights = train(open_sampled(folder, tmp_path, choice=choice, recipe=recipe), recipe, steps=STEPS)
-    in_fp64 = copy.deepcopy(oracle).double()
-    train_sampled_oracle(in_fp64, folder, recipe, choice)
-    for ours, theirs in zip(curve, train_sampled_oracle(oracle, folder, recipe, choice), strict=True):
+    in_fp64, layers = copy.deepcopy(oracle).double(), layers_by_name(folder)
+    assert dict(oracle.named_parameters()).keys() == layers.keys()
+
+    def trains(name: str, step: int) -> bool:
+        return choice.trains(layers[name], step)
+
+    train_oracle(in_fp64, recipe, trains)
+    for ours, theirs in zip(curve, train_oracle(oracle, recipe, trains), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
     assert max(norm for _, norm in curve) > 0.2, "no step was clipped"
     name_of = read_architecture(folder).family.name_of

@@ -20,6 +20,7 @@ from support.small_stack import (
     documents,
     lr_of,
     relative,
+    save_models,
     weights_after,
 )
 
@@ -46,10 +47,7 @@ POISONED = (6,)  # steps with an infinite gradient in one layer
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    made = {family: tmp_path_factory.mktemp(family) for family in SHAPE_OF}
-    for family, folder in made.items():
-        random_model(SHAPE_OF[family]).save_pretrained(folder)
-    return made
+    return save_models(tmp_path_factory, SHAPE_OF)
 
 
 @pytest.fixture

@@ -10,12 +10,11 @@ import pytest
 import torch
 from conftest import random_model
 from support.family_models import random_of_family
-from support.small_stack import CPU, LENGTHS, PROMPTS, documents, lr_of
+from support.small_stack import CPU, LENGTHS, take_steps
 
 from gptj_ft.checkpoints.architecture import read_architecture
 from gptj_ft.checkpoints.model_folder import open_checkpoint
 from gptj_ft.config.options import Recipe
-from gptj_ft.data.batches import micro_batches
 from gptj_ft.models import layout
 from gptj_ft.models.layout import MOMENTS
 from gptj_ft.models.trainable import select
@@ -25,7 +24,6 @@ from gptj_ft.streaming.buffers import BufferBudget
 from gptj_ft.streaming.open import load_weights, open_for_training, open_frozen, trained_parameters
 from gptj_ft.streaming.schedule import PendingUpdates
 from gptj_ft.streaming.split_master import LOW_BITS, join, split, store
-from gptj_ft.streaming.step import train_step
 from gptj_ft.streaming.stores.placement import Master, Placement, training_dtypes
 from gptj_ft.training.restore import optimizer_config
 
@@ -128,12 +126,9 @@ def open_training(folder: Path, tmp: Path, recipe: Recipe, placement: Placement,
 
 def state_of(stack: Any, recipe: Recipe, num_deferred: int) -> tuple[Any, ...]:
     """Train; return losses and norms, and a digest of master weights, weights and moments."""
-    optimizer, curve = AdamW(stack, optimizer_config(recipe), num_deferred=num_deferred), []
+    optimizer = AdamW(stack, optimizer_config(recipe), num_deferred=num_deferred)
     assert list(PendingUpdates.of(stack, 0, num_deferred).deferred) in ([], list(range(1, 1 + num_deferred)))
-    for step in range(4):
-        optimizer.begin_step(lr_of(step))
-        batches = micro_batches(documents(101), PROMPTS, 40)
-        curve.append((train_step(stack, optimizer, batches).mean, optimizer.finish_step()))
+    curve = take_steps(stack, optimizer)
     optimizer.flush()
     digest = hashlib.sha256()
     for layer in stack.trained:

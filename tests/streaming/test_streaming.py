@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import SHAPES, random_gpt2, random_gptj, random_model
+from conftest import SHAPES, random_gpt2, random_gptj
 from support.head_chunks import limit_head_chunk
 from support.small_stack import (
     CPU,
@@ -33,6 +33,7 @@ from support.small_stack import (
     next_token_logits,
     oracle_loss,
     relative,
+    save_models,
     train,
     train_oracle,
 )
@@ -205,10 +206,7 @@ def test_ten_adamw_steps_with_clipping_match_torch(oracle, model_folder: Path, t
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folders = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
-    for family, folder in folders.items():
-        random_model(FAMILIES[family]).save_pretrained(folder)
-    return folders
+    return save_models(tmp_path_factory, FAMILIES)
 
 
 @pytest.fixture(scope="module")

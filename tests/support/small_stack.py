@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F
+from conftest import random_model
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.batches import micro_batches
@@ -34,6 +37,18 @@ def new_memory(name: str, numel: int) -> torch.Tensor:
     return torch.empty(numel)
 
 
+def save_models(factory: pytest.TempPathFactory, shapes: Mapping[str, str]) -> dict[str, Path]:
+    """Save a random model of each shape; return their folders by name.
+
+    Args:
+        shapes: name -> shape of `conftest.random_model`.
+    """
+    folders = {name: factory.mktemp(name) for name in shapes}
+    for name, folder in folders.items():
+        random_model(shapes[name]).save_pretrained(folder)
+    return folders
+
+
 def documents(vocab_size: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(0, vocab_size, (length,), generator=generator).tolist() for length in LENGTHS]
@@ -49,13 +64,18 @@ def train(
 ):  # fmt: skip
     """Train; return (loss, norm) of each step and every layer's flat weights."""
     config = replace(optimizer_config(recipe), block_numel=block_numel)
-    optimizer, curve = AdamW(stack, config, num_deferred=late), []
-    docs = documents(next(stack.layers[0].children()).num_embeddings)
+    optimizer = AdamW(stack, config, num_deferred=late)
+    return take_steps(stack, optimizer, steps, budget, batches_of), weights_after(stack, optimizer)
+
+
+def take_steps(stack, optimizer: AdamW, steps: int = FEW_STEPS, budget: int = 40, batches_of=micro_batches):
+    """Train; return (loss, norm) of each step."""
+    docs, curve = documents(next(stack.layers[0].children()).num_embeddings), []
     for step in range(steps):
         optimizer.begin_step(lr_of(step))
         loss = train_step(stack, optimizer, batches_of(docs, PROMPTS, budget))
         curve.append((loss.mean, optimizer.finish_step()))
-    return curve, weights_after(stack, optimizer)
+    return curve
 
 
 def weights_after(stack, optimizer: AdamW) -> list[dict[str, torch.Tensor]]:
@@ -81,12 +101,17 @@ def oracle_loss(oracle, docs: list[list[int]], z_loss: float = 0.0, prompts: Seq
     return total / count
 
 
-def train_oracle(oracle, recipe: Recipe) -> list[tuple[float, float]]:
-    """Train a model of `transformers` with torch's AdamW; return (loss, norm) of each step."""
-    parameters, curve = list(oracle.parameters()), []
+def train_oracle(oracle, recipe: Recipe, trains=lambda name, step: True) -> list[tuple[float, float]]:
+    """Train a model of `transformers` with torch's AdamW; return (loss, norm) of each step.
+
+    Args:
+        trains: (name of a parameter, step) -> whether the step trains it. torch skips one without a gradient, and does
+            not count its step.
+    """
+    named, curve = dict(oracle.named_parameters()), []
     groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": recipe.weight_decay},
-        {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+        {"params": [p for p in named.values() if p.ndim > 1], "weight_decay": recipe.weight_decay},
+        {"params": [p for p in named.values() if p.ndim == 1], "weight_decay": 0.0},
     ]
     torch_adamw = torch.optim.AdamW(groups, eps=recipe.eps, betas=recipe.betas)
     for step in range(STEPS):
@@ -95,7 +120,10 @@ def train_oracle(oracle, recipe: Recipe) -> list[tuple[float, float]]:
         torch_adamw.zero_grad()
         loss = oracle_loss(oracle, documents(oracle.config.vocab_size))
         loss.backward()
-        curve.append((loss.item(), torch.nn.utils.clip_grad_norm_(parameters, recipe.clip_norm).item()))
+        for name, parameter in named.items():
+            if not trains(name, step):
+                parameter.grad = None
+        curve.append((loss.item(), torch.nn.utils.clip_grad_norm_(named.values(), recipe.clip_norm).item()))
         torch_adamw.step()
     return curve
 

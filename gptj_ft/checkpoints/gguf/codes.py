@@ -11,12 +11,12 @@ from torch import Tensor
 
 from gptj_ft.checkpoints.gguf.source import GgufShard, StoredCodes
 from gptj_ft.checkpoints.model_folder import Checkpoint
-from gptj_ft.checkpoints.quantize import PartsCheckpoint, Stored, as_bytes, describe, quantized_names
+from gptj_ft.checkpoints.quantize import PartsCheckpoint, StoredPart, as_bytes, describe, quantized_names
 from gptj_ft.checkpoints.quantized import GGML_STATE
 from gptj_ft.checkpoints.weight_file import TensorInfo
 from gptj_ft.errors import DataError, UsageError
-from gptj_ft.models.quantization.form import QuantizedForm
-from gptj_ft.models.quantization.ggml import CODES, GGML
+from gptj_ft.models.quantization.form import CODES, QuantizedForm
+from gptj_ft.models.quantization.ggml import GGML
 from gptj_ft.models.registry import Architecture
 
 
@@ -60,7 +60,7 @@ class KeptCodes(PartsCheckpoint):
         names = {part: name if part == CODES else f"{name}.{part}" for part in form.parts()}
         for part, (dtype, numbers) in form.parts().items():
             entry = TensorInfo(dtype, (form.rows, form.columns // numbers))
-            self._tensors[names[part]] = Stored(entry, partial(self._part, codes, form, part), form.rows)
+            self._tensors[names[part]] = StoredPart(entry, partial(self._part, codes, form, part), form.rows)
         self._add_constant(f"{name}.{GGML_STATE}", as_bytes({"type": codes.codec.name, **describe(form)}))
         self._by_matrix[name] = [*names.values(), f"{name}.{GGML_STATE}"]
 

@@ -116,7 +116,7 @@ def convert(
         paths.make_home()
         paths.part_of_home("models")
         suffix = {None: "", "keep": "-codes"}.get(quantize, f"-{quantize}")
-        target = paths.model_folder(source.name.split("--")[-1] + suffix)
+        target = paths.model_folder(source.name.split("--")[-1].removesuffix(".gguf") + suffix)
     if to == "gguf":
         source = source / "model" if paths.is_tuned(source / "model") else source  # of a run
         target = target if target.suffix == ".gguf" else target.with_name(f"{target.name}.gguf")

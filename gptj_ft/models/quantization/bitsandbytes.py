@@ -14,7 +14,7 @@ from threading import local
 import torch
 from torch import Tensor
 
-from gptj_ft.models.quantization.form import Encoder, Part
+from gptj_ft.models.quantization.form import CODES, SCALES, Encoder, Part
 
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -27,7 +27,7 @@ FP4 = (
 )  # fmt: skip
 TABLES = {"nf4": NF4, "fp4": FP4}
 BLOCK, NESTED_BLOCK = 64, 256
-CODES, SCALES, NESTED_SCALES = "codes", "scales", "nested_scales"
+NESTED_SCALES = "nested_scales"
 
 LEAST_SCALE = 1e-38  # a block of zeros is divided by it
 INT8_STEP = 7.874015718698502e-3  # 1 / 127, as bitsandbytes writes it

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+CODES, SCALES = "codes", "scales"  # parts of every quantized matrix
 NUMBERS_AT_ONCE = 1 << 17  # restored at a time: their fp32 values stay in a processor's cache
 
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gptj_ft.models.quantization.form import Codec, Part
+from gptj_ft.models.quantization.form import CODES, SCALES, Codec, Part
 
-CODES, SCALES, OFFSETS, MINIMA = "codes", "scales", "offsets", "minima"
+OFFSETS, MINIMA = "offsets", "minima"
 HIGH_CODES, BLOCK_SCALES, BLOCK_MINIMA = "high_codes", "block_scales", "block_minima"
 K_BLOCK = 256
 
