@@ -35,6 +35,10 @@ class EveryLayer:
         """Tell whether a layer's file, by its stamp, lacks the update of the last of ``step`` steps."""
         return step > 0 and self.last_step(layer, step) == step and stamp == self.last_step(layer, step - 1)
 
+    def allows(self, updates: Sequence[int] | None, step: int) -> bool:
+        """Tell whether these can be the updates of each layer in ``step`` steps; ``None``: the same number for all."""
+        return updates is None
+
 
 EVERY_LAYER = EveryLayer()
 
@@ -70,6 +74,9 @@ class SampledLayers(EveryLayer):
             if layer in _draw(self, period):
                 return min(step, (period + 1) * self.period)
         return 0
+
+    def allows(self, updates: Sequence[int] | None, step: int) -> bool:
+        return updates is not None and len(updates) == self.num_layers and max(updates) <= step
 
     @property
     def typical(self) -> list[tuple[float, FixedLayers]]:

@@ -23,7 +23,7 @@ from gptj_ft.system.direct_io import takes_direct
 from gptj_ft.system.files import discard
 from gptj_ft.system.units import gigabytes
 from gptj_ft.training import checkpoint
-from gptj_ft.training.run_state import RunState
+from gptj_ft.training.run_state import WRONG_UPDATES, RunState
 from gptj_ft.training.setup import TrainSetup
 
 
@@ -94,6 +94,8 @@ def checked_state(setup: TrainSetup, run: Run, saved: dict[str, Any]) -> RunStat
             f"step {state.step} of {run.folder} was trained with other options than those in {run.recipe_file}: put "
             "back the file that the run began with"
         )
+    if not setup.choice.allows(state.layer_updates, state.step):
+        raise DataError(f"{run.folder}, step {state.step}: {WRONG_UPDATES}")
     return state
 
 

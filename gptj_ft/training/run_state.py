@@ -10,6 +10,7 @@ from typing import Any
 from gptj_ft.streaming.loss_scale import LossScale
 
 LOSS = "validation_loss"
+WRONG_UPDATES = "damaged: facts.layer_updates: not the updates of each layer in so many steps"
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from gptj_ft.system.digests import FOLDER_DIGESTS, damaged_files, read_sealed
 from gptj_ft.system.lock import locked
 from gptj_ft.system.paths import is_adapter, is_model, is_tuned
 from gptj_ft.training import checkpoint
-from gptj_ft.training.run_state import RunState
+from gptj_ft.training.run_state import WRONG_UPDATES, RunState
 from gptj_ft.training.setup import trained_architecture
 
 STATE_KINDS = {"weight", "exp_avg", "exp_avg_sq"}
@@ -124,7 +124,7 @@ class Checker:
             return
         step = commit["step"] if commit else 0
         # The loss scale decides the bits of later fp16 steps, so it must match the recorded steps.
-        yield from self._loss_scale(self._run.state / COMMIT, commit) if commit else ()
+        yield from self._facts(self._run.state / COMMIT, commit) if commit else ()
         for layer, layout in self._layouts.items():
             path = layer_path(self._run.state / "layer", layer)
             stamp, problems = self._file(path, layout, STATE_KINDS)
@@ -140,7 +140,7 @@ class Checker:
     def checkpoint(self, step: int) -> Iterator[str]:
         folder = self._run.checkpoint(step)
         try:
-            yield from self._loss_scale(folder / MANIFEST, self._run.manifest(step))
+            yield from self._facts(folder / MANIFEST, self._run.manifest(step))
         except DataError as error:
             yield str(error)
         for layer, layout in self._layouts.items():
@@ -150,9 +150,12 @@ class Checker:
             if stamp not in (None, self._choice.last_step(layer, step)):
                 yield f"{path} is of step {stamp}"
 
-    def _loss_scale(self, path: Path, saved: Mapping[str, Any]) -> Iterator[str]:
-        """Check that the loss scale of a commit or checkpoint follows from the run's steps."""
-        step, scale = saved["step"], RunState.of(saved).loss_scale
+    def _facts(self, path: Path, saved: Mapping[str, Any]) -> Iterator[str]:
+        """Check that the facts of a commit or checkpoint follow from the run's steps."""
+        state = RunState.of(saved)
+        step, scale = state.step, state.loss_scale
+        if not self._choice.allows(state.layer_updates, step):
+            yield f"{path}: {WRONG_UPDATES}"
         lines = [line for line in self._run.metrics() if "loss_scale" in line and line["step"] <= step]
         if len(lines) != step or any(line["step"] != at for at, line in enumerate(lines, 1)):
             return  # not fp16, or some lines are damaged

@@ -24,6 +24,7 @@ OPTIONS = (
 RUNS = {
     "disk": "--precision fp32 --weights disk --optimizer-state disk --keep all,best --set patience=9",
     "host": "--precision fp16 --weights host --optimizer-state host --keep all",
+    "sampled": "--precision fp32 --weights disk --optimizer-state disk --method sampled --set sampled.layers=1",
 }
 HOSTILE = (
     10**9, 10**18, -1, 2**63, 10**400, 1e308, -0.5, math.nan, math.inf, "x", "\x1b[2J\x07", "9" * 100_000, "../x", "",
@@ -95,6 +96,10 @@ FOUND = [
     ("disk", "state/commit.json", ("update", "num_skipped"), "x", "damaged: update.num_skipped: "),
     ("host", "checkpoints/step-000002/manifest.json", ("facts", "loss_scale"), 1e308, "damaged: facts.loss_scale: "),
     ("host", "checkpoints/step-000002/manifest.json", ("facts", "loss_scale", "growth_tracker"), "9", "growth_tracker"),
+    ("sampled", "state/commit.json", ("facts", "layer_updates"), None, "damaged: facts.layer_updates: "),
+    ("sampled", "state/commit.json", ("facts", "layer_updates"), [1, 1, 1], "damaged: facts.layer_updates: "),
+    ("sampled", "state/commit.json", ("facts", "layer_updates", 0), 9, "damaged: facts.layer_updates: "),
+    ("disk", "state/commit.json", ("facts", "layer_updates"), [1, 1, 1, 1], "damaged: facts.layer_updates: "),
     ("host", "run.json", ("saved",), "../../x", "run.json is damaged: saved: "),
     ("host", "base.json", ("config.json",), [], "base.json is damaged: config.json: "),
     ("host", "data/train/manifest.json", ("windows",), -1, "manifest.json is damaged: windows: "),
