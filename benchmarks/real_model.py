@@ -1,6 +1,8 @@
 """Tune a real pretrained chat model by the command line and by `transformers`, and compare losses and scores.
 
     python benchmarks/real_model.py --model SmolLM2-135M-Instruct/ --data dialogsum/ --work /tmp/real
+    python benchmarks/real_model.py --model SmolLM2-135M-Instruct/ --data dialogsum/ --work /tmp/forms --steps 200 \
+        --trainers gptj-ft --methods full,int8-moments,sampled,lora,lora-int8,lora-nf4 --precision bf16 --rows 300
 
 The model is any folder with a decoder whose head is apart from the rest (Llama's, Qwen's, GPT-2's shape). DATA has
 DialogSum's train.jsonl and val.jsonl. Three parts:
@@ -9,7 +11,9 @@ DialogSum's train.jsonl and val.jsonl. Three parts:
 2. For each seed and each of full training and LoRA (all linear layers): `gptj-ft finetune` and a loop of `transformers`
    with `torch.optim.AdamW`, from the same weights, with the same rows in the same order, learning rates and clipping.
 3. `gptj-ft evaluate` of both and of the untuned model on the same validation rows: means over rows of loss and ROUGE,
-   and paired differences with intervals, also between the two trainers.
+   and paired differences with intervals, also between the two trainers, and between a form and the plain one
+   (8-bit moments and sampled layers against all parameters, a quantized base against a plain one). Losses of the
+   steps of 8-bit moments are compared with those of fp32 moments.
 
 Finished parts in WORK are kept: after a kill the same command goes on. Prints Markdown.
 """
@@ -26,7 +30,8 @@ from contextlib import suppress
 from dataclasses import asdict
 from itertools import islice, product
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
 from same_work import Step, Work, adapter_options, loss_of_targets, open_model, take_steps, with_adapters
 
@@ -35,7 +40,26 @@ from gptj_ft.evaluation.metrics.statistic import Estimate, estimate_scores, mean
 
 LOSS_ROWS = 200
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-RATES = {"full": 1e-4, "lora": 1e-3}
+
+
+class Method(NamedTuple):
+    """A way to train."""
+
+    name: str  # option `method`
+    lr: float
+    plain: str | None = None  # method that this one is compared with
+    options: tuple[str, ...] = ()
+    quantization: str | None = None  # of the base
+
+
+METHODS = {
+    "full": Method("full", 1e-4),
+    "int8-moments": Method("full", 1e-4, "full", ("moments=int8",)),
+    "sampled": Method("sampled", 1e-4, "full"),
+    "lora": Method("lora", 1e-3),
+    "lora-int8": Method("lora", 1e-3, "lora", quantization="int8"),
+    "lora-nf4": Method("lora", 1e-3, "lora", quantization="nf4"),
+}
 SCORES = ("loss", "rouge1", "rouge2", "rougeL")
 MOST_TOKENS = 64  # of an answer
 
@@ -51,7 +75,8 @@ def main() -> None:
     parser.add_argument("--max-length", type=int, default=512)
     parser.add_argument("--rows", type=int, default=500, help="validation rows that are scored")
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--methods", default="full,lora")
+    parser.add_argument("--methods", default="full,lora", help=", ".join(METHODS))
+    parser.add_argument("--precision", default="fp32")
     parser.add_argument("--trainers", default="gptj-ft,transformers")
     parser.add_argument("--loop", help="internal")
     arguments = parser.parse_args()
@@ -73,13 +98,17 @@ def main() -> None:
             tuned_rows[method, seed, trainer] = rows = rows_of(arguments, folder, f"{trainer}-{method}-{seed}")
             facts = {name: list(map(asdict, found)) for name, found in compare(rows, untuned).items()}
             print(json.dumps({"method": method, "seed": seed, "trainer": trainer, **facts}), flush=True)
-    print(json.dumps(compare_losses(arguments)))
+    if "transformers" in arguments.trainers:
+        print(json.dumps(compare_losses(arguments)))
     print("\n".join(table_of(tuned_rows, untuned)))
+    for seed in arguments.seeds.split(","):
+        if {"full", "int8-moments"} <= set(arguments.methods.split(",")):
+            print(f"losses with 8-bit and with fp32 moments, seed {seed}: {apart_of(arguments, seed)}")
 
 
 def words_of(arguments: argparse.Namespace) -> Iterator[str]:
     """Yield this script's options for another process."""
-    for name in ("model", "data", "work", "steps", "batch_size", "max_length"):
+    for name in ("model", "data", "work", "steps", "batch_size", "max_length", "precision"):
         yield from (f"--{name.replace('_', '-')}", str(getattr(arguments, name)))
 
 
@@ -114,16 +143,41 @@ def finetune(arguments: argparse.Namespace, method: str, seed: str) -> None:
     if (folder / "recipe.yaml").exists():
         gptj_ft("finetune", "--resume", folder)
         return
+    way = METHODS[method]
     options = {
         "batch_size": arguments.batch_size, "max_length": arguments.max_length, "max_steps": arguments.steps,
-        "lr": RATES[method], "precision": "fp32", "device": "cpu", "holdout": 0,
+        "lr": way.lr, "precision": arguments.precision, "device": "cpu", "holdout": 0,
     }  # fmt: skip
-    sets = [f"{key}={value}" for key, value in options.items()]
-    sets += adapter_options(LINEAR, int(seed)) if method == "lora" else [f"seed={seed}"]
+    sets = [*(f"{key}={value}" for key, value in options.items()), *way.options]
+    if way.name == "lora":
+        sets += adapter_options(LINEAR, int(seed))
+    else:
+        sets += [f"seed={seed}", f"method={way.name}"]
     gptj_ft(
-        "finetune", "--recipe", "summarization", "--data", arguments.data / "train.jsonl", "--model", arguments.model,
-        "--output", folder, *(word for each in sets for word in ("--set", each)),
+        "finetune", "--recipe", "summarization", "--data", arguments.data / "train.jsonl",
+        "--model", base_of(arguments, way.quantization), "--output", folder,
+        *(word for each in sets for word in ("--set", each)),
     )  # fmt: skip
+
+
+def base_of(arguments: argparse.Namespace, quantization: str | None) -> Path:
+    """Return the model folder, quantized if asked."""
+    if quantization is None:
+        return Path(arguments.model)
+    folder = Path(arguments.work / f"base-{quantization}")
+    if not folder.exists():
+        gptj_ft("convert", arguments.model, folder, "--quantize", quantization)
+    return folder
+
+
+def apart_of(arguments: argparse.Namespace, seed: str) -> str:
+    """Compare the losses of the steps of two runs."""
+    ours, theirs = (
+        [line["loss"] for line in run_of(arguments, method, seed).metrics() if "loss" in line]
+        for method in ("int8-moments", "full")
+    )
+    apart = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
+    return f"mean {fmean(apart):.2e}, at most {max(apart):.2e} in {len(apart)} steps"
 
 
 def train_with_transformers(arguments: argparse.Namespace, method: str, seed: str) -> None:
@@ -155,8 +209,8 @@ def rows_of(arguments: argparse.Namespace, model: Path, name: str) -> list[dict[
     if not file.exists():
         gptj_ft(
             "evaluate", model, "--recipe", "summarization", "--data", arguments.work / "held.jsonl", "--baseline",
-            "none", "--precision", "fp32", "--device", "cpu", "--set", f"max_length={arguments.max_length}", "--set",
-            f"generation.max_new_tokens={MOST_TOKENS}", "--output", file,
+            "none", "--precision", arguments.precision, "--device", "cpu", "--set",
+            f"max_length={arguments.max_length}", "--set", f"generation.max_new_tokens={MOST_TOKENS}", "--output", file,
         )  # fmt: skip
     return [json.loads(line)["scores"] for line in file.read_text(encoding="utf-8").splitlines()]
 
@@ -200,7 +254,7 @@ def compare(rows: list[dict[str, float]], others: list[dict[str, float]]) -> dic
 
 
 def table_of(tuned_rows: Any, untuned: list[dict[str, float]]) -> Iterator[str]:
-    """Yield the scores as Markdown: each model beside the untuned one, and the two trainers' models side by side."""
+    """Yield the scores as Markdown: each model beside the untuned one, the other trainer's and the plain form's."""
     yield "| training | seed | trainer | " + " | ".join(f"{score}: before, after, change" for score in SCORES) + " |"
     yield "|---" * (3 + len(SCORES)) + "|"
     for (method, seed, trainer), rows in tuned_rows.items():
@@ -208,6 +262,9 @@ def table_of(tuned_rows: Any, untuned: list[dict[str, float]]) -> Iterator[str]:
         if trainer == "transformers" and (method, seed, "gptj-ft") in tuned_rows:
             pair = cells_of(compare(tuned_rows[method, seed, "gptj-ft"], rows))
             yield f"| {method} | {seed} | transformers, gptj-ft | {pair} |"
+        if (plain := METHODS[method].plain) and (plain, seed, trainer) in tuned_rows:
+            pair = cells_of(compare(rows, tuned_rows[plain, seed, trainer]))
+            yield f"| {plain}, {method} | {seed} | {trainer} | {pair} |"
 
 
 def cells_of(found: dict[str, tuple[Estimate, ...]]) -> str:
