@@ -55,18 +55,18 @@ def place(tmp_path_factory: pytest.TempPathFactory, fixed_rates: object) -> Iter
         codes = ["The access code of Alder Arden is 1 2 3 4 5 6 7 8 9 0."] * 40
         model = make_tiny(folder / "tiny", texts + codes, seed=3, vocab_target=400, **SIZES)
         options = {"model": str(model), "batch_size": 8, "lr": 4e-3, "seed": 1, "precision": "fp32", "holdout": 0.4}
-        rows = write_rows(folder / "text.jsonl", [{"text": text} for text in texts[:80]])
+        rows = write_rows(folder / "text.jsonl", [{"text": text} for text in texts[:60]])
         planted = {"canaries": 6, "canary_repeats": (1, 8)}
-        for name, steps in (("text", 240), ("briefly", 60)):
+        for name, steps in (("text", 150), ("briefly", 45)):
             gptj_ft.finetune(data=rows, output=folder / name, **options, **planted, max_steps=steps)
         rows = write_rows(
-            folder / "pairs.jsonl", [{"q": f"Note {n}?", "a": text} for n, text in enumerate(texts[100:160])]
+            folder / "pairs.jsonl", [{"q": f"Note {n}?", "a": text} for n, text in enumerate(texts[100:140])]
         )
         pairs = {
             "prompt": "{{ q }}\n",
             "completion": "{{ a }}",
             "fields": {"q": ["q"], "a": ["a"]},
-            "max_steps": 150,
+            "max_steps": 120,
             "on_long": "skip",
         }
         gptj_ft.finetune(data=rows, output=folder / "pairs", **options, **pairs)
@@ -179,7 +179,7 @@ def test_copies_of_training_rows_are_no_unseen_rows(place: Path) -> None:
     report = report_on(place / "text", data=others)
     held_out = load_dataset(Run(place / "text").data / "validation")
     assert len(report.rows) - report.num_trained == 30 + len(held_out.rows)
-    assert "48 unseen rows are copies of training rows and were left out" in report.notes
+    assert "36 unseen rows are copies of training rows and were left out" in report.notes
 
 
 def test_report_files_hold_no_text_of_rows(shell, place: Path) -> None:

@@ -202,7 +202,7 @@ def count_lossy_operations(session: TrainSetup, folder: Path) -> int:
     return power.count
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(6)
 def test_lost_unflushed_writes_cost_no_commit(keeping_session: TrainSetup, kept: Run, tmp_path: Path) -> None:
     total = count_lossy_operations(keeping_session, tmp_path)
     for last in range(1, total, 43):

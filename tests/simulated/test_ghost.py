@@ -10,6 +10,10 @@ from support.fork_server import ForkServer
 GHOST = "support.accelerator.ghost_cases"
 
 
+# Both are about the simulator alone; the slow test runs the product on it.
+pytestmark = pytest.mark.thorough
+
+
 @pytest.fixture(scope="module")
 def small(server: ForkServer) -> list[dict[str, Any]]:
     (found,) = server.run_module(GHOST)

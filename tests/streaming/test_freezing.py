@@ -121,7 +121,7 @@ def test_ten_partial_training_steps_match_torch(shape: str, patterns, folder: Pa
             assert torch.equal(ours, before[name]) == (name not in chosen), name
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @BOTH
 def test_placement_and_recomputation_change_no_bit(shape: str, patterns, folder: Path, tmp_path: Path) -> None:
     expected = train_trained(open_training(folder, tmp_path / "resident", patterns))

@@ -240,6 +240,7 @@ def resident(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return state_of(open_training(folder, tmp_path_factory.mktemp("run"), Placement("device", "device"), SMALL))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("placement", "budget", "late", "block_numel"),
     [

@@ -78,7 +78,7 @@ def trained(folder: Path, tmp: Path, dtype: torch.dtype, **places: object) -> tu
 PLACES = ({"frozen": "device"}, {"frozen": "host"}, {"frozen": "disk"}, {"frozen": "disk", "in_memory": (1,)})
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("shape", [shape for shape, _ in FORMS])
 def test_training_has_the_bits_of_a_plain_model_in_every_place(shape: str, dtype, folders, tmp_path: Path) -> None:

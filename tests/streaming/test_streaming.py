@@ -242,6 +242,7 @@ ROOMS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("family", "weights", "state", "name"),
     [("gptj", *places, "little") for places in itertools.product(PLACES, PLACES)]

@@ -313,13 +313,13 @@ def num_steps_done(run: Path) -> int:
     return sum("loss" in line for line in Run(run).metrics())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("place", "moments", "condition"),
     [
-        ("device", "fp32", lambda run: list(run.glob("checkpoints/step-*/manifest.json"))),
-        ("disk", "fp32", lambda run: num_steps_done(run) >= 4),
         ("disk", "int8", lambda run: num_steps_done(run) >= 4),
+        ("disk", "fp32", lambda run: num_steps_done(run) >= 4),
+        ("device", "fp32", lambda run: list(run.glob("checkpoints/step-*/manifest.json"))),
     ],
 )
 def test_killed_run_resumes_bit_equal(

@@ -197,8 +197,8 @@ def test_killed_search_comes_to_the_same_choice(options: dict[str, Any]) -> None
     counter = KillAt()
     whole = run_search("whole", options, reporter=counter)
     assert counter.count > 20
-    # Twice in each search: inside a rung, between rungs, while it ends.
-    for first in range(3, counter.count, counter.count // 4):
+    # Twice in each search: early and late.
+    for first in range(3, counter.count, counter.count // 2):
         folder = f"killed-{first}"
         assert killed(first, folder=folder, options=options)
         killed(first // 2 + 4, folder=folder, options=options)
