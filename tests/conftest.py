@@ -100,9 +100,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Freeze the collected objects: it saves the garbage collector a tenth of all test time."""
+    """Freeze the collected objects, and look for garbage less often: together it saves a tenth of all test time."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 def reject_remote_connections(event: str, arguments: tuple[Any, ...]) -> None:

@@ -303,6 +303,7 @@ write_model(target, architecture, layers(), dtype=None)
 """
 
 
+@pytest.mark.thorough
 def test_killed_writer_leaves_no_model(tmp_path: Path, source: Path) -> None:
     target = tmp_path / "out" / "model"
     assert subprocess.run([sys.executable, "-c", KILLED, source, target], check=False).returncode == 9

@@ -189,6 +189,7 @@ def test_logs_are_plain_and_name_next_command(shell, tmp_path: Path) -> None:
         assert not wide, (line, wide)
 
 
+@pytest.mark.thorough
 def test_a_quiet_command_prints_its_result_alone(shell, tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl")
     for line, result in zip(COMMANDS, RESULTS, strict=False):

@@ -75,7 +75,7 @@ def robertas(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("kind", ["bert", "roberta"])
 @pytest.mark.parametrize("length", [7, 8, 64])
 def test_pair_tokens_and_types_match_transformers(kind: str, length: int, tmp_path: Path) -> None:

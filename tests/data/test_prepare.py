@@ -443,6 +443,7 @@ def test_selected_documents_have_their_own_counts(prepared):
 # Real files
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "recipe_name", "kept"),
     [

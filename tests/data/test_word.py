@@ -118,6 +118,7 @@ def test_unreadable_word_files_say_why(tmp_path: Path, monkeypatch: pytest.Monke
         read(path)
 
 
+@pytest.mark.thorough
 def test_word_file_with_wrong_bytes_never_crashes(tmp_path: Path) -> None:
     draw = random.Random(0)
     for _ in range(20):

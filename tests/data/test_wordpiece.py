@@ -82,7 +82,7 @@ def test_word_cache_matches_any_text(text: str, real: tuple[Any, Any]) -> None:
     assert [list(ids) for ids in table([text, text])] == [ids_of(real[1], text)] * 2
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     ("name", "count"),
     [("sentiment/sst2/dev.tsv", 6_734), ("nli/mnli/dev_matched.tsv", 300), ("squad/train-v1.1-subset.json", 2_000)],

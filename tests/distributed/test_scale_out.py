@@ -82,6 +82,7 @@ def test_single_machine_keeps_ordinary_plan(six_b: Workload) -> None:
     assert found.speedup(found.chosen) == 1
 
 
+@pytest.mark.thorough
 def test_forecast_owners_match_runtime(
     six_b: Workload,
 ) -> None:

@@ -182,7 +182,7 @@ def test_sampled_layers_keep_bits(models, tmp_path, name, share, place, clip) ->
     assert_same_run(tmp_path / "3", tmp_path / "1")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("place", "mirror"), [("device", True), ("disk", False)])
 def test_sampled_layers_migrate_between_disks(models, tmp_path, place, mirror) -> None:
     options = {**SAMPLED, **PLACES[place], "max_steps": 6, "save_every": 1}
@@ -492,6 +492,7 @@ def test_failed_migration_keeps_old_files(models, tmp_path, monkeypatch) -> None
     assert_same_run(tmp_path / "0", tmp_path / "alone")
 
 
+@pytest.mark.thorough
 def test_smallest_memory_sets_validation_passes(models, tmp_path) -> None:
     folder = tmp_path / "run"
     run = begun(models["gptj"], folder, **ON_DEVICE)
@@ -634,6 +635,7 @@ def test_killed_mirroring_keeps_older_mirrors(models, tmp_path, monkeypatch) -> 
     assert list(Run(tmp_path / "whole" / "0").whole_checkpoints()) == [4], "that one will do"
 
 
+@pytest.mark.thorough
 def test_damaged_mirror_is_rejected(models, tmp_path) -> None:
     options = {**ON_DISK, **MIRRORED}
     train_apart_until(5, 2, models["gptj"], tmp_path, **options)
@@ -656,6 +658,7 @@ def test_mirror_goes_to_other_disk() -> None:
     assert [(way.source, way.target, way.layer) for way in ways] == [(1, 2, 0), (3, 0, 1)]
 
 
+@pytest.mark.thorough
 def test_shared_disk_is_not_mirrored(models, tmp_path) -> None:
     train_together(2, models["gptj"], tmp_path / "run", share="layers", **ON_DISK, **MIRRORED)
     train_alone(models["gptj"], tmp_path / "alone", **ON_DISK, **MIRRORED)

@@ -189,6 +189,7 @@ def test_missing_steps_are_named(tmp_path: Path, left: list[int], message: str) 
     assert run.metrics_problems(30) == [f"{run.metrics_file}: no line for {message}"][: bool(message)]
 
 
+@pytest.mark.thorough
 def test_altered_tuned_model_is_rejected(here: Path, shell: Shell) -> None:
     model = here / "disk-done" / "model"
     whole = content(model)

@@ -245,6 +245,7 @@ def test_workload_counts_packed_micro_batches() -> None:
     assert workload.rows.typical == round(sum(length**2 for length in rows.lengths) / sum(rows.lengths))
 
 
+@pytest.mark.thorough
 def test_too_large_run_is_refused_untimed(shell, rows_file: Path) -> None:
     done = shell(
         "finetune --recipe summarization --data rows.jsonl --model tiny --max-steps 1 --output run --device-memory 1000"

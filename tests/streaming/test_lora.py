@@ -520,6 +520,7 @@ def test_adapter_of_another_model_is_rejected(shell, straight, tmp_path: Path) -
 DORA = {"method": "lora", "lora": {"rank": 4, "dropout": 0.1, "dora": True, "merge": True}, "num_steps": 4}
 
 
+@pytest.mark.thorough
 def test_cut_dora_run_opens_in_peft(straight, tmp_path: Path) -> None:
     (tmp_path / "cut").mkdir()
     session, run, cut = small_session(straight[0].model, **DORA), new_run(tmp_path), new_run(tmp_path / "cut")

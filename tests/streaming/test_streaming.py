@@ -296,7 +296,7 @@ def test_deferred_updates_spare_layers_in_place(narrow_folder: Path, tmp_path: P
         stack.close()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("place", ["host", "disk"])
 @both_families
 def test_deferred_updates_rewrite_resident_weights(place: str, narrow_folder: Path, tmp_path: Path) -> None:

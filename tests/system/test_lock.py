@@ -45,6 +45,7 @@ def test_lock_lasts_until_process_dies(training, shell, tmp_path: Path) -> None:
     assert shell("finetune --resume busy --dry-run").code == 0, "a killed process leaves no lock"
 
 
+@pytest.mark.thorough
 def test_killed_start_leaves_no_obstacle(rows_file: Path, shell, tmp_path: Path) -> None:
     left = tmp_path / "runs" / ".new.starting"
     (left / "data" / ".train.writing").mkdir(parents=True)

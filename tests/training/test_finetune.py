@@ -285,6 +285,7 @@ class FakeClock:
         return slow
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("moments", ["fp32", "int8"])
 def test_resume_with_other_placement_is_bit_equal(moments: str, shell, rows_file: Path) -> None:
     options = f"{TINY} --epochs 1 --set save_every=2 --set moments={moments}"

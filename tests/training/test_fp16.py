@@ -204,6 +204,7 @@ def test_verify_recomputes_the_loss_scale(session: TrainSetup, tmp_path: Path) -
     assert "has no loss scale" in scale_problems(run)[0]
 
 
+@pytest.mark.thorough
 def test_report_shows_scale_and_skipped_steps(shell, rows_file: Path) -> None:
     line = (
         "finetune --recipe summarization --data rows.jsonl --model tiny --precision fp16 --max-steps 3 --batch-size 2"

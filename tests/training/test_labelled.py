@@ -144,6 +144,7 @@ def test_stride_follows_lowered_length(tmp_path: Path) -> None:
     assert within_context(typed.recipe, model, typed.typed)[0].stride == 4
 
 
+@pytest.mark.thorough
 def test_pair_classification_end_to_end(shell: Any, rows: Path, tmp_path: Path) -> None:
     finetune(shell, "classification", f"--data rows.csv {PAIRS} --set fields.label=[label] --set holdout=0.25")
     assert shell("evaluate run --json").json["model"]["scores"]["accuracy"] > 80
@@ -168,6 +169,7 @@ def test_multi_label_and_regression_end_to_end(shell: Any, rows: Path, tmp_path:
     assert shell('predict --model run "grass leaf moss lime" --json').json["score"] == pytest.approx(5.5, abs=1.5)
 
 
+@pytest.mark.thorough
 def test_resumed_run_with_dropout_is_bit_equal(shell: Any, rows: Path, tmp_path: Path) -> None:
     line = f"finetune --set task=classification --data rows.csv {TEXT} {FEW} --set holdout=0.25 --set lr=1e-3"
     line = line.replace("--set dropout=0", "--set dropout=0.3")
@@ -185,6 +187,7 @@ def test_resumed_run_with_dropout_is_bit_equal(shell: Any, rows: Path, tmp_path:
         assert curves[0] == curves[1]
 
 
+@pytest.mark.thorough
 def test_truncated_predictions_resume_to_the_same_bytes(shell: Any, rows: Path, tmp_path: Path) -> None:
     finetune(shell, "classification", f"--data rows.csv {TEXT} --set holdout=0", steps=2)
     assert shell("predict --model run --input rows.csv --output whole.jsonl --quiet").code == 0

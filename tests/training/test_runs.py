@@ -72,6 +72,7 @@ def test_runs_anywhere_can_be_listed(runs: Path, shell: Shell, tmp_path: Path) -
     assert shell("runs list nowhere").code == 2
 
 
+@pytest.mark.thorough
 def test_run_in_training_is_only_listed(runs: Path, shell: Shell) -> None:
     before = content(runs / "stopped")
     with locked(runs / "stopped", "training"):

@@ -76,6 +76,7 @@ def test_survivor_equals_a_run_of_its_own(options: dict[str, Any], over: dict[st
     assert_same_weights(weights_of(Path(result.model)), weights_of(Path(again.model)))
 
 
+@pytest.mark.thorough
 def test_first_validation_is_shared() -> None:
     result = run_search("s", LABELLED, by="accuracy")
     first = [validations_of(f"s/{each.folder}")[0] for each in result.plan.candidates]
@@ -170,6 +171,7 @@ def test_inseparable_finalists_are_both_kept() -> None:
     assert len(list(Path("s").glob("*/model"))) == 2
 
 
+@pytest.mark.thorough
 def test_no_step_is_computed_twice() -> None:
     class Steps(Reporter):
         count = 0
@@ -219,6 +221,7 @@ def test_kill_before_the_files_are_removed(monkeypatch: pytest.MonkeyPatch) -> N
     assert not list(Path("s").glob("*/checkpoints"))
 
 
+@pytest.mark.thorough
 def test_finished_search_returns_its_result() -> None:
     first = run_search("s")
     before = {path: path.stat().st_mtime_ns for path in Path("s").rglob("*.safetensors")}
@@ -253,6 +256,7 @@ def test_search_of_divergence_alone_fails() -> None:
         run_search("s", lr=[1e30, 1e31], clip_norm=None)
 
 
+@pytest.mark.thorough
 def test_score_decides_by_name() -> None:
     result = run_search("s", LABELLED, by="macro_f1")
     table = load_dataset(Path("s/data/validation"))
