@@ -39,13 +39,23 @@ def _dropout(x: Tensor, p: float, train: bool | None, generator: torch.Generator
 
 
 def _scores(
-    q: Tensor, k: Tensor, start: int, end: int, scale: float, window: Sequence[int] | None
+    q: Tensor, k: Tensor, start: int, end: int, scale: float, seen: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor]:
     one, two = (x[start:end].float().transpose(0, 1) for x in (q, k))
-    mask = torch.ones(end - start, end - start, dtype=torch.bool).triu(1)
-    if window is not None and window[0] >= 0:  # keys before each query
-        mask |= torch.ones_like(mask).tril(-window[0] - 1)
-    return one, two, (one @ two.transpose(1, 2) * scale).masked_fill(mask, float("-inf"))
+    return one, two, (one @ two.transpose(1, 2) * scale).masked_fill(~visible(end - start, seen), float("-inf"))
+
+
+def seen_keys(is_causal: bool, window: Sequence[int] | None) -> tuple[int, int]:
+    """Return the number of keys that a query sees before and after its own; -1: all."""
+    before, after = (-1, -1) if window is None else window
+    return before, 0 if is_causal else after
+
+
+def visible(length: int, seen: tuple[int, int]) -> Tensor:
+    """Return the mask of visible keys in a document, bool [queries, keys]."""
+    mask = torch.ones(length, length, dtype=torch.bool)
+    before, after = (length if keys < 0 else keys for keys in seen)
+    return mask.triu(-before) & mask.tril(after)
 
 
 def _per_query(x_TKH: Tensor, q_TNH: Tensor) -> Tensor:
@@ -59,9 +69,9 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, ends_k: Any, max_q: A
     """Attend to each document separately, in fp32."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     k, v = _per_query(k, q), _per_query(v, q)
-    outs, logsums = [], []
+    outs, logsums, seen = [], [], seen_keys(is_causal, window_size)
     for start, end in pairwise(ends.tolist()):
-        scores = _scores(q, k, start, end, scale, window_size)[2]
+        scores = _scores(q, k, start, end, scale, seen)[2]
         logsums.append(scores.logsumexp(-1))
         outs.append((scores.softmax(-1) @ v[start:end].float().transpose(0, 1)).transpose(0, 1))
     return torch.cat(outs).to(q.dtype), torch.cat(logsums, dim=1), torch.zeros(2, dtype=torch.uint64)
@@ -72,9 +82,9 @@ def _varlen_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
                      window_size: Sequence[int] | None = None, *rest: Any) -> tuple[Tensor, ...]:  # fmt: skip
     scale, num_key_heads = q.shape[-1] ** -0.5 if scale is None else scale, k.shape[1]
     k, v = _per_query(k, q), _per_query(v, q)
-    grads = []
+    grads, seen = [], seen_keys(is_causal, window_size)
     for start, end in pairwise(ends.tolist()):
-        one, two, scores = _scores(q, k, start, end, scale, window_size)
+        one, two, scores = _scores(q, k, start, end, scale, seen)
         weights, above = scores.softmax(-1), grad[start:end].float().transpose(0, 1)
         of_weights = above @ v[start:end].float().transpose(0, 1).transpose(1, 2)
         of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True)) * scale

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch._meta_registrations
 from support.accelerator.copies import copy, to_copy
-from support.accelerator.kernels import EMULATED, draws
+from support.accelerator.kernels import EMULATED, draws, seen_keys
 from support.accelerator.memory import NAN_BYTE, Access, Block, hull
 from support.accelerator.simulation import NAME, Operation, now, show, site
 
@@ -386,9 +386,10 @@ def _count_flops(kernel: Kernel, args: Any) -> int:
     name = kernel.name
     if name.startswith("torch_attn::_varlen_attn"):
         is_backward = name.endswith("backward")
-        q, ends = (args[1], args[6]) if is_backward else (args[0], args[3])
-        ends = ends.data_cpu.tolist()
-        pairs = sum((b - a) * (b - a + 1) // 2 for a, b in pairwise(ends))
+        q, ends, rule = (args[1], args[6], args[10:]) if is_backward else (args[0], args[3], args[7:])
+        is_causal = seen_keys(rule[0], rule[3] if is_backward else rule[2])[1] == 0
+        lengths = [b - a for a, b in pairwise(ends.data_cpu.tolist())]
+        pairs = sum(length * (length + 1) // 2 if is_causal else length**2 for length in lengths)
         return int((10 if is_backward else 4) * pairs * q.shape[1] * q.shape[2])
     if name in PRODUCTS:
         a, b = [x for x in args if isinstance(x, torch.Tensor)][-2:]
