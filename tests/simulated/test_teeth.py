@@ -25,6 +25,13 @@ def test_sampled_missing_waits_are_found(server: ForkServer) -> None:
     assert missed(found) == []
 
 
+@pytest.mark.thorough
+def test_missing_waits_for_commits_are_found(server: ForkServer) -> None:
+    found = server.run_module(MUTATIONS, "--only", "last commit", "--cases", "16")
+    assert len(found) == 2
+    assert missed(found) == []
+
+
 @pytest.mark.slow
 def test_every_missing_wait_is_found(server: ForkServer) -> None:
     found = server.run_module(MUTATIONS)

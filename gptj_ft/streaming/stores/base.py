@@ -89,7 +89,7 @@ class LayerStore:
         return finished(None)
 
     def drain(self) -> None:
-        """Wait for every transfer; raise the first error."""
+        """Wait for every write and commit; raise the first error."""
 
     def close(self) -> None:
         """Stop the transfers and free the memory."""

@@ -48,6 +48,7 @@ AFTER = re.compile(
     r"(after|span\.after|ended\(span\.after\)|events|zeroed|store\.zeroed|(self|weights)\.earlier|(lease|slot|buffer)\.transfers|chunk\.reads"
     r"|(tuple|list)\((after|weights\.earlier|(slot|buffer|lease)\.transfers)\))"
 )
+LAST_COMMIT = ", *self._last_commit(layer)"
 # The first three measure time and protect no memory. `drain` waits for writes to the disk: tests of power cuts and of
 # kills check it.
 NOT_OURS = {"StallTimer", "synchronize", "timed", "drain"}
@@ -187,6 +188,8 @@ class Finder(ast.NodeVisitor):
                     self._add(argument, "what it comes after is left out", nothing)
                 elif text.startswith("[*after, "):
                     self._add(argument, "what it comes after is left out", text.replace("*after, ", ""))
+                if isinstance(argument, ast.List) and LAST_COMMIT in text:
+                    self._add(argument, "the last commit is left out", text.replace(LAST_COMMIT, ""))
         self.generic_visit(node)
 
     def _move(self, stream: ast.expr) -> None:
@@ -230,7 +233,8 @@ def cases_for(path: str) -> Iterator[simulated.Case]:
     telling = shared if Path(path).name in SHARED and Path(path).parent.name == "distributed" else list(_telling())
     words = {
         "host.py": "host", "disk.py": "disk", "folder.py": "strided", "block_reader.py": "frozen on disk",
-        "device.py": "frozen on device", "open.py": "frozen on", "activations.py": "device/device/host",
+        "queue.py": "disk", "device.py": "frozen on device", "open.py": "frozen on",
+        "activations.py": "device/device/host",
     }.get(Path(path).name, "")  # fmt: skip
     telling.sort(key=lambda case: words not in f"{case.scenario} {case.group} {case.label}")
     for case in (*telling, *simulated.reduced(list(simulated.SCENARIOS))):

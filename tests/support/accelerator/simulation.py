@@ -399,6 +399,12 @@ class Simulation:
                     stream.run_until(stream.queue[0])
                     again = True
 
+    def delays_task(self) -> bool:
+        """Tell whether a store's thread does its next task only when somebody waits for it."""
+        if self.ghost or self.schedule in ("eager", "compute late"):
+            return False
+        return self.schedule != "random" or self._random.random() < 0.5
+
     # -------------------------------------------------------------- faults
 
     def count_operation(self) -> None:

@@ -1,13 +1,43 @@
-"""Carry clocks between threads through futures; under the schedule ``late`` no future is done early."""
+"""Carry clocks between threads through futures, and delay threads as the schedule delays streams.
+
+Under the schedule ``late`` no future is done early. The program's `LATE` pools run a task only when somebody waits for
+it or for a later task of the pool; under ``random``, some of them.
+"""
 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from support.accelerator import simulation as sim
+
+LATE = ("-read", "-write", "-commit")  # threads of a store; the ends of their names
+POLL_SECONDS = 0.2  # a delayed task of an earlier simulation runs after this time
+
+
+class Gate:
+    """Hold back a task of a pool, and with it the later ones."""
+
+    def __init__(self, pool: Any) -> None:
+        self._simulation, self._is_open = sim.now(), threading.Event()
+        with sim.LOCK:
+            self._gates: list[Gate] = pool.__dict__.setdefault("_gates", [])  # closed ones of the pool, in order
+            self._gates.append(self)
+
+    def open(self) -> None:
+        """Let the task run, and all earlier ones of its pool."""
+        with sim.LOCK:
+            while not self._is_open.is_set():
+                self._gates.pop(0)._is_open.set()
+
+    def wait(self) -> None:
+        """Wait until the gate is open, or the simulation or the program ends."""
+        while not self._is_open.wait(POLL_SECONDS):
+            if sim.now() is not self._simulation or not threading.main_thread().is_alive():
+                self.open()
 
 
 def carry_clocks() -> None:
@@ -17,7 +47,7 @@ def carry_clocks() -> None:
     """
     future: Any = Future
     pool: Any = ThreadPoolExecutor
-    set_result, set_exception, submit = future.set_result, future.set_exception, pool.submit
+    set_result, set_exception, submit, shutdown = future.set_result, future.set_exception, pool.submit, pool.shutdown
     result, exception, done = future.result, future.exception, future.done
 
     def at_end(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -31,6 +61,8 @@ def carry_clocks() -> None:
 
     def after(plain: Callable[..., Any], counts: Callable[[Any], bool] = lambda _: True) -> Callable[..., Any]:
         def patched(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if plain is not done and hasattr(self, "_gate"):
+                self._gate.open()
             found = plain(self, *args, **kwargs)
             if sim.is_running() and counts(found) and hasattr(self, "_clock"):
                 sim.merge(sim.now().clock(), self._clock)
@@ -44,13 +76,26 @@ def carry_clocks() -> None:
             return submit(self, fn, *args, **kwargs)
         clock, token = dict(sim.now().clock()), object()
         sim.now().note("submit", token)
+        gate = Gate(self) if self._thread_name_prefix.endswith(LATE) else None
+        if gate is not None and not sim.now().delays_task():
+            gate.open()
 
         def run(*a: Any, **k: Any) -> Any:
+            if gate is not None:
+                gate.wait()
             sim.merge(sim.now().clock(), clock)
             sim.now().note("start", token)
             return fn(*a, **k)
 
-        return submit(self, run, *args, **kwargs)
+        submitted = submit(self, run, *args, **kwargs)
+        if gate is not None:
+            submitted._gate = gate
+        return submitted
+
+    def patched_shutdown(self: Any, *args: Any, **kwargs: Any) -> None:
+        for gate in getattr(self, "_gates", [])[-1:]:
+            gate.open()
+        shutdown(self, *args, **kwargs)
 
     known_done = after(done, bool)
 
@@ -62,7 +107,7 @@ def carry_clocks() -> None:
 
     future.set_result, future.set_exception = at_end(set_result), at_end(set_exception)
     future.result, future.exception, future.done = after(result), after(exception), patched_done
-    pool.submit = patched_submit
+    pool.submit, pool.shutdown = patched_submit, patched_shutdown
 
 
 def _is_asked_by_program() -> bool:
