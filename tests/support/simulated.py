@@ -66,6 +66,7 @@ QUANTIZED = {
 }
 ENCODERS = {"bert": "BertForSequenceClassification", "roberta": "RobertaForSequenceClassification"}
 LABELS = ("no", "perhaps", "yes")
+FOLDERS: list[Path] = []  # of the models that this process has made
 LORA = {"rank": 4, "alpha": 6, "targets": ["q_proj", "v_proj", "mlp.fc_out"], "dropout": 0.1}
 
 
@@ -88,6 +89,7 @@ def model_folder(name: str) -> Path:
     from support.family_models import random_of_family
 
     folder = Path(tempfile.mkdtemp(prefix="simulated-model-", dir=memory()))
+    FOLDERS.append(folder)
     if name in FAMILY_SHAPES:
         random_of_family(name, vocab_size=61).save_pretrained(folder)
         return folder
@@ -647,8 +649,8 @@ def run_case(case: Case, device: str = DEVICE, **options: Any) -> dict[str, Any]
 
 def clean_up() -> None:
     """Remove the files of `prepare` and `model_folder`."""
-    for name in SHAPES:  # creates the missing ones first: fast
-        shutil.rmtree(model_folder(name), ignore_errors=True)
+    for folder in FOLDERS:
+        shutil.rmtree(folder, ignore_errors=True)
     shutil.rmtree(os.environ["GPTJ_FT_HOME"], ignore_errors=True)
 
 

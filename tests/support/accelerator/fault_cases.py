@@ -83,6 +83,12 @@ def spread(steps: Sequence[range]) -> list[int]:
     return [numbers[at * (len(numbers) - 1) // (POINTS - 1)] for at in range(POINTS)]
 
 
+def write_rows() -> None:
+    """Write the rows of `LINE` into the working folder."""
+    rows = [{"note": f"Room {n} is cold and dark at night.", "summary": f"Room {n} is cold."} for n in range(10)]
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
+
+
 def digest(run: str) -> str:
     """Return the digest of a run's tuned model."""
     found = hashlib.sha256()
@@ -138,8 +144,7 @@ if __name__ == "__main__":
     assume_rates()
     logging.raiseExceptions = False
     places = sys.argv[1:] or list(PLACES)
-    rows = [{"note": f"Room {n} is cold and dark at night.", "summary": f"Room {n} is cold."} for n in range(10)]
-    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
+    write_rows()
     try:
         for case in cases(places):
             print(json.dumps(case), file=sys.__stdout__, flush=True)

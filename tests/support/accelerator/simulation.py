@@ -8,6 +8,7 @@ accesses to the same bytes race if neither happens after the other and one write
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import sys
 import threading
@@ -242,6 +243,7 @@ class Faults:
     failing_allocation: int | None = None  # number of the allocation that finds no memory, counted from 1
     lost_after: int | None = None  # operations after which every call to the device raises
     taken: tuple[int, int] | None = None  # number of an allocation, and the bytes that another process takes before it
+    signal: tuple[int, int] | None = None  # number of an operation, and the signal that the process gets before it
 
 
 @dataclass
@@ -409,6 +411,9 @@ class Simulation:
 
     def count_operation(self) -> None:
         self.num_operations += 1
+        sent = self.faults.signal
+        if sent is not None and self.num_operations == sent[0]:
+            os.kill(os.getpid(), sent[1])
         limit = self.faults.lost_after
         if limit is not None and self.num_operations > limit:
             self.lost = self.lost or "unspecified launch failure"
