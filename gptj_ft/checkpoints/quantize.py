@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gptj_ft.checkpoints.model_folder import Checkpoint, weights_of
 from gptj_ft.checkpoints.quantized import ABSMAX, MAP, ROW_FORMAT, ROW_SCALES, STATE
 from gptj_ft.checkpoints.weight_file import PIECE_BYTES, TensorInfo
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models import lora
+from gptj_ft.models.embedding import Embedding
 from gptj_ft.models.quantization.bitsandbytes import TABLES, WRITTEN
 from gptj_ft.models.quantization.form import CODES, SCALES, QuantizedForm
 from gptj_ft.models.registry import Architecture, full_name
@@ -32,6 +33,21 @@ def quantized_names(architecture: Architecture) -> dict[str, bool]:
         for name, (layer, local) in lora.linear_layers(architecture).items()
         if 0 < layer < last
     }
+
+
+def vocabulary_names(architecture: Architecture) -> list[str]:
+    """Return the matrices with a row for each token: the embedding, and a head of its own."""
+    layers, family = architecture.skeleton, architecture.family
+    tables = [name for name, module in layers[0].named_modules() if is_token_table(module)]
+    heads = [
+        f"{name}.weight" for name, (layer, _) in lora.linear_layers(architecture).items() if layer == len(layers) - 1
+    ]
+    return [*(family.name_of(0, f"{table}.weight", len(layers)) for table in tables), *heads]
+
+
+def is_token_table(module: nn.Module) -> bool:
+    """Tell whether a module looks up a row for each token."""
+    return isinstance(module, Embedding) and module.index == "tokens_T"
 
 
 def quantization_config(quantization: Quantization, architecture: Architecture, dtype: torch.dtype) -> dict[str, Any]:

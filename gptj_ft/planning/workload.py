@@ -207,9 +207,7 @@ class Workload:
         moved: dict[Place, int] = {}
         for layer, layout in enumerate(self.frozen):
             place = placement.of("frozen", layer)
-            # Of a frozen embedding a pass loads only a few rows.
-            is_by_rows = layer == TIED_SOURCE_LAYER and not self.layouts[TIED_SOURCE_LAYER].shapes
-            if place != "device" and not is_by_rows:
+            if place != "device" and not self._is_by_rows(layer):
                 moved[place] = moved.get(place, 0) + layout.bytes_in(place, self.dtype)
         return moved
 
@@ -217,11 +215,18 @@ class Workload:
         """Return the elements of quantized matrices whose values a pass restores, of each layer."""
         if not self.frozen:
             return [0] * len(self.layouts)
-        places = [placement.of("frozen", layer) for layer in range(len(self.frozen))]
-        return [
-            layout.stored.quantized if layout.stored is not None and place != "device" else 0
-            for layout, place in zip(self.frozen, places, strict=True)
+        are_whole = [
+            placement.of("frozen", layer) != "device" and not self._is_by_rows(layer)
+            for layer in range(len(self.frozen))
         ]
+        return [
+            layout.stored.quantized if layout.stored is not None and is_whole else 0
+            for layout, is_whole in zip(self.frozen, are_whole, strict=True)
+        ]
+
+    def _is_by_rows(self, layer: int) -> bool:
+        """Tell whether a pass loads only a few rows of a layer off the device: of a frozen embedding."""
+        return layer == TIED_SOURCE_LAYER and not self.layouts[TIED_SOURCE_LAYER].shapes
 
     @cached_property
     def num_parameters(self) -> int:

@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.cli_runner import Shell
-from support.gguf_models import make_model, quantize_blocks
+from support.gguf_models import make_model, quantize_matrices
 
 from gptj_ft.checkpoints.architecture import read_architecture
 from gptj_ft.checkpoints.convert import Conversion, convert
 from gptj_ft.checkpoints.model_folder import open_checkpoint
-from gptj_ft.checkpoints.quantize import quantized_names
+from gptj_ft.checkpoints.quantize import quantized_names, vocabulary_names
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.quantization.form import QuantizedForm
 from gptj_ft.models.quantization.ggml import GGML
@@ -70,22 +70,23 @@ def test_values_of_random_codes_equal_gguf(name: str) -> None:
     [("llama", ["Q4_K", "Q6_K", "Q5_K"]), ("gpt2", ["Q8_0", "Q4_0"]), ("gpt_neox", ["Q4_1", "Q5_0", "Q5_1"])],
 )
 def test_kept_codes_restore_the_values(model: str, kinds: list[str], plain, tmp_path: Path) -> None:
-    file = quantize_blocks(plain(model), tmp_path / "codes.gguf", kinds)
+    file = quantize_matrices(plain(model), tmp_path / "codes.gguf", kinds)
     convert(file, tmp_path / "values", Conversion(dtype="fp32"))
     report = convert(file, tmp_path / "codes", KEEP)
     assert report.dtype == " and ".join(sorted(kinds))
-    matrices = quantized_names(read_architecture(tmp_path / "codes"))
+    architecture = read_architecture(tmp_path / "codes")
+    matrices = {*quantized_names(architecture), *vocabulary_names(architecture)}
     with open_checkpoint(tmp_path / "values") as values, open_checkpoint(tmp_path / "codes") as codes:
         assert set(codes.names) == set(values.names)
         for name in values.names:
             assert torch.equal(codes.read(name), values.read(name)), name
             assert (codes.matrix(name) is not None) == (name in matrices), name
     stored = sum(file.stat().st_size for file in (tmp_path / "codes").glob("*.safetensors"))
-    assert stored < 0.6 * sum(file.stat().st_size for file in (tmp_path / "values").glob("*.safetensors"))
+    assert stored < 0.45 * sum(file.stat().st_size for file in (tmp_path / "values").glob("*.safetensors"))
 
 
 def test_values_are_rounded_to_the_type_that_is_named(plain, tmp_path: Path) -> None:
-    file = quantize_blocks(plain("llama"), tmp_path / "codes.gguf", ["Q8_0"])
+    file = quantize_matrices(plain("llama"), tmp_path / "codes.gguf", ["Q8_0"])
     convert(file, tmp_path / "values", Conversion(dtype="bf16"))
     convert(file, tmp_path / "codes", Conversion(quantize="keep", dtype="bf16"))
     with open_checkpoint(tmp_path / "values") as values, open_checkpoint(tmp_path / "codes") as codes:
@@ -94,7 +95,7 @@ def test_values_are_rounded_to_the_type_that_is_named(plain, tmp_path: Path) -> 
 
 
 def test_adapter_on_kept_codes_is_trained_and_merged(plain, shell: Shell, rows_file: Path, tmp_path: Path) -> None:
-    file = quantize_blocks(plain("llama"), tmp_path / "codes.gguf", ["Q4_0"])
+    file = quantize_matrices(plain("llama"), tmp_path / "codes.gguf", ["Q4_0"])
     assert shell(f"convert {file} codes --quantize keep").code == 0
     assert shell(f"convert {file} values --dtype fp32").code == 0
     losses = []
@@ -112,7 +113,7 @@ def test_adapter_on_kept_codes_is_trained_and_merged(plain, shell: Shell, rows_f
 
 
 def test_only_gguf_files_with_codes_are_kept(plain, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no matrix of its blocks is quantized as Q8_0"):
+    with pytest.raises(UsageError, match="none of its matrices is quantized as Q8_0"):
         convert(plain("llama"), tmp_path / "x", KEEP)
     with pytest.raises(UsageError, match="needs a GGUF file, whose codes it keeps"):
         convert(plain("llama").with_suffix(""), tmp_path / "x", KEEP)
@@ -122,7 +123,7 @@ def test_only_gguf_files_with_codes_are_kept(plain, tmp_path: Path) -> None:
 
 
 def test_scales_of_infinity_are_refused(plain, tmp_path: Path) -> None:
-    file = quantize_blocks(plain("llama"), tmp_path / "codes.gguf", ["Q8_0"])
+    file = quantize_matrices(plain("llama"), tmp_path / "codes.gguf", ["Q8_0"])
     tensor = next(each for each in gguf.GGUFReader(file).tensors if each.name == "blk.1.ffn_up.weight")
     content = bytearray(file.read_bytes())
     content[tensor.data_offset : tensor.data_offset + 2] = np.array([np.inf], np.float16).tobytes()
@@ -145,7 +146,7 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_codes_are_named_in_one_line(damage: str, plain, tmp_path: Path) -> None:
     change, message = DAMAGES[damage]
-    convert(quantize_blocks(plain("llama"), tmp_path / "codes.gguf", ["Q4_1"]), tmp_path / "codes", KEEP)
+    convert(quantize_matrices(plain("llama"), tmp_path / "codes.gguf", ["Q4_1"]), tmp_path / "codes", KEEP)
     for path in (tmp_path / "codes").glob("*.safetensors"):
         stored = load_file(path)
         if NAME in stored:

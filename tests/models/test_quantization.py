@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 
 import pytest
@@ -128,3 +129,19 @@ def test_int8_error_is_at_most_half_a_step() -> None:
     QuantizedForm(Int8(), 64, 300, torch.float32).dequantize(Int8().encode(values), restored)
     step = values.abs().amax(dim=1, keepdim=True) / 127
     assert ((restored - values).abs() <= 0.5001 * step).all()
+
+
+@pytest.mark.parametrize("codec", [FourBit(), Int8()], ids=lambda codec: codec.name)
+def test_some_rows_equal_those_of_the_matrix(codec: Codec) -> None:
+    values = torch.randn(7, 48)  # blocks of 64: rows 0 to 3 begin together, and the last ones are fewer
+    parts, form = codec.encode(values), QuantizedForm(codec, 7, 48, torch.bfloat16)
+    whole = torch.empty(7, 48, dtype=form.dtype)
+    form.dequantize(parts, whole)
+
+    def read(part: str, spans: Sequence[slice], out: Tensor) -> None:
+        for span, target in zip(spans, out, strict=True):
+            items = parts[part][span]
+            target[: len(items)] = items
+
+    for rows in ([6], [5, 0, 5, 3], range(7)):
+        assert torch.equal(form.some_rows(rows, read), whole[list(rows)]), rows

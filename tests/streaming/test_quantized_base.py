@@ -11,7 +11,7 @@ import torch
 from conftest import random_model
 from support.cli_runner import Shell
 from support.family_models import random_of_family
-from support.gguf_models import make_model, quantize_blocks
+from support.gguf_models import make_model, quantize_matrices
 from support.small_run import assert_same_weights, cut_and_resume, new_run, small_session, weights_of
 from support.small_run import train as train_run
 from support.small_stack import CPU, LENGTHS, LITTLE, PROMPTS, documents, train
@@ -49,7 +49,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, P
         if shape == "gguf":
             make_model(tmp / "made", "llama", hidden_size=256, intermediate_size=256, head_dim=64)
             convert(tmp / "made", tmp / "plain.gguf", Conversion(to="gguf"))
-            source = quantize_blocks(tmp / "plain.gguf", tmp / "codes.gguf", ["Q4_K", "Q6_K", "Q8_0"])
+            source = quantize_matrices(tmp / "plain.gguf", tmp / "codes.gguf", ["Q4_K", "Q6_K", "Q8_0"])
         else:
             (random_of_family(shape) if shape == "llama" else random_model(shape)).save_pretrained(source)
         convert(source, tmp / quantization, Conversion(quantize=quantization))  # type: ignore[arg-type]

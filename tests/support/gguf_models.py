@@ -152,8 +152,8 @@ def write_tokenizer(folder: Path, splitter: Splitter) -> None:
     (folder / "generation_config.json").write_text(json.dumps(ends))
 
 
-def quantize_blocks(file: Path, target: Path, kinds: Sequence[str]) -> Path:
-    """Copy a GGUF file with the matrices of its blocks quantized, in turn, as these types of ggml; return the copy."""
+def quantize_matrices(file: Path, target: Path, kinds: Sequence[str]) -> Path:
+    """Copy a GGUF file with its matrices quantized, in turn, as these types of ggml; return the copy."""
     reader = gguf.GGUFReader(file)
     writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
     for name, field in reader.fields.items():
@@ -163,7 +163,7 @@ def quantize_blocks(file: Path, target: Path, kinds: Sequence[str]) -> Path:
     turns = itertools.cycle(gguf.GGMLQuantizationType[kind] for kind in kinds)
     for tensor in reader.tensors:
         values = tensor.data.reshape(tensor.shape[::-1])
-        if not tensor.name.startswith("blk.") or values.ndim < 2:
+        if values.ndim < 2 or tensor.name == "position_embd.weight":
             writer.add_tensor(tensor.name, values)
             continue
         kind = next(turns)

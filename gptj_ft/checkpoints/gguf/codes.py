@@ -11,7 +11,14 @@ from torch import Tensor
 
 from gptj_ft.checkpoints.gguf.source import GgufShard, StoredCodes
 from gptj_ft.checkpoints.model_folder import Checkpoint
-from gptj_ft.checkpoints.quantize import PartsCheckpoint, StoredPart, as_bytes, describe, quantized_names
+from gptj_ft.checkpoints.quantize import (
+    PartsCheckpoint,
+    StoredPart,
+    as_bytes,
+    describe,
+    quantized_names,
+    vocabulary_names,
+)
 from gptj_ft.checkpoints.quantized import GGML_STATE
 from gptj_ft.checkpoints.weight_file import TensorInfo
 from gptj_ft.errors import DataError, UsageError
@@ -21,7 +28,7 @@ from gptj_ft.models.registry import Architecture
 
 
 class KeptCodes(PartsCheckpoint):
-    """A GGUF file whose linear layers keep their codes; all other tensors get plain values."""
+    """A GGUF file whose linear layers, embedding and head keep their codes; all other tensors get plain values."""
 
     def __init__(self, source: Checkpoint, architecture: Architecture, dtype: torch.dtype | None) -> None:
         """Choose the matrices.
@@ -34,7 +41,7 @@ class KeptCodes(PartsCheckpoint):
         """
         super().__init__(source, dtype)
         self._kinds = Counter[str]()
-        for name in quantized_names(architecture):
+        for name in (*quantized_names(architecture), *vocabulary_names(architecture)):
             stored = source.stored(name)
             if stored is None or not isinstance(stored[0], GgufShard):
                 raise UsageError(f"--quantize keep needs a GGUF file, whose codes it keeps; {source.folder} is none")
@@ -43,7 +50,7 @@ class KeptCodes(PartsCheckpoint):
                 self._kinds[codes.codec.name] += 1
         if not self._kinds:
             raise UsageError(
-                f"{source.folder}: no matrix of its blocks is quantized as {', '.join(GGML)}, whose codes are kept; "
+                f"{source.folder}: none of its matrices is quantized as {', '.join(GGML)}, whose codes are kept; "
                 "leave out --quantize, or name nf4 or int8"
             )
         self._list_names()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -104,6 +104,23 @@ class QuantizedForm:
         target = out.t() if self.is_transposed else out
         for rows, values in self.row_values(parts, 0, self.rows):
             target[rows].copy_(values)
+
+    def some_rows(self, rows: Sequence[int], read: Callable[[str, Sequence[slice], Tensor], None]) -> Tensor:
+        """Restore the values of some stored rows, [rows, columns], on the CPU.
+
+        Args:
+            read: reads the items of a part: its name, the slices of its items, and a target with a row for each slice.
+        """
+        step, groups = self.row_step, dict[int, int]()  # `row_step` rows are read together; group -> its place
+        for row in rows:
+            groups.setdefault(row // step, len(groups))
+        size, end, parts = step * self.columns, self.rows * self.columns, dict[str, Tensor]()
+        for name, part in self.parts().items():
+            found = torch.zeros(len(groups), part.span(0, size).stop, dtype=part.dtype)
+            read(name, [part.span(group * size, min((group + 1) * size, end)) for group in groups], found)
+            parts[name] = found.view(-1)
+        values = self.codec.values(parts, len(groups) * step, self.columns)
+        return values[[groups[row // step] * step + row % step for row in rows]].to(self.dtype)
 
     def row_values(self, parts: Mapping[str, Tensor], start: int, stop: int) -> Iterator[tuple[slice, Tensor]]:
         """Yield stored rows and their values, rounded to `dtype`, a few rows at a time.

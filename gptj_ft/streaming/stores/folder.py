@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -95,9 +96,14 @@ class FolderStore(LayerStore):
             pieces = (source.to(to, row * width) for row, to in zip(rows, out, strict=True))
             self._row_blocks.read(pieces, events)
         elif isinstance(source, QuantizedTensor):
-            raise AssertionError("internal error: embeddings are not quantized")
+            copy(source.form.some_rows(rows, partial(self._read_items, source.extents)), out, events)
         else:
             copy(source()[torch.tensor(rows)], out, events)
+
+    def _read_items(self, extents: Mapping[str, Extent], part: str, spans: Sequence[slice], out: Tensor) -> None:
+        """Read items of a part of a quantized matrix, a row of ``out`` for each span."""
+        targets = zip(spans, out, strict=True)
+        self._row_blocks.read(extents[part].to(to[: span.stop - span.start], span.start) for span, to in targets)
 
     def drain(self) -> None:
         self._queue.drain()

@@ -17,7 +17,7 @@ from gptj_ft.models.quantization.form import QuantizedForm
 from gptj_ft.streaming.stores.base import LayerStore, Span
 from gptj_ft.streaming.stores.host import HostStore
 from gptj_ft.streaming.stores.queue import TransferQueue
-from gptj_ft.system.accelerator import StreamEvent, copy, current_stream, use_own_stream, wait_for_stream
+from gptj_ft.system.accelerator import StreamEvent, copy, current_stream, ended, use_own_stream, wait_for_stream
 from gptj_ft.system.memory import allocate
 from gptj_ft.system.threads import compute_in_one_thread
 
@@ -205,7 +205,19 @@ class PackedStore(LayerStore):
         return self._queue.read(layer, span.after, load)
 
     def read_rows(self, span: Span, name: str, rows: Sequence[int], out: Tensor) -> None:
-        self._memory.read_rows(span, name, rows, out)
+        forms = self._forms[span.layer]
+        stored = self.stored(span.layer)
+
+        def items(part: str, spans: Sequence[slice], found: Tensor) -> None:
+            own = stored[part_name(name, part)]
+            places = torch.tensor([each.start for each in spans])[:, None] + torch.arange(found.shape[1])
+            # The last rows may be fewer than are restored together.
+            torch.index_select(own, 0, places.clamp_(max=len(own) - 1).view(-1), out=found.view(-1))
+
+        if name in forms:
+            copy(forms[name].some_rows(rows, items), out, ended(span.after))
+        else:
+            copy(stored[name][torch.tensor(rows)], out, ended(span.after))
 
     def drain(self) -> None:
         self._queue.drain()
