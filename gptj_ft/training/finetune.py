@@ -99,12 +99,13 @@ def prepare_new_run(
     folder = choose_folder(recipe)
     if recipe.model is not None and is_config(recipe.model):
         reporter.on_message(f"training starts from random weights, since --model names the config {recipe.model}")
+    # A device that cannot be used is an error before the rows are read.
+    device = None if target else _choose_device(recipe, parallel, reporter)
     reporter.on_activity("reading the rows")
     inputs = gather(resolved)
     if inputs.note:
         reporter.on_message(inputs.note)
-    activity = "planning" if target else planning_activity(_choose_device(recipe, parallel, reporter), folder)
-    reporter.on_activity(activity)
+    reporter.on_activity("planning" if device is None else planning_activity(device, folder))
     final = inputs.recipe.model_copy(update={"model": str(inputs.model.resolve()), "output": str(folder)})
     setup = make_run_setup(final, inputs.model, (inputs.train, inputs.validation), folder, target, parallel)
     origins = dict(resolved.origins)

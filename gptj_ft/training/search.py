@@ -412,6 +412,7 @@ def prepare_search(
         reporter.on_message(f"resuming {folder}")
         return resume_search(folder, recipe.max_time, reporter)
     use_threads(recipe, ONE_PROCESS, reporter)
+    device = choose_device(recipe.device, recipe.device_memory)
     reporter.on_activity("reading the rows")
     inputs = gather(resolved)
     if inputs.note:
@@ -419,7 +420,7 @@ def prepare_search(
     if inputs.validation is None or num_rows_of(recipe, inputs.validation) < 2:
         raise UsageError("a search compares candidates on validation rows: add --val-data FILE, or --set holdout=0.1")
     base = inputs.recipe.model_copy(update={"model": str(inputs.model.resolve()), "output": None})
-    reporter.on_activity(planning_activity(choose_device(recipe.device, recipe.device_memory), folder))
+    reporter.on_activity(planning_activity(device, folder))
     rows = (inputs.train, inputs.validation)
     first = candidates[0].recipe(base)
     setup = make_run_setup(first, inputs.model, rows, folder / candidates[0].folder)

@@ -105,6 +105,10 @@ def test_invalid_device_selection_is_rejected(shell, lines: list[str], card) -> 
 
 
 def test_card_without_kernels_is_rejected_before_rows_are_read(shell, lines: list[str], monkeypatch) -> None:
+    def read(*_: object) -> None:
+        raise AssertionError("rows were read")
+
+    monkeypatch.setattr(finetune, "gather", read)
     pretend_cuda(
         monkeypatch, 1, mem_get_info=lambda device: (7 * 10**9, 8 * 10**9), get_arch_list=lambda: ["sm_75", "sm_86"],
         get_device_capability=lambda device: (6, 1),
