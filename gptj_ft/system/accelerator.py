@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -35,6 +36,7 @@ PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device, not only for 
 NARROW_SUMS = (
     "allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction", "allow_fp16_accumulation",
 )  # fmt: skip
+ALLOCATOR_VARIABLES = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 WORKSPACES, REPRODUCIBLE_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 
 
@@ -292,6 +294,26 @@ def limit_memory(device: torch.device, num_bytes: int) -> None:
         # torch.mps, which has no streams, takes no device.
         args = (device,) if has_streams(device) else ()
         module_of(device).set_per_process_memory_fraction(fraction, *args)
+
+
+def use_expandable_segments(device: torch.device) -> None:
+    """Have torch's allocator extend its segments, unless the user configured it; call this before other allocations.
+
+    Otherwise free memory between tensors of other sizes is lost: micro-batches have any number of tokens.
+    """
+    # https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf
+    # torch supports them on Linux with CUDA only.
+    is_configured = any(name in os.environ for name in ALLOCATOR_VARIABLES)
+    if is_configured or device.type != "cuda" or torch.version.hip is not None or sys.platform != "linux":
+        return
+    configure = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if configure is None:  # a private function
+        return
+    configure("expandable_segments:True")
+    try:
+        allocate(1, torch.uint8, device)
+    except RuntimeError:  # no virtual memory management, as on some virtual GPUs and under WSL
+        configure("expandable_segments:False")
 
 
 def empty_cache(device: torch.device) -> None:

@@ -65,8 +65,8 @@ def _onednn_limit() -> str:
 def choose_device(name: str, cap: int | None = None, local_rank: int | None = None) -> torch.device:
     """Return the device of a run, with its number, and make it torch's current device.
 
-    Also makes its matrix products accumulate in fp32, and deterministic, for the whole process
-    (`accelerator.sum_in_fp32`, `accelerator.allow_deterministic_products`).
+    Also makes its matrix products accumulate in fp32, and deterministic, and its memory's segments expandable, for the
+    whole process (`accelerator.sum_in_fp32`, `allow_deterministic_products`, `use_expandable_segments`).
 
     Args:
         name: ``auto``, ``cpu``, or the type of an accelerator, with or without a number.
@@ -88,6 +88,7 @@ def choose_device(name: str, cap: int | None = None, local_rank: int | None = No
         module_of,
         shares_memory,
         sum_in_fp32,
+        use_expandable_segments,
     )
 
     if name == "auto":
@@ -138,6 +139,7 @@ def choose_device(name: str, cap: int | None = None, local_rank: int | None = No
         )
     sum_in_fp32(device)
     allow_deterministic_products(device)
+    use_expandable_segments(device)
     return device
 
 

@@ -1,14 +1,17 @@
-"""Deterministic kernels are selected on CUDA devices, for a step alone."""
+"""Configure CUDA devices: deterministic kernels for a step alone, expandable segments of memory."""
 
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 import torch
+from support.fake_cuda import pretend_cuda
 
 from gptj_ft.system import accelerator
 from gptj_ft.system.accelerator import allow_deterministic_products, deterministic_kernels
+from gptj_ft.system.machine import choose_device
 
 CUDA = torch.device("cuda", 0)
 
@@ -52,3 +55,42 @@ def test_workspaces_of_products_are_reproducible(
     monkeypatch.setenv(name, "") if before is None else monkeypatch.setenv(name, before)
     allow_deterministic_products(CUDA)
     assert os.environ[name] == after
+
+
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Pretend that there is a CUDA device on Linux; return the settings of its allocator."""
+    monkeypatch.setattr(sys, "platform", "linux")
+    for name in accelerator.ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    return pretend_cuda(monkeypatch, count=1)
+
+
+def test_chosen_device_extends_its_segments(settings: list[str]) -> None:
+    choose_device("cpu")
+    assert settings == []
+    choose_device("cuda")
+    assert settings == ["expandable_segments:True"]
+
+
+@pytest.mark.parametrize("name", accelerator.ALLOCATOR_VARIABLES)
+def test_own_allocator_settings_are_respected(name: str, settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "max_split_size_mb:64")
+    choose_device("cuda")
+    assert settings == []
+
+
+@pytest.mark.parametrize(("owner", "name", "value"), [(sys, "platform", "win32"), (torch.version, "hip", "6.2")])
+def test_other_platforms_keep_their_segments(owner, name, value, settings: list[str], monkeypatch) -> None:
+    monkeypatch.setattr(owner, name, value)
+    choose_device("cuda")
+    assert settings == []
+
+
+def test_device_without_virtual_memory_keeps_its_segments(settings: list[str], monkeypatch) -> None:
+    def fail(*_: object) -> torch.Tensor:
+        raise RuntimeError("CUDA driver error: operation not supported")
+
+    monkeypatch.setattr(accelerator, "allocate", fail)
+    assert choose_device("cuda") == CUDA
+    assert settings == ["expandable_segments:True", "expandable_segments:False"]
