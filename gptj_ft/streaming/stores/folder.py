@@ -105,9 +105,6 @@ class FolderStore(LayerStore):
         targets = zip(spans, out, strict=True)
         self._row_blocks.read(extents[part].to(to[: span.stop - span.start], span.start) for span, to in targets)
 
-    def drain(self) -> None:
-        self._queue.drain()
-
     def close(self) -> None:
         self._queue.close()
         self._restorer.close()

@@ -219,10 +219,6 @@ class PackedStore(LayerStore):
         else:
             copy(stored[name][torch.tensor(rows)], out, ended(span.after))
 
-    def drain(self) -> None:
-        self._queue.drain()
-        self._memory.drain()
-
     def close(self) -> None:
         self._queue.close()
         self._restorer.close()
