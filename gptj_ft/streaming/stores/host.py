@@ -15,6 +15,7 @@ from gptj_ft.streaming.stores.base import LayerStore, Span
 from gptj_ft.streaming.stores.queue import TransferQueue
 from gptj_ft.system.accelerator import StreamEvent, copy, ended, has_streams, pin
 from gptj_ft.system.memory import allocate
+from gptj_ft.system.units import gigabytes
 
 log = logging.getLogger(__name__)
 
@@ -32,11 +33,17 @@ class HostStore(LayerStore):
             if layout.numel
         }
         self._unpin: list[Callable[[], None]] = []
+        pinned = 0
         for values in self._tensors.values() if has_streams(device) else ():
             unpin = pin(values, device)
             if unpin is None:
-                log.warning("the system refuses to pin more host memory: some copies to the device will be slower")
+                total = sum(each.nbytes for each in self._tensors.values())
+                log.warning(
+                    "the system refuses to pin more host memory (%s of %s are pinned): the rest is copied more slowly",
+                    gigabytes(pinned), gigabytes(total),
+                )  # fmt: skip
                 break
+            pinned += values.nbytes
             self._unpin.append(unpin)
 
     def in_host(self, kind: Kind, layer: int) -> Tensor | None:
