@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gptj_ft.models.batch import SHORT, Bucket, BucketIndex, Documents, PackedBatch
 from gptj_ft.models.chunked_attention import ScoreRule, attend_backward, attend_forward
-from gptj_ft.models.dropout import Dropout, NoiseSpan, mask_to
+from gptj_ft.models.dropout import Dropout, NoiseSpan, column_keys, mask_to, masked
 from gptj_ft.system.machine import bf16_unit
 
 log = logging.getLogger(__name__)
@@ -117,9 +117,14 @@ def attend(
         batch.cache.put(layer, k_TKH, v_TKH, batch.cu_seqlens, batch.document_ids)
     if cap is None and takes_ragged(q_TNH.device, q_TNH.dtype, q_TNH.shape[-1], group > 1):
         return attend_ragged(q_TNH, k_TKH, v_TKH, batch, scale, window=window)
-    if q_TNH.device.type == FUSED_DEVICE or cap is not None or rule.is_windowed(batch.longest):
+    if q_TNH.device.type == FUSED_DEVICE:
         out: Tensor = _CausalAttention.apply(q_TNH, k_TKH, v_TKH, batch.documents, rule)  # type: ignore[no-untyped-call]
         return out
+    if cap is not None or rule.is_windowed(batch.longest):
+        out = _ChunkedAttention.apply(q_TNH, k_TKH, v_TKH, batch.documents, rule)  # type: ignore[no-untyped-call]
+        return out
+    if len(batch.documents.buckets) < len(batch.cu_seqlens) - 1:
+        return attend_in_buckets(q_TNH, k_TKH, v_TKH, batch.documents, scale, is_causal=True)
     # Heads of a group read their keys with stride 0, without a copy, if the key heads are the kernel's batch axis.
     groups = 1 if group == 1 else k_TKH.shape[1]
     # Split instead of slicing: each slice's gradient would be a zero-padded tensor of the whole batch.
@@ -135,8 +140,8 @@ def attend(
 class _CausalAttention(torch.autograd.Function):
     """Causal attention on a CPU by torch's fused kernel; long documents one by one, short ones in buckets.
 
-    Long documents with grouped heads, windows or capped scores are attended by chunks, on any device. Saves only its
-    inputs, its output and, from the fused kernel, one number per row and head.
+    Long documents with grouped heads, windows or capped scores are attended by chunks. Saves only its inputs, its
+    output and, from the fused kernel, one number per row and head.
     """
 
     @staticmethod
@@ -201,6 +206,62 @@ class _CausalAttention(torch.autograd.Function):
         return *input_gradients, None, None
 
 
+class _ChunkedAttention(torch.autograd.Function):
+    """Causal attention on an accelerator by chunks of queries; the documents of a bucket are further heads.
+
+    Saves its inputs and its output.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Documents, rule: ScoreRule) -> Tensor:
+        index = documents.index(1, in_token_order=True)
+        taken = [_to_bucket_heads(x, documents, index) for x in (q, k, v)]
+        out_P, outs = _new_bucket_heads(q, documents, index)
+        for out, *inputs in zip(outs, *taken, strict=True):
+            attend_forward(out, inputs[0], inputs[1], inputs[2], rule, q.dtype)
+        out = out_P.index_select(0, index.slot_T).view_as(q)
+        ctx.save_for_backward(q, k, v, out)
+        ctx.documents, ctx.rule = documents, rule
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        q, k, v, out = ctx.saved_tensors
+        documents = ctx.documents
+        index = documents.index(1, in_token_order=True)
+        taken = [_to_bucket_heads(x, documents, index) for x in (gradients[0], q, k, v, out)]
+        made = [_new_bucket_heads(x, documents, index) for x in (q, k, v)]
+        for bucket, written, inputs in zip(
+            documents.buckets, zip(*(parts for _, parts in made), strict=True), zip(*taken, strict=True), strict=True
+        ):
+            if bucket.is_padding_LG1 is not None:
+                # Padding repeats a real row, whose gradient must not count again.
+                gradient_LGW = inputs[0].view(bucket.length, len(bucket.documents), -1)
+                gradient_LGW.masked_fill_(bucket.is_padding_LG1, 0.0)
+            attend_backward(written, inputs, ctx.rule, q.dtype)
+        results = (x_P.index_select(0, index.slot_T) for x_P, _ in made)
+        return *(x.view_as(like) for x, like in zip(results, (q, k, v), strict=True)), None, None
+
+
+def _to_bucket_heads(x_TNH: Tensor, documents: Documents, index: BucketIndex) -> list[Tensor]:
+    """Gather the rows of each bucket with its documents as further heads, [L, G N, H]."""
+    return _bucket_heads(x_TNH.flatten(1).index_select(0, index.source_P), documents, x_TNH.shape[2])
+
+
+def _new_bucket_heads(x_TNH: Tensor, documents: Documents, index: BucketIndex) -> tuple[Tensor, list[Tensor]]:
+    """Allocate rows for all slots, zero for fillers, and return them with views like those of `_to_bucket_heads`."""
+    x_PW = x_TNH.new_empty(len(index.source_P), x_TNH[0].numel())
+    if documents.num_fillers:
+        x_PW[-documents.num_fillers :] = 0.0
+    return x_PW, _bucket_heads(x_PW, documents, x_TNH.shape[2])
+
+
+def _bucket_heads(x_PW: Tensor, documents: Documents, width: int) -> list[Tensor]:
+    sizes = [len(bucket.documents) * bucket.length for bucket in documents.buckets]
+    parts = x_PW.split_with_sizes([*sizes, documents.num_fillers])[:-1]
+    return [part.view(bucket.length, -1, width) for part, bucket in zip(parts, documents.buckets, strict=True)]
+
+
 class _Ways(NamedTuple):
     """Numbers of the documents to attend by torch's kernel, by chunks, and by torch's kernel in buckets."""
 
@@ -211,7 +272,7 @@ class _Ways(NamedTuple):
     @classmethod
     def of(cls, q_TNH: Tensor, k_TKH: Tensor, documents: Documents, rule: ScoreRule) -> _Ways:
         """Choose by the document alone, so that it has the same bits in any batch."""
-        takes_none = rule.cap is not None or q_TNH.device.type != FUSED_DEVICE
+        takes_none = rule.cap is not None
         long, buckets = documents.split(0 if takes_none else min(SHORT, rule.window or SHORT))
         is_plain = q_TNH.shape == k_TKH.shape and not takes_none
         fused = [i for i in long if is_plain and not rule.is_windowed(documents.sizes[i])]
@@ -279,32 +340,45 @@ def attend_in_buckets(
     """Attend by one call per bucket of documents, which is faster for short documents than a call for each.
 
     Args:
+        k_TNH, v_TNH: may have fewer, grouped heads with a causal mask, without dropout and window.
         scale: factor of the scores; default: 1/sqrt(H).
         dropout: dropout of the attention weights, seeded per document, which no fused kernel supports.
         is_causal: whether tokens see no later ones.
         window, cap: see `attend`; a cap needs dropout, since the fused kernel has none.
     """
-    num_heads, width = q_TNH.shape[1:]
-    index, scale = documents.index(num_heads), width**-0.5 if scale is None else scale
-    shapes = [(len(bucket.documents), num_heads, bucket.length, width) for bucket in documents.buckets]
-    sizes = [*(math.prod(shape[:3]) for shape in shapes), documents.num_fillers * num_heads]
-    parts = (_to_slots(x_TNH.flatten(0, 1), index).split_with_sizes(sizes) for x_TNH in (q_TNH, k_TNH, v_TNH))
+    width, scale = q_TNH.shape[-1], q_TNH.shape[-1] ** -0.5 if scale is None else scale
     drops = dropout is not None and dropout.rate and documents.seeds is not None
+    assert cap is None or drops
+    taken = zip(*(_to_buckets(x_TNH, documents) for x_TNH in (q_TNH, k_TNH, v_TNH)), strict=True)
     outputs = []
-    for bucket, shape, *taken in zip(documents.buckets, shapes, *parts, strict=False):  # parts have fillers in addition
-        q, k, v = (part.view(shape) for part in taken)
-        unseen = _unseen(bucket, is_causal, q.device, window)
-        if dropout is None or not drops:
-            assert cap is None
-            seen = None if unseen is None else ~unseen
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
+    for number, (q, k, v) in enumerate(taken):
+        if dropout is not None and drops:
+            hidden = _hidden(number, documents, is_causal, window, q.dtype)
+            kept = _kept(number, documents, dropout, q.shape[1])
+            attention: Any = _DroppedAttention if documents.keys_T is None else _DroppedDeviceAttention
+            out = attention.apply(q, k, v, hidden, kept, scale, dropout.scale, cap)
+        elif is_causal and window is None:
+            out = _attend_causally(q, k, v, scale)
         else:
-            kept = _kept(bucket, documents, dropout, num_heads)
-            out = _DroppedAttention.apply(q, k, v, unseen, kept, scale, dropout.scale, cap)  # type: ignore[no-untyped-call]
+            hidden = _hidden(number, documents, is_causal, window, q.dtype)
+            seen = ~hidden if hidden is not None and hidden.dtype == torch.bool else hidden
+            out = F.scaled_dot_product_attention(q, k, v, seen, scale=scale)
         outputs.append(out.reshape(-1, width))
-    outputs.append(q_TNH.new_zeros(sizes[-1], width))
-    out_TH: Tensor = _Gather.apply(torch.cat(outputs), index.slot_T, index.source_P, False)  # type: ignore[no-untyped-call]
+    if documents.num_fillers:
+        outputs.append(q_TNH.new_zeros(documents.num_fillers * q_TNH.shape[1], width))
+    index = documents.index(q_TNH.shape[1])
+    out_PH = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+    out_TH: Tensor = _Gather.apply(out_PH, index.slot_T, index.source_P, False)  # type: ignore[no-untyped-call]
     return out_TH.view_as(q_TNH)
+
+
+def _attend_causally(q_GNLH: Tensor, k_GKLH: Tensor, v_GKLH: Tensor, scale: float) -> Tensor:
+    """Attend by torch's fused kernel. No token sees the padding behind it."""
+    # Heads of a group read their keys with stride 0, without a copy, if the key heads are part of the batch axis.
+    group = q_GNLH.shape[1] // k_GKLH.shape[1]
+    q_BRLH = q_GNLH.reshape(-1, group, *q_GNLH.shape[2:])
+    k_BRLH, v_BRLH = (x.flatten(0, 1)[:, None].expand(-1, group, -1, -1) for x in (k_GKLH, v_GKLH))
+    return F.scaled_dot_product_attention(q_BRLH, k_BRLH, v_BRLH, is_causal=True, scale=scale)
 
 
 def _unseen(bucket: Bucket, is_causal: bool, device: torch.device, window: int | None = None) -> Tensor | None:
@@ -321,17 +395,42 @@ def _unseen(bucket: Bucket, is_causal: bool, device: torch.device, window: int |
     return unseen
 
 
-def _kept(bucket: Bucket, documents: Documents, dropout: Dropout, num_heads: int) -> Tensor:
-    """Draw which attention weights to keep, bool [G, N, L, L], for each document by its own seed."""
+def _hidden(
+    number: int, documents: Documents, is_causal: bool, window: int | None, dtype: torch.dtype
+) -> Tensor | None:
+    """Return the mask of a bucket's invisible keys: bool, or on an accelerator -inf, once for all layers."""
+    if documents.device.type == "cpu" and documents.keys_T is None:
+        return _unseen(documents.buckets[number], is_causal, documents.device, window)
+    key = number, is_causal, window, dtype
+    if key not in documents.hidden:
+        unseen = _unseen(documents.buckets[number], is_causal, documents.device, window)
+        if unseen is not None:
+            unseen = torch.zeros_like(unseen, dtype=dtype).masked_fill_(unseen, -math.inf)
+        documents.hidden[key] = unseen
+    return documents.hidden[key]
+
+
+def _kept(number: int, documents: Documents, dropout: Dropout, num_heads: int) -> Tensor:
+    """Draw which attention weights of a bucket to keep, bool [G, N, L, L], for each document by its own seed."""
+    bucket = documents.buckets[number]
+    if documents.keys_T is not None:
+        columns_NL = column_keys(num_heads, bucket.length, documents.device)
+        return dropout.hashed_mask(documents.slot_keys[number], columns_NL[:, None])
     assert documents.seeds is not None
     noise = tuple(NoiseSpan(documents.seeds[document], 0, num_heads, num_heads) for document in bucket.documents)
     return dropout.mask_squares(noise, bucket.length, documents.device)
 
 
-def _to_slots(x_TH: Tensor, index: BucketIndex) -> Tensor:
-    """Gather the rows of each slot. Padding has no gradient, since nothing attends to it."""
-    x_PH: Tensor = _Gather.apply(x_TH, index.source_P, index.slot_T, True)  # type: ignore[no-untyped-call]
-    return x_PH
+def _to_buckets(x_TNH: Tensor, documents: Documents) -> list[Tensor]:
+    """Gather the rows of each bucket, [G, N, L, H]. Padding has no gradient, since nothing attends to it."""
+    num_heads, width = x_TNH.shape[1:]
+    index = documents.index(num_heads)
+    x_PH: Tensor = _Gather.apply(x_TNH.flatten(0, 1), index.source_P, index.slot_T, True)  # type: ignore[no-untyped-call]
+    shapes = [(len(bucket.documents), num_heads, bucket.length, width) for bucket in documents.buckets]
+    sizes = [math.prod(shape[:3]) for shape in shapes]
+    sizes += [documents.num_fillers * num_heads] if documents.num_fillers else []
+    parts = x_PH.split_with_sizes(sizes) if len(sizes) > 1 else (x_PH,)  # a split's backward pass copies
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=False)]  # parts have fillers in addition
 
 
 class _Gather(torch.autograd.Function):
@@ -404,3 +503,55 @@ class _DroppedAttention(torch.autograd.Function):
         dq, dk = torch.bmm(dscores, k), torch.bmm(q.transpose(1, 2), dscores).transpose(1, 2)
         shape = len(keep) // ctx.num_heads, ctx.num_heads, *q.shape[1:]
         return dq.view(shape), dk.reshape(shape), dv.view(shape), None, None, None, None, None
+
+
+class _DroppedDeviceAttention(torch.autograd.Function):
+    """`_DroppedAttention` in fewer launches, for accelerators; its weights have the type of the queries.
+
+    Kernels of softmax compute in fp32. In half precision, rounded weights save four conversions and half of the memory.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        hidden: Tensor | None,
+        keep: Tensor,
+        scale: float,
+        kept: float,
+        cap: float | None,
+    ) -> Tensor:
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        scores = _scaled_product(q, k.transpose(1, 2), scale if cap is None else scale / cap).view(keep.shape)
+        tanh = []
+        if cap is not None:
+            tanh = [scores.tanh_()]
+            scores = scores * cap
+        if hidden is not None:
+            scores += hidden
+        weights = scores.softmax(-1)
+        ctx.save_for_backward(q, k, v, weights, keep, *tanh)
+        ctx.scale, ctx.kept = scale, kept
+        return torch.bmm(masked(weights, keep, kept).flatten(0, 1), v)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        q, k, v, weights, keep, *tanh = ctx.saved_tensors
+        (gradient,) = gradients
+        dropped = masked(weights, keep, ctx.kept).flatten(0, 1)
+        dv = torch.bmm(dropped.transpose(1, 2), gradient)
+        dweights = masked(torch.bmm(gradient, v.transpose(1, 2)).view(keep.shape), keep, ctx.kept)
+        dscores = torch._softmax_backward_data(dweights, weights, -1, weights.dtype)
+        if tanh:
+            dscores.mul_(1.0 - tanh[0].square())
+        dscores = dscores.flatten(0, 1)
+        dq, dk = _scaled_product(dscores, k, ctx.scale), _scaled_product(dscores.transpose(1, 2), q, ctx.scale)
+        shape = *keep.shape[:2], *q.shape[1:]
+        return dq.view(shape), dk.view(shape), dv.view(shape), None, None, None, None, None
+
+
+def _scaled_product(left: Tensor, right: Tensor, factor: float) -> Tensor:
+    """Multiply batches of matrices and scale the result, in one kernel."""
+    return torch.baddbmm(left.new_empty(1, 1, 1), left, right, beta=0.0, alpha=factor)  # the first factor is not read

@@ -6,6 +6,7 @@ width.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,12 +17,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gptj_ft.models.dropout import Noise, NoiseSpan
+from gptj_ft.models.dropout import Noise, NoiseSpan, row_keys
 from gptj_ft.models.kv_cache import KVCache
 from gptj_ft.models.linear import Kernel
 
 NO_TARGET = -100
 BUCKET_PAIRS = 2**17  # (query, key) pairs of a bucket; the attention weights of all heads then fit in the CPU's caches
+MOST_SCORES = 2**19  # (query, key) pairs of a bucket on an accelerator, of up to `SCORED_QUERIES` queries a document
+SCORED_QUERIES = 256
+MOST_PADDING = (
+    2**18
+)  # pairs of padding in a bucket on an accelerator; they take about as long as another bucket's launches
 SHORT = 32  # tokens; documents up to this length are padded and attended together, since a call each takes longer
 Poll = Callable[[], None]
 """Layers call it between their operations; it advances prefetching, see `prefetch.Prefetcher`."""
@@ -64,6 +70,27 @@ def most_padded(count: int) -> int:
     return count + count // 16
 
 
+def few_groups(lengths: Sequence[int]) -> list[tuple[int, list[int]]]:
+    """Group documents for an accelerator, where a group costs launches: padded length and documents of each group.
+
+    >>> few_groups([100, 0, 30, 600, 90])
+    [(640, [3]), (128, [0, 4, 2])]
+    """
+    groups: list[tuple[int, list[int]]] = []
+    for document in sorted(filter(lengths.__getitem__, range(len(lengths))), key=lambda i: -lengths[i]):
+        if not groups or not _is_worth_padding(groups[-1][0], [lengths[i] for i in (*groups[-1][1], document)]):
+            groups.append((padded_length(lengths[document]), []))
+        groups[-1][1].append(document)
+    return groups
+
+
+def _is_worth_padding(longest: int, lengths: Sequence[int]) -> bool:
+    """Tell whether documents may share a bucket: it fits in memory, and padding costs less than another bucket."""
+    tokens, padding = longest * len(lengths), sum(longest**2 - length**2 for length in lengths)
+    scores = tokens * min(longest, SCORED_QUERIES)
+    return padding <= MOST_PADDING and scores <= MOST_SCORES and tokens <= 2 * sum(map(padded_length, lengths))
+
+
 @dataclass(frozen=True, eq=False)
 class Bucket:
     """Documents of similar length, attended together, each padded to the same length L.
@@ -97,6 +124,11 @@ class Bucket:
         return self.is_token_GL.flatten().nonzero().squeeze(-1)
 
     @cached_property
+    def is_padding_LG1(self) -> Tensor | None:
+        """Padding on the device, token by token; None if there is none."""
+        return None if self.mask_GL is None else ~self.mask_GL.t()[..., None]
+
+    @cached_property
     def is_padding_P11(self) -> Tensor:
         return ~self.is_token_GL.flatten()[:, None, None]
 
@@ -119,10 +151,10 @@ class Bucket:
 
 
 class BucketIndex(NamedTuple):
-    """Index of the heads of all rows in the slots of all buckets, [G, N, L] of one bucket after another.
+    """Index of the heads of all rows in the slots of all buckets, one bucket after another.
 
-    Row and head are numbered as ``row * N + head``. Padding slots take the document's first row; filler rows have slots
-    behind the buckets.
+    A bucket's slots are [G, N, L], or [L, G, N] in token order. Row and head are numbered as ``row * N + head``.
+    Padding slots take the document's first row; filler rows have slots behind the buckets.
     """
 
     source_P: Tensor  # row and head in each slot
@@ -138,17 +170,30 @@ class Documents:
     seeds: tuple[int, ...] | None  # dropout seed of each document; None: no dropout
     device: torch.device
     num_fillers: int = 0  # rows behind the last document
-    indexes: dict[int, BucketIndex] = field(default_factory=dict, repr=False, compare=False)  # by number of heads
+    keys_T: Tensor | None = field(default=None, repr=False, compare=False)  # on an accelerator: see `dropout.row_keys`
+    indexes: dict[tuple[int, bool], BucketIndex] = field(default_factory=dict, repr=False, compare=False)
+    hidden: dict[Any, Tensor | None] = field(default_factory=dict, repr=False, compare=False)  # see `attention._hidden`
     splits: dict[int, tuple[list[int], list[Bucket]]] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def buckets(self) -> list[Bucket]:
-        """All documents, grouped by padded length into buckets of at most `BUCKET_PAIRS`."""
+        """All documents, grouped into buckets of similar length: small ones on a CPU, few on an accelerator."""
+        if self.device.type != "cpu":
+            return [self._bucket(length, group) for length, group in few_groups(self.sizes[:-1])]
         buckets = []
         for length, group in sorted(self._by_length(longest=None).items()):
             size = max(1, BUCKET_PAIRS // length**2)
             buckets += [self._bucket(length, group[start : start + size]) for start in range(0, len(group), size)]
         return buckets
+
+    @cached_property
+    def slot_keys(self) -> list[Tensor]:
+        """Dropout keys of the queries in each bucket, [G, 1, L, 1]."""
+        assert self.keys_T is not None
+        keys_P = self.keys_T.index_select(0, self.index(1).source_P)
+        shapes = [(len(bucket.documents), 1, bucket.length, 1) for bucket in self.buckets]
+        parts = keys_P.split_with_sizes([*map(math.prod, shapes), self.num_fillers])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=False)]
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -177,18 +222,21 @@ class Documents:
     def _bucket(self, length: int, documents: Sequence[int]) -> Bucket:
         return Bucket.of(documents, self.cu_seqlens, length, self.device)
 
-    def index(self, num_heads: int) -> BucketIndex:
+    def index(self, num_heads: int, in_token_order: bool = False) -> BucketIndex:
         """Return the index of all buckets for a number of heads."""
-        if num_heads in self.indexes:
-            return self.indexes[num_heads]
+        key = num_heads, in_token_order
+        if key in self.indexes:
+            return self.indexes[key]
+        order, back = ((2, 0, 1), (1, 2, 0)) if in_token_order else ((0, 1, 2), (0, 1, 2))
         heads_N1, sources = torch.arange(num_heads)[:, None], []
         num_rows, num_slots = self.cu_seqlens[-1] + self.num_fillers, 0
         slot_TN = torch.empty(num_rows, num_heads, dtype=torch.int64)
         for bucket in self.buckets:
             # [G, 1, L] and [N, 1] broadcast to [G, N, L], the order in which attention reads its slots.
             source_GNL = bucket.rows_GL[:, None] * num_heads + heads_N1
-            sources.append(source_GNL.flatten())
-            slots_GNL = num_slots + torch.arange(source_GNL.numel()).view_as(source_GNL)
+            source = source_GNL.permute(order)
+            sources.append(source.flatten())
+            slots_GNL = (num_slots + torch.arange(source.numel())).view(source.shape).permute(back)
             is_token_GL = bucket.is_token_GL
             # Padding slots share a row with a token, so only tokens have an inverse.
             slot_TN[bucket.rows_GL[is_token_GL]] = slots_GNL.transpose(1, 2)[is_token_GL]
@@ -196,7 +244,7 @@ class Documents:
         sources.append(torch.arange(self.cu_seqlens[-1] * num_heads, num_rows * num_heads))
         slot_TN[self.cu_seqlens[-1] :] = num_slots + torch.arange(self.num_fillers * num_heads).view(-1, num_heads)
         index = BucketIndex(torch.cat(sources).to(self.device), slot_TN.flatten().to(self.device))
-        self.indexes[num_heads] = index
+        self.indexes[key] = index
         return index
 
 
@@ -210,10 +258,13 @@ class HeadRows:
 
     def padded(self, count: int) -> HeadRows:
         """Return the rows with ``count`` fillers behind them."""
-        return self if self.noise is None else replace(self, noise=(*self.noise, *padding_noise(count)))
+        if self.noise is None or not count:
+            return self
+        assert self.noise.keys_R is None, "internal error: fillers on an accelerator"
+        return replace(self, noise=Noise((*self.noise.spans, *padding_noise(count))))
 
 
-def padding_noise(count: int) -> Noise:
+def padding_noise(count: int) -> tuple[NoiseSpan, ...]:
     """Return the dropout noise of filler rows; its values have no effect."""
     return (NoiseSpan(0, 0, count, count),) if count else ()
 
@@ -258,7 +309,24 @@ class PackedBatch:
             return None
         lengths = [end - start for start, end in pairwise(self.cu_seqlens)]
         spans = (NoiseSpan(seed, 0, length, length) for seed, length in zip(self.seeds, lengths, strict=True))
-        return (*spans, *padding_noise(self.num_fillers))
+        return Noise((*spans, *padding_noise(self.num_fillers)), self.keys[0] if self.keys else None)
+
+    @cached_property
+    def keys(self) -> tuple[Tensor, Tensor] | None:
+        """`row_keys` of all tokens, and of the rows that the head reads; None on a CPU, which hashes nothing."""
+        if self.seeds is None or self.tokens_T.device.type == "cpu":
+            return None
+        keys_T, keys_S = (each.to(self.tokens_T.device) for each in self._host_keys())
+        return keys_T, keys_S
+
+    def _host_keys(self) -> tuple[Tensor, Tensor]:
+        """Return the `keys` on the CPU."""
+        assert self.seeds is not None
+        of_tokens, of_targets = (
+            [NoiseSpan(seed, 0, end - start, end - start) for seed, (start, end) in zip(self.seeds, pairs, strict=True)]
+            for pairs in (pairwise(self.cu_seqlens), pairwise((0, *self.row_ends)))
+        )
+        return row_keys(of_tokens), row_keys(of_targets)
 
     @cached_property
     def row_ends(self) -> tuple[int, ...]:
@@ -269,7 +337,8 @@ class PackedBatch:
 
     @cached_property
     def documents(self) -> Documents:
-        return Documents(self.cu_seqlens, self.seeds, self.tokens_T.device, self.num_fillers)
+        keys_T = self.keys[0] if self.keys else None
+        return Documents(self.cu_seqlens, self.seeds, self.tokens_T.device, self.num_fillers, keys_T)
 
     @property
     def num_fillers(self) -> int:
@@ -305,7 +374,7 @@ class PackedBatch:
             # Heads that use the ends take a seed from every span, also of documents without rows here.
             if with_ends or (first < stop and end > start)
         ]
-        return HeadRows(noise=tuple(spans), ends=ends)
+        return HeadRows(noise=Noise(tuple(spans), self.keys[1][start:stop] if self.keys else None), ends=ends)
 
     def on_host(self, name: str) -> Tensor:
         """Return a tensor of the batch on the CPU; if the batch was moved from there, without waiting for the
@@ -342,20 +411,23 @@ class PackedBatch:
         # One copy for all tensors: each copy makes the program wait for the device.
         host = [self.tokens_T, self.positions_T, self.targets_T, self.target_positions_T, torch.tensor(self.cu_seqlens)]
         host += [] if self.types_T is None else [self.types_T]
+        host += [] if self.seeds is None or device.type == "cpu" else self._host_keys()
         moved_parts: tuple[Tensor, ...] = torch.cat(host).to(device).split_with_sizes([len(x) for x in host])
-        tokens_T, positions_T, targets_T, target_positions_T, ends, *types = moved_parts
+        tokens_T, positions_T, targets_T, target_positions_T, ends, *others = moved_parts
         moved = replace(
             self,
             tokens_T=tokens_T,
             positions_T=positions_T,
             targets_T=targets_T,
-            types_T=types[0] if types else None,
+            types_T=None if self.types_T is None else others.pop(0),
             values_SC=None if self.values_SC is None else self.values_SC.to(device),
             rotary_cache={},
         )
         # Prefill cached properties; computing the target positions on the device would wait for it.
         # A cached property lives in the instance's __dict__, which a frozen dataclass leaves writable.
         vars(moved).update(_source=self, target_positions_T=target_positions_T, cu_seqlens_T=ends.to(torch.int32))
+        if others:
+            vars(moved).update(keys=tuple(others))
         return moved
 
 

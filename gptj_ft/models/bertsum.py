@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from gptj_ft.models.attention import attend_in_buckets
 from gptj_ft.models.batch import Documents, HeadRows
-from gptj_ft.models.dropout import Dropout
+from gptj_ft.models.dropout import Dropout, Noise
 from gptj_ft.models.linear import Linear
 from gptj_ft.models.registry import HeadForm, Home
 
@@ -88,9 +88,10 @@ class SentenceScores(nn.Module):
         self.wo = Linear(config.n_embd, num_outputs)
 
     def forward(self, x_SD: Tensor, rows: HeadRows) -> Tensor:
-        seeds = None if rows.noise is None else tuple(span.seed for span in rows.noise)
+        noise = rows.noise or Noise(())
+        seeds = None if rows.noise is None else tuple(span.seed for span in noise.spans)
         # To `attend_in_buckets`, a sentence is what a token is elsewhere.
-        documents = Documents((0, *rows.ends), seeds, x_SD.device)
+        documents = Documents((0, *rows.ends), seeds, x_SD.device, keys_T=noise.keys_R)
         x_SD = x_SD + sinusoids(documents, x_SD.shape[-1]).to(x_SD)
         for layer in self.transformer_inter:
             x_SD = layer(x_SD, rows, documents)

@@ -1,8 +1,12 @@
 """Dropout with random numbers per document, independent of the batch.
 
 A mask depends only on the document's seed and the position in the model. So it is the same when a layer is recomputed,
-wherever weights are stored, and whichever documents share the micro-batch. CPUs and accelerators have different
-generators, so their masks differ.
+wherever weights are stored, and whichever documents share the micro-batch.
+
+A CPU draws the masks from a generator, seeded per document. On an accelerator each document would cost a kernel launch.
+There a hash of row and column decides, which takes three launches for all documents. So the masks of the two differ.
+
+Axis letters: R rows, C columns, G documents, N heads, L tokens of a document with padding.
 """
 
 from __future__ import annotations
@@ -10,6 +14,8 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +25,8 @@ from gptj_ft.system.accelerator import seeded_generator
 
 RATE_STEPS = 2**16  # resolution of a rate: 16 random bits per element
 PER_NUMBER = 4  # elements per 64-bit random number
+GOLDEN, MIXERS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # constants of SplitMix64
+HEAD_COLUMNS = 2**32  # column numbers of an attention head; more than tokens of a document
 
 
 class NoiseSpan(NamedTuple):
@@ -30,8 +38,12 @@ class NoiseSpan(NamedTuple):
     total: int
 
 
-Noise = tuple[NoiseSpan, ...]
-"""Dropout noise of a batch, document after document."""
+@dataclass(frozen=True)
+class Noise:
+    """Dropout noise of a batch, document after document."""
+
+    spans: tuple[NoiseSpan, ...]
+    keys_R: Tensor | None = None  # `row_keys` on the device; None: on a CPU, which draws from the seeds
 
 
 class Dropout(nn.Module):
@@ -52,6 +64,28 @@ class Dropout(nn.Module):
 
     def mask(self, noise: Noise, shape: tuple[int, ...], device: torch.device) -> Tensor:
         """Draw which elements to keep, bool [rows, *shape]."""
+        if noise.keys_R is None:
+            return self._drawn(noise.spans, shape, device)
+        count = math.prod(shape)
+        return self.hashed_mask(noise.keys_R[:, None], column_keys(1, count, device)).view(-1, *shape)
+
+    def hashed_mask(self, keys: Tensor, columns: Tensor) -> Tensor:
+        """Hash which elements to keep, bool; keys of rows and columns broadcast to its shape.
+
+        Args:
+            keys: see `row_keys`; the last axis has length 1.
+            columns: see `column_keys`.
+        """
+        low, high = torch.split(keys.view(torch.int32), 1, -1)
+        # Multiply-shift hashing (Dietzfelbinger, 1996: two elements of a row are independent), then the permutation
+        # h (2 k h + 1) of RC6, which makes the high bits depend on all bits without a linear relation between columns.
+        # Multiplier and k are those of the site. All of it is exact modulo 2^32 on every device.
+        hashed = torch.addcmul(high, low, columns, value=self.site & (2**31 - 1) | 1)
+        hashed.addcmul_(hashed, hashed, value=2 * (self.site >> 31 | 1))
+        return hashed >= self._least_kept * RATE_STEPS
+
+    def _drawn(self, noise: Sequence[NoiseSpan], shape: tuple[int, ...], device: torch.device) -> Tensor:
+        """Draw which elements to keep, bool [rows, *shape]."""
         width = math.prod(shape)
         # Draw for all rows of a document, even if few are computed: noise depends on a row's index only.
         drawn = self._draw(noise, [span.total * width for span in noise], device)
@@ -64,7 +98,7 @@ class Dropout(nn.Module):
             drawn_N = torch.cat([part[span.start * width : span.stop * width] for part, span in parts])
         return self._stays(drawn_N).view(sum(stop - start for _, start, stop, _ in noise), *shape)
 
-    def mask_squares(self, noise: Noise, longest: int, device: torch.device) -> Tensor:
+    def mask_squares(self, noise: Sequence[NoiseSpan], longest: int, device: torch.device) -> Tensor:
         """Draw which elements of square matrices to keep, bool [documents, rows, longest, longest].
 
         Args:
@@ -80,7 +114,7 @@ class Dropout(nn.Module):
         """Convert draws to a mask, in place: comparing into a bool tensor takes six times as long in torch."""
         return drawn.ge_(self._least_kept).to(torch.bool)
 
-    def _draw(self, noise: Noise, counts: Sequence[int], device: torch.device) -> Tensor:
+    def _draw(self, noise: Sequence[NoiseSpan], counts: Sequence[int], device: torch.device) -> Tensor:
         """Draw uniform 16-bit integers for each document, in order; four from each random number.
 
         Args:
@@ -88,8 +122,6 @@ class Dropout(nn.Module):
             counts: integers for each document, rounded up to whole random numbers.
         """
         sizes = [_numbers(count) for count in counts]
-        if device.type == "meta":
-            return torch.empty(sum(sizes) * PER_NUMBER, dtype=torch.int16, device=device)
         generator = seeded_generator(device, 0)
         numbers = torch.empty(sum(sizes), dtype=torch.int64, device=generator.device)
         for span, part in zip(noise, numbers.split_with_sizes(sizes), strict=True):
@@ -124,6 +156,43 @@ def _numbers(count: int) -> int:
     return -(-count // PER_NUMBER)
 
 
+def row_keys(noise: Sequence[NoiseSpan]) -> Tensor:
+    """Return 64 random bits for each row, int64 on the CPU: element ``row`` of SplitMix64 with the document's seed.
+
+    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014.
+    """
+    seeds = torch.tensor([span.seed for span in noise], dtype=torch.int64)
+    counts = torch.tensor([span.stop - span.start for span in noise], dtype=torch.int64)
+    rows = [torch.arange(span.start + 1, span.stop + 1) for span in noise]
+    return _mixed(seeds.repeat_interleave(counts), torch.cat(rows) if rows else seeds)
+
+
+@lru_cache(maxsize=64)
+def column_keys(heads: int, count: int, device: torch.device) -> Tensor:
+    """Return 32 random bits for each column of each head, int32 [heads, count]."""
+    with torch.inference_mode(mode=False):  # later callers may record a graph
+        columns_NC = torch.arange(heads)[:, None] * HEAD_COLUMNS + torch.arange(1, count + 1)
+        return _mixed(torch.zeros((), dtype=torch.int64), columns_NC).to(torch.int32).to(device)
+
+
+def _mixed(seeds: Tensor, numbers: Tensor) -> Tensor:
+    """Return elements of SplitMix64, modulo 2^64."""
+    bits = seeds + numbers * _signed(GOLDEN)
+    for shift, mixer in zip((30, 27), MIXERS, strict=True):
+        bits = (bits ^ _shifted(bits, shift)) * _signed(mixer)
+    return bits ^ _shifted(bits, 31)
+
+
+def _shifted(bits: Tensor, count: int) -> Tensor:
+    """Shift right, filling with zeros; torch repeats the sign."""
+    shifted: Tensor = bits >> count & (2 ** (64 - count) - 1)
+    return shifted
+
+
+def _signed(number: int) -> int:
+    return number - 2**64 if number >= 2**63 else number
+
+
 class _Masked(torch.autograd.Function):
     """Multiply by a mask and a scale; saves one byte per element for backward."""
 
@@ -131,12 +200,21 @@ class _Masked(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, keep: Tensor, scale: float) -> Tensor:
         ctx.save_for_backward(keep)
         ctx.scale = scale
-        return mask_to(keep, x.dtype).mul_(x).mul_(scale)
+        return masked(x, keep, scale)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (keep,) = ctx.saved_tensors
-        return mask_to(keep, gradients[0].dtype).mul_(gradients[0]).mul_(ctx.scale), None, None
+        return masked(gradients[0], keep, ctx.scale), None, None
+
+
+def masked(x: Tensor, keep: Tensor, scale: float) -> Tensor:
+    """Multiply by a mask and a scale, without a graph."""
+    if x.device.type == "cpu":
+        return mask_to(keep, x.dtype).mul_(x).mul_(scale)
+    # One kernel, in spite of its name.
+    out: Tensor = torch.ops.aten.native_dropout_backward.default(x, keep, scale)
+    return out
 
 
 def mask_to(keep: Tensor, dtype: torch.dtype) -> Tensor:

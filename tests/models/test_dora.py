@@ -9,12 +9,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers.pytorch_utils import Conv1D as TransformersConv1D
 
-from gptj_ft.models.dropout import Dropout, NoiseSpan
+from gptj_ft.models.dropout import Dropout, Noise, NoiseSpan
 from gptj_ft.models.linear import Conv1D, Linear
 from gptj_ft.models.lora import DoRALinear, LoRALinear, Rank
 
 WIDTH, HEIGHT, TOKENS = 32, 48, 20
-NOISE = (NoiseSpan(7, 0, TOKENS, TOKENS),)
+NOISE = Noise((NoiseSpan(7, 0, TOKENS, TOKENS),))
 
 
 class Masked(torch.nn.Module):

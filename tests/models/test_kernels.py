@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from gptj_ft.models.attention import attend_in_buckets
 from gptj_ft.models.batch import Documents, padded_length
-from gptj_ft.models.dropout import Dropout, NoiseSpan
+from gptj_ft.models.dropout import Dropout, Noise, NoiseSpan, column_keys, row_keys
 from gptj_ft.models.embedding import Embedding
 from gptj_ft.models.linear import project
 
@@ -61,11 +61,13 @@ def test_sparse_lookup_gradient_has_dense_bits(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("rate", [0.0, 0.2])
-def test_bucket_attention_matches_single_documents(rate: float, is_causal: bool) -> None:
+@pytest.mark.parametrize(("rate", "is_hashed"), [(0.0, False), (0.2, False), (0.2, True)])
+def test_bucket_attention_matches_single_documents(rate: float, is_hashed: bool, is_causal: bool) -> None:
     torch.manual_seed(0)
     ends, heads, width = tuple(accumulate(LENGTHS, initial=0)), 3, 5
-    documents = Documents(ends, tuple(range(70, 70 + len(LENGTHS))), CPU)
+    seeds = tuple(range(70, 70 + len(LENGTHS)))
+    spans = [NoiseSpan(seed, 0, length, length) for seed, length in zip(seeds, LENGTHS, strict=True)]
+    documents = Documents(ends, seeds, CPU, keys_T=row_keys(spans) if is_hashed else None)  # as on an accelerator
     dropout, tensors = Dropout(rate, 4, "weights"), [torch.randn(ends[-1], heads, width) for _ in range(4)]
     results = []
     for is_ours in (True, False):
@@ -74,12 +76,17 @@ def test_bucket_attention_matches_single_documents(rate: float, is_causal: bool)
             output = attend_in_buckets(q, k, v, documents, None, dropout, is_causal)
         else:
             parts = []
-            for seed, (start, end) in zip(documents.seeds or (), pairwise(ends), strict=True):
+            for span, (start, end) in zip(spans, pairwise(ends), strict=True):
                 scores = torch.einsum("qnh,knh->nqk", q[start:end], k[start:end]) * width**-0.5
                 if is_causal:
                     scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), float("-inf"))
                 length, side = end - start, padded_length(end - start)
-                drawn = dropout.mask((NoiseSpan(seed, 0, heads, heads),), (side, side), CPU)[:, :length, :length]
+                if is_hashed:
+                    columns = column_keys(heads, length, CPU)[:, None]
+                    drawn = dropout.hashed_mask(row_keys([span])[:, None], columns)
+                else:
+                    noise = Noise((NoiseSpan(span.seed, 0, heads, heads),))
+                    drawn = dropout.mask(noise, (side, side), CPU)[:, :length, :length]
                 weights = scores.softmax(-1) * (drawn * dropout.scale if rate else 1.0)
                 parts.append(torch.einsum("nqk,knh->qnh", weights, v[start:end]))
             output = torch.cat(parts)
@@ -96,5 +103,5 @@ def test_joint_masks_equal_single_masks(width: int) -> None:
         noise = tuple(
             NoiseSpan(seed, min(start, length), max(length - short, 0), length) for seed, length in enumerate(LENGTHS)
         )
-        together = dropout.mask(noise, (width,), CPU)
-        assert torch.equal(together, torch.cat([dropout.mask((span,), (width,), CPU) for span in noise]))
+        together = dropout.mask(Noise(noise), (width,), CPU)
+        assert torch.equal(together, torch.cat([dropout.mask(Noise((span,)), (width,), CPU) for span in noise]))

@@ -19,7 +19,7 @@ from gptj_ft.checkpoints.model_folder import open_checkpoint
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.batches import micro_batches
 from gptj_ft.models.batch import Marks, PackedBatch
-from gptj_ft.models.dropout import Dropout, NoiseSpan, seed_of
+from gptj_ft.models.dropout import Dropout, Noise, NoiseSpan, seed_of
 from gptj_ft.models.trainable import select
 from gptj_ft.streaming.adamw import AdamW
 from gptj_ft.streaming.buffers import BufferBudget
@@ -276,7 +276,7 @@ def test_dropout_steps_match_transformers(tmp_path: Path, monkeypatch) -> None:
         site, keep = next(calls), torch.zeros_like(x)
         for row, (seed, length) in enumerate(zip(seeds, LENGTHS, strict=True)):
             rows = 1 if x.ndim == 2 else length
-            mask = Dropout(0.25, *site).mask((NoiseSpan(seed, 0, rows, rows),), (x.shape[-1],), CPU)
+            mask = Dropout(0.25, *site).mask(Noise((NoiseSpan(seed, 0, rows, rows),)), (x.shape[-1],), CPU)
             if x.ndim == 2:
                 keep[row] = mask[0]
             else:
@@ -321,7 +321,8 @@ def test_word_labels_drop_like_transformers(family, fields, option, tmp_path: Pa
         keep, site = torch.ones_like(x), Dropout(rate, "classifier")
         for row, (seed, mark) in enumerate(zip(seeds, marks, strict=True)):
             count = len(mark.marks)
-            keep[row, list(mark.marks)] = site.mask((NoiseSpan(seed, 0, count, count),), (x.shape[-1],), CPU) * 1.0
+            noise = Noise((NoiseSpan(seed, 0, count, count),))
+            keep[row, list(mark.marks)] = site.mask(noise, (x.shape[-1],), CPU) * 1.0
         return x * keep * site.scale
 
     monkeypatch.setattr(torch.nn.Dropout, "forward", masked)
@@ -346,7 +347,7 @@ def test_dropout_masks_have_rate_and_differ() -> None:
     shape, masks = (64,), {}
     for seed in (seed_of((0, 1, 2)), seed_of((0, 2, 2)), seed_of((0, 1, 3))):
         for site in ((0, "mlp"), (1, "mlp"), (0, "attention")):
-            masks[seed, site] = Dropout(0.1, *site).mask((NoiseSpan(seed, 0, 400, 400),), shape, CPU)
+            masks[seed, site] = Dropout(0.1, *site).mask(Noise((NoiseSpan(seed, 0, 400, 400),)), shape, CPU)
     for mask in masks.values():
         dropped = 1 - mask.float().mean().item()
         assert abs(dropped - 0.1) < 5 * (0.1 * 0.9 / mask.numel()) ** 0.5

@@ -1,10 +1,10 @@
 """Count the kernel launches of one optimizer step on the simulated device, without data; needs a separate process.
 
-    python -m support.launches [MODEL ...]
+    python -m support.launches [--small | MODEL ...]
 
 Each operation that torch would hand to a device is a launch: views, allocations, empty tensors and copies between host
 and device are none. `scaled_dot_product_attention` counts as one in each direction, as with CUDA's fused kernels. It
-prints a JSON line per model.
+prints a JSON line per model; with ``--small`` the counts of small models with few and with many documents.
 """
 
 from __future__ import annotations
@@ -61,6 +61,18 @@ MODELS = {
     "BERT-base with dropout, bf16": Counted("bert", BERT_BASE, torch.bfloat16, is_classifier=True),
     "BERT-base with dropout, fp32": Counted("bert", BERT_BASE, torch.float32, is_classifier=True),
 }
+
+SMALL = {
+    "gptj": {"vocab_size": 61, "n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 2, "rotary_dim": 4},
+    "gemma2": {
+        **GEMMA_2, "vocab_size": 61, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    },
+    "bert": {**BERT_BASE, "vocab_size": 61, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
+             "num_attention_heads": 2},
+}  # fmt: skip
+SMALL_CASES = ("gptj fp32", "gemma2 bf16", "bert bf16")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class _Fused(torch.autograd.Function):
@@ -187,6 +199,12 @@ def phase_of(place: int, phases: Mapping[str, Sequence[tuple[int, int]]]) -> str
     return inside[-1] if inside else "forward"
 
 
+def count_small(family: str, dtype: str) -> list[Any]:
+    """Count the launches of a small model for 4 and for 16 documents with padding, 48 tokens in all."""
+    model = Counted(family, SMALL[family], DTYPES[dtype], is_classifier=family == "bert")
+    return [count_step(model, (48 // number,) * number) for number in (4, 16)]
+
+
 @contextmanager
 def separate_process() -> Iterator[None]:
     """Set up the process, and end it without waiting for the simulated device's threads."""
@@ -199,5 +217,9 @@ def separate_process() -> Iterator[None]:
 
 if __name__ == "__main__":
     with separate_process():
-        for name in sys.argv[1:] or MODELS:
-            print(json.dumps({"model": name, **count_step(MODELS[name])}), flush=True)
+        if sys.argv[1:] == ["--small"]:
+            for name in SMALL_CASES:
+                print(json.dumps({"model": name, "counts": count_small(*name.split())}), flush=True)
+        else:
+            for name in sys.argv[1:] or MODELS:
+                print(json.dumps({"model": name, **count_step(MODELS[name])}), flush=True)

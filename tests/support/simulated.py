@@ -207,9 +207,12 @@ class Training:
 
         folder, recipe = model_folder(self.model), build(self.options)
         is_encoder = self.model in ENCODERS
-        architecture = trained_architecture(recipe, folder, LABELS) if is_encoder else read_architecture(folder)
+        if is_encoder:
+            architecture = trained_architecture(recipe, folder, LABELS)
+        else:
+            architecture = read_architecture(folder).with_dropout(recipe.dropout, recipe.attention_dropout)
         marks = [Marks((len(ids) // 2,), (0,), (at % 3,)) for at, ids in enumerate(documents())] if is_encoder else None
-        drops = recipe.method == "lora" or bool(is_encoder and recipe.dropout)
+        drops = recipe.method == "lora" or bool(recipe.dropout)
         placement = Placement(*self.places, self.frozen, self.in_memory, self.memory)  # type: ignore[arg-type]
         moments = torch.bfloat16 if self.narrow else torch.float32
         gradients = torch.float32 if recipe.clip_norm is None else moments
@@ -326,9 +329,10 @@ def moments(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[Ca
 
 
 def tied(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[Case]:
-    """GPT-2, whose head shares the embedding's weights."""
+    """GPT-2, whose head shares the embedding's weights, with dropout."""
     for dtype, (words, clip), places in product(dtypes, CLIPPING.items(), EVERYWHERE[:4]):
-        run = Training("gpt2", {"clip_norm": clip}, places, dtype=dtype, kept=1, fp16_exponent=20)
+        options = {"clip_norm": clip, "dropout": 0.1, "attention_dropout": 0.2}
+        run = Training("gpt2", options, places, dtype=dtype, kept=1, fp16_exponent=20)
         yield from _cases("tied", f"{dtype}, {words}", "/".join(places), run, schedules)
 
 
