@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gptj_ft.models.batch import SHORT, Bucket, BucketIndex, Documents, PackedBatch
 from gptj_ft.models.chunked_attention import ScoreRule, attend_backward, attend_forward
-from gptj_ft.models.dropout import Dropout, NoiseSpan, column_keys, mask_to, masked
+from gptj_ft.models.dropout import Dropout, NoiseSpan, mask_to, masked
 from gptj_ft.system.machine import bf16_unit
 
 log = logging.getLogger(__name__)
@@ -414,8 +414,7 @@ def _kept(number: int, documents: Documents, dropout: Dropout, num_heads: int) -
     """Draw which attention weights of a bucket to keep, bool [G, N, L, L], for each document by its own seed."""
     bucket = documents.buckets[number]
     if documents.keys_T is not None:
-        columns_NL = column_keys(num_heads, bucket.length, documents.device)
-        return dropout.hashed_mask(documents.slot_keys[number], columns_NL[:, None])
+        return dropout.hashed_squares(documents.slot_keys[number], num_heads)
     assert documents.seeds is not None
     noise = tuple(NoiseSpan(documents.seeds[document], 0, num_heads, num_heads) for document in bucket.documents)
     return dropout.mask_squares(noise, bucket.length, documents.device)

@@ -21,6 +21,7 @@ from gptj_ft.models.dropout import Noise, NoiseSpan, row_keys
 from gptj_ft.models.kv_cache import KVCache
 from gptj_ft.models.linear import Kernel
 
+CPU = torch.device("cpu")
 NO_TARGET = -100
 BUCKET_PAIRS = 2**17  # (query, key) pairs of a bucket; the attention weights of all heads then fit in the CPU's caches
 MOST_SCORES = 2**19  # (query, key) pairs of a bucket on an accelerator, of up to `SCORED_QUERIES` queries a document
@@ -161,6 +162,17 @@ class BucketIndex(NamedTuple):
     slot_T: Tensor  # slot of each row and head
 
 
+class SlotTable(NamedTuple):
+    """Slots of all buckets for one head, int64 on an accelerator; the indexes for all heads are made from it there."""
+
+    source_P: Tensor  # row of each slot; padding slots repeat their document's first row
+    is_padding_P: Tensor
+    before_T: Tensor  # slots before the row's document
+    length_T: Tensor  # padded length of the row's document
+    position_T: Tensor  # position of the row in its document
+    turned_T: Tensor  # slot of the row, if slots are in token order
+
+
 @dataclass(frozen=True)
 class Documents:
     """Positions of the documents in packed rows, for attention within each."""
@@ -179,7 +191,7 @@ class Documents:
     def buckets(self) -> list[Bucket]:
         """All documents, grouped into buckets of similar length: small ones on a CPU, few on an accelerator."""
         if self.device.type != "cpu":
-            return [self._bucket(length, group) for length, group in few_groups(self.sizes[:-1])]
+            return self._device_buckets()
         buckets = []
         for length, group in sorted(self._by_length(longest=None).items()):
             size = max(1, BUCKET_PAIRS // length**2)
@@ -187,11 +199,69 @@ class Documents:
         return buckets
 
     @cached_property
+    def groups(self) -> list[tuple[int, list[int]]]:
+        """Groups of documents on an accelerator."""
+        return few_groups(self.sizes[:-1])
+
+    @cached_property
+    def table(self) -> SlotTable:
+        return SlotTable(*(each.to(self.device) for each in self.host_table()))
+
+    def host_table(self) -> SlotTable:
+        """Return the `table` on the CPU."""
+        assert not self.num_fillers, "internal error: fillers on an accelerator"
+        before_T, length_T, position_T, turned_T = torch.zeros(4, self.cu_seqlens[-1], dtype=torch.int64)
+        rows, padding, num_slots = [], [], 0
+        for length, group in self.groups:
+            bucket = Bucket.of(group, self.cu_seqlens, length, CPU)
+            is_token_GL = bucket.is_token_GL
+            numbers, positions = is_token_GL.nonzero().unbind(1)
+            rows_T = bucket.rows_GL[is_token_GL]
+            before_T[rows_T], length_T[rows_T], position_T[rows_T] = num_slots + numbers * length, length, positions
+            turned_T[rows_T] = num_slots + positions * len(group) + numbers
+            rows.append(bucket.rows_P)
+            padding.append((~is_token_GL).flatten().to(torch.int64))
+            num_slots += is_token_GL.numel()
+        empty = [before_T[:0]]
+        return SlotTable(
+            torch.cat(rows or empty), torch.cat(padding or empty), before_T, length_T, position_T, turned_T
+        )
+
+    def _device_buckets(self) -> list[Bucket]:
+        sizes = [length * len(group) for length, group in self.groups]
+        buckets = []
+        for (length, group), is_padding in zip(
+            self.groups, self.table.is_padding_P.split_with_sizes(sizes), strict=True
+        ):
+            bucket = Bucket.of(group, self.cu_seqlens, length, CPU)
+            mask_GL = None if bucket.mask_GL is None else is_padding.view(-1, length) == 0
+            buckets.append(replace(bucket, mask_GL=mask_GL))
+        return buckets
+
+    def _device_index(self, num_heads: int, in_token_order: bool) -> BucketIndex:
+        table, sizes = self.table, [length * len(group) for length, group in self.groups]
+        heads_N = torch.arange(num_heads, device=self.device)
+        parts = []
+        for (length, _), rows in zip(self.groups, table.source_P.split_with_sizes(sizes), strict=True):
+            rows_GL = rows.view(-1, length)
+            if in_token_order:
+                parts.append((rows_GL.t()[..., None] * num_heads + heads_N).flatten())
+            else:
+                parts.append((rows_GL[:, None] * num_heads + heads_N[:, None]).flatten())
+        if in_token_order:
+            slots_TN = table.turned_T[:, None] * num_heads + heads_N
+        else:
+            firsts_T = table.before_T * num_heads + table.position_T
+            slots_TN = firsts_T[:, None] + table.length_T[:, None] * heads_N
+        return BucketIndex(torch.cat(parts) if len(parts) > 1 else parts[0], slots_TN.flatten())
+
+    @cached_property
     def slot_keys(self) -> list[Tensor]:
-        """Dropout keys of the queries in each bucket, [G, 1, L, 1]."""
+        """Dropout keys of the queries in each bucket, [G, L]."""
         assert self.keys_T is not None
-        keys_P = self.keys_T.index_select(0, self.index(1).source_P)
-        shapes = [(len(bucket.documents), 1, bucket.length, 1) for bucket in self.buckets]
+        source_P = self.index(1).source_P if self.device.type == "cpu" else self.table.source_P
+        keys_P = self.keys_T.index_select(0, source_P)
+        shapes = [(len(bucket.documents), bucket.length) for bucket in self.buckets]
         parts = keys_P.split_with_sizes([*map(math.prod, shapes), self.num_fillers])
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=False)]
 
@@ -226,6 +296,9 @@ class Documents:
         """Return the index of all buckets for a number of heads."""
         key = num_heads, in_token_order
         if key in self.indexes:
+            return self.indexes[key]
+        if self.device.type != "cpu":
+            self.indexes[key] = self._device_index(num_heads, in_token_order)
             return self.indexes[key]
         order, back = ((2, 0, 1), (1, 2, 0)) if in_token_order else ((0, 1, 2), (0, 1, 2))
         heads_N1, sources = torch.arange(num_heads)[:, None], []
@@ -411,7 +484,9 @@ class PackedBatch:
         # One copy for all tensors: each copy makes the program wait for the device.
         host = [self.tokens_T, self.positions_T, self.targets_T, self.target_positions_T, torch.tensor(self.cu_seqlens)]
         host += [] if self.types_T is None else [self.types_T]
-        host += [] if self.seeds is None or device.type == "cpu" else self._host_keys()
+        if device.type != "cpu":
+            table = Documents(self.cu_seqlens, None, device, self.num_fillers).host_table()
+            host += [*table, *(() if self.seeds is None else self._host_keys())]
         moved_parts: tuple[Tensor, ...] = torch.cat(host).to(device).split_with_sizes([len(x) for x in host])
         tokens_T, positions_T, targets_T, target_positions_T, ends, *others = moved_parts
         moved = replace(
@@ -426,8 +501,10 @@ class PackedBatch:
         # Prefill cached properties; computing the target positions on the device would wait for it.
         # A cached property lives in the instance's __dict__, which a frozen dataclass leaves writable.
         vars(moved).update(_source=self, target_positions_T=target_positions_T, cu_seqlens_T=ends.to(torch.int32))
-        if others:
-            vars(moved).update(keys=tuple(others))
+        if device.type != "cpu":
+            count = len(SlotTable._fields)
+            vars(moved).update(keys=tuple(others[count:]) or None)
+            vars(moved.documents).update(table=SlotTable(*others[:count]))
         return moved
 
 

@@ -133,7 +133,7 @@ class Embed(nn.Module):
 
 
 class Attention(nn.Module):
-    """Bidirectional attention within a document, and its projections."""
+    """Bidirectional attention within a document, its projections, and the residual connection."""
 
     def __init__(self, config: BertConfig, index: int) -> None:
         super().__init__()
@@ -150,12 +150,11 @@ class Attention(nn.Module):
         poll()
         attended_TD = attend_both_ways(q, k, v, batch, self.weight_dropout).flatten(-2)
         poll()
-        out: Tensor = self.dropout(self.output(attended_TD, batch), batch.noise)
-        return out
+        return self.dropout.added(x_TD, self.output(attended_TD, batch), batch.noise)
 
 
 class MLP(nn.Module):
-    """Two linear layers with the config's activation between them."""
+    """Two linear layers with the config's activation between them, and the residual connection."""
 
     def __init__(self, config: BertConfig, index: int) -> None:
         super().__init__()
@@ -167,12 +166,11 @@ class MLP(nn.Module):
     def forward(self, x_TD: Tensor, batch: PackedBatch, poll: Poll) -> Tensor:
         inner_TI = self.activation(self.intermediate(x_TD, batch))
         poll()
-        out: Tensor = self.dropout(self.output(inner_TI, batch), batch.noise)
-        return out
+        return self.dropout.added(x_TD, self.output(inner_TI, batch), batch.noise)
 
 
 class Block(nn.Module):
-    """Attention, then MLP, each with a residual connection and a layer norm after it."""
+    """Attention, then MLP, each with a layer norm after its residual connection."""
 
     def __init__(self, config: BertConfig, index: int) -> None:
         super().__init__()
@@ -182,9 +180,9 @@ class Block(nn.Module):
         self.mlp_norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
 
     def forward(self, x_TD: Tensor, batch: PackedBatch, poll: Poll) -> Tensor:
-        x_TD = self.attention_norm(x_TD + self.attention(x_TD, batch, poll))
+        x_TD = self.attention_norm(self.attention(x_TD, batch, poll))
         poll()
-        out: Tensor = self.mlp_norm(x_TD + self.mlp(x_TD, batch, poll))
+        out: Tensor = self.mlp_norm(self.mlp(x_TD, batch, poll))
         return out
 
 

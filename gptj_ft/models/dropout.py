@@ -4,7 +4,7 @@ A mask depends only on the document's seed and the position in the model. So it 
 wherever weights are stored, and whichever documents share the micro-batch.
 
 A CPU draws the masks from a generator, seeded per document. On an accelerator each document would cost a kernel launch.
-There a hash of row and column decides, which takes three launches for all documents. So the masks of the two differ.
+There a hash of row and column decides, which takes two launches for all documents. So the masks of the two differ.
 
 Axis letters: R rows, C columns, G documents, N heads, L tokens of a document with padding.
 """
@@ -67,9 +67,18 @@ class Dropout(nn.Module):
         if noise.keys_R is None:
             return self._drawn(noise.spans, shape, device)
         count = math.prod(shape)
-        return self.hashed_mask(noise.keys_R[:, None], column_keys(1, count, device)).view(-1, *shape)
+        return self._hashed(noise.keys_R[:, None], column_keys(self.site, 1, count, device)).view(-1, *shape)
 
-    def hashed_mask(self, keys: Tensor, columns: Tensor) -> Tensor:
+    def hashed_squares(self, keys_GL: Tensor, num_heads: int) -> Tensor:
+        """Hash which attention weights to keep, bool [G, N, L, L]; the mask of a document ignores padding.
+
+        Args:
+            keys_GL: `row_keys` of the queries.
+        """
+        columns_NL = column_keys(self.site, num_heads, keys_GL.shape[1], keys_GL.device)
+        return self._hashed(keys_GL[:, None, :, None], columns_NL[:, None])
+
+    def _hashed(self, keys: Tensor, columns: Tensor) -> Tensor:
         """Hash which elements to keep, bool; keys of rows and columns broadcast to its shape.
 
         Args:
@@ -77,12 +86,9 @@ class Dropout(nn.Module):
             columns: see `column_keys`.
         """
         low, high = torch.split(keys.view(torch.int32), 1, -1)
-        # Multiply-shift hashing (Dietzfelbinger, 1996: two elements of a row are independent), then the permutation
-        # h (2 k h + 1) of RC6, which makes the high bits depend on all bits without a linear relation between columns.
-        # Multiplier and k are those of the site. All of it is exact modulo 2^32 on every device.
-        hashed = torch.addcmul(high, low, columns, value=self.site & (2**31 - 1) | 1)
-        hashed.addcmul_(hashed, hashed, value=2 * (self.site >> 31 | 1))
-        return hashed >= self._least_kept * RATE_STEPS
+        # Multiply-shift hashing (Dietzfelbinger, 1996), modulo 2^32 on every device: the high bits of a random line at
+        # random columns. Rows have their own lines, sites their own columns.
+        return torch.addcmul(high, low, columns) >= self._least_kept * RATE_STEPS
 
     def _drawn(self, noise: Sequence[NoiseSpan], shape: tuple[int, ...], device: torch.device) -> Tensor:
         """Draw which elements to keep, bool [rows, *shape]."""
@@ -131,6 +137,15 @@ class Dropout(nn.Module):
         # Each 64-bit number is reinterpreted as four 16-bit ones.
         return numbers.view(torch.int16).to(device)
 
+    def added(self, x: Tensor, update: Tensor, noise: Noise | None) -> Tensor:
+        """Return ``x`` plus the dropped ``update``."""
+        if noise is None or not self.rate or noise.keys_R is None:
+            total: Tensor = x + self(update, noise)
+            return total
+        keep = self.mask(noise, tuple(x.shape[1:]), x.device)
+        out: Tensor = _MaskedSum.apply(x, update, keep, self.scale)  # type: ignore[no-untyped-call]
+        return out
+
     def apply_mask(self, x: Tensor, keep: Tensor) -> Tensor:
         """Apply a mask; the expectation of each element stays the same."""
         dropped: Tensor = _Masked.apply(x, keep, self.scale)  # type: ignore[no-untyped-call]
@@ -159,20 +174,26 @@ def _numbers(count: int) -> int:
 def row_keys(noise: Sequence[NoiseSpan]) -> Tensor:
     """Return 64 random bits for each row, int64 on the CPU: element ``row`` of SplitMix64 with the document's seed.
 
+    The lowest bit is set: an odd slope maps different columns to different numbers.
+
     Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014.
     """
     seeds = torch.tensor([span.seed for span in noise], dtype=torch.int64)
     counts = torch.tensor([span.stop - span.start for span in noise], dtype=torch.int64)
     rows = [torch.arange(span.start + 1, span.stop + 1) for span in noise]
-    return _mixed(seeds.repeat_interleave(counts), torch.cat(rows) if rows else seeds)
+    return _mixed(seeds.repeat_interleave(counts), torch.cat(rows) if rows else seeds) | 1
 
 
-@lru_cache(maxsize=64)
-def column_keys(heads: int, count: int, device: torch.device) -> Tensor:
+def column_keys(site: int, heads: int, count: int, device: torch.device) -> Tensor:
     """Return 32 random bits for each column of each head, int32 [heads, count]."""
+    return _column_keys(site, heads, 1 << (count - 1).bit_length(), device)[:, :count]
+
+
+@lru_cache(maxsize=4096)  # a few kilobytes for each site, computed once
+def _column_keys(site: int, heads: int, count: int, device: torch.device) -> Tensor:
     with torch.inference_mode(mode=False):  # later callers may record a graph
         columns_NC = torch.arange(heads)[:, None] * HEAD_COLUMNS + torch.arange(1, count + 1)
-        return _mixed(torch.zeros((), dtype=torch.int64), columns_NC).to(torch.int32).to(device)
+        return _mixed(torch.tensor(site), columns_NC).to(torch.int32).to(device)
 
 
 def _mixed(seeds: Tensor, numbers: Tensor) -> Tensor:
@@ -206,6 +227,21 @@ class _Masked(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (keep,) = ctx.saved_tensors
         return masked(gradients[0], keep, ctx.scale), None, None
+
+
+class _MaskedSum(torch.autograd.Function):
+    """Add a masked and scaled tensor, in one kernel; saves one byte per element for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, update: Tensor, keep: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(keep)
+        ctx.scale = scale
+        return torch.addcmul(x, update, keep, value=scale)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (keep,) = ctx.saved_tensors
+        return gradients[0], masked(gradients[0], keep, ctx.scale), None, None
 
 
 def masked(x: Tensor, keep: Tensor, scale: float) -> Tensor:

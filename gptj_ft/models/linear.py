@@ -132,7 +132,8 @@ class _Product(torch.autograd.Function):
 def sums_products(device: torch.device, dtype: torch.dtype) -> bool:
     """Tell whether an accelerator adds a product in half precision to an fp32 matrix, by trying it.
 
-    One kernel then adds a micro-batch's gradient of a weight, unrounded. Otherwise it is rounded, stored and added.
+    One kernel then adds a micro-batch's gradient of a weight or bias, unrounded. Otherwise it is rounded, stored and
+    added.
     """
     if device.type == "cpu" or dtype not in (torch.bfloat16, torch.float16):
         return False
@@ -141,6 +142,7 @@ def sums_products(device: torch.device, dtype: torch.dtype) -> bool:
         with torch.inference_mode(mode=False), torch.no_grad():
             ones = torch.ones(8, 8, dtype=dtype, device=device)
             add_summed(torch.ones(8, 8, device=device), ones, ones)
+            add_rows(torch.ones(8, device=device), ones)
     except (NotImplementedError, RuntimeError, TypeError):
         return False
     return True
@@ -151,20 +153,32 @@ def add_summed(total_OI: Tensor, left_TO: Tensor, right_TI: Tensor) -> None:
     torch.addmm(total_OI, left_TO.t(), right_TI, out_dtype=torch.float32, out=total_OI)
 
 
-def sum_products_into(weight: Tensor, total: Tensor) -> None:
-    """Have `project` add the gradient of a leaf to an fp32 matrix, if the device can; see `sums_products`."""
+def add_rows(total_O: Tensor, rows_TO: Tensor) -> None:
+    """Add all rows of a half-precision matrix to an fp32 vector, in one kernel."""
+    count = len(rows_TO)
+    add_summed(total_O[None], _ones(1 << (count - 1).bit_length(), rows_TO.dtype, rows_TO.device)[:count], rows_TO)
+
+
+@lru_cache(maxsize=32)
+def _ones(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(mode=False):
+        return torch.ones(count, 1, dtype=dtype, device=device)
+
+
+def sum_products_into(parameter: Tensor, total: Tensor) -> None:
+    """Have `project` add the gradient of a leaf to an fp32 tensor, if the device can; see `sums_products`."""
     # Not its .grad: autograd would convert other gradients of the leaf to fp32 as a whole, an embedding's, say.
-    if weight.ndim == 2 and sums_products(weight.device, weight.dtype):
-        weight._fp32_sum = total  # type: ignore[attr-defined]
+    if sums_products(parameter.device, parameter.dtype):
+        parameter._fp32_sum = total  # type: ignore[attr-defined]
 
 
 class _SummedProduct(torch.autograd.Function):
-    """Multiply in half precision; backward adds to the matrix that `sum_products_into` has set for the weight."""
+    """Multiply in half precision; backward adds to the sums that `sum_products_into` has set for weight and bias."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, is_transposed: bool) -> Tensor:
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
-        ctx.leaf = weight  # for its sum only: its values may have moved by then
+        ctx.leaves = weight, bias  # for their sums only: their values may have moved by then
         ctx.is_transposed = is_transposed
         return F.linear(x, weight.t() if is_transposed else weight, bias)
 
@@ -172,13 +186,18 @@ class _SummedProduct(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (x, weight), (gradient,), (for_x, _, for_bias, _) = ctx.saved_tensors, gradients, ctx.needs_input_grad
         left, right = (x, gradient) if ctx.is_transposed else (gradient, x)
-        of_weight, total = None, getattr(ctx.leaf, "_fp32_sum", None)
-        if total is None:
+        of_weight = of_bias = None
+        weight_sum, bias_sum = (getattr(leaf, "_fp32_sum", None) for leaf in ctx.leaves)
+        if weight_sum is None:
             of_weight = left.t() @ right
         else:
-            add_summed(total, left, right)
+            add_summed(weight_sum, left, right)
+        if for_bias and bias_sum is not None:
+            add_rows(bias_sum, gradient)
+        elif for_bias:
+            of_bias = gradient.sum(0)
         of_x = gradient @ (weight.t() if ctx.is_transposed else weight) if for_x else None
-        return of_x, of_weight, gradient.sum(0) if for_bias else None, None
+        return of_x, of_weight, of_bias, None
 
 
 def project_by_all(x_TD: Tensor, linears: Sequence[Linear], rows: RowContext) -> Iterator[Tensor]:

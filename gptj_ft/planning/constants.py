@@ -62,4 +62,4 @@ LIBRARY_BYTES = CONTEXT_BYTES + 200 * 10**6  # and workspaces of libraries in to
 FRAGMENTED_SHARE = 0.03  # of the memory that the allocator loses to changing shapes
 UPDATE_COPIES = 4  # fp32 tensors of an update's elements: resident moments, random bits, copies of a first step
 DISK_STAGING_BYTES = 2 * 2 * TRANSFERS * 4 * CHUNK_NUMEL  # locked host memory of two stores that read and write
-TOKEN_BYTES = 3 * 8  # id, position and target of a token
+TOKEN_BYTES = 9 * 8  # of a token: id, position, target, and its place in the slots of attention

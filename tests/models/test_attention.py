@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gptj_ft.models import attention, chunked_attention, kv_cache
 from gptj_ft.models.attention import attend, attend_both_ways
-from gptj_ft.models.batch import PackedBatch, pack
+from gptj_ft.models.batch import Documents, PackedBatch, few_groups, pack, padded_length
 from gptj_ft.models.dropout import Dropout
 from gptj_ft.models.kv_cache import KVCache
 
@@ -213,3 +213,24 @@ def test_accelerator_path_matches_fp64_torch(rule: Rule, monkeypatch: pytest.Mon
     monkeypatch.setattr(attention, "FUSED_DEVICE", "none")
     monkeypatch.setattr(chunked_attention, "CPU_CHUNK", chunked_attention.ACCELERATOR_CHUNK)
     compare(batch, taken, found(batch, taken, gradient, rule), gradient, rule, 2e-6)
+
+
+@pytest.mark.parametrize(("num_heads", "in_token_order"), [(1, False), (3, False), (1, True)])
+def test_index_made_on_device_equals_host(num_heads: int, in_token_order: bool) -> None:
+    """Make the index of heads from the table of slots, as on an accelerator."""
+    ends = tuple(accumulate(LENGTHS, initial=0))
+    on_device, on_host = (Documents(ends, None, CPU) for _ in range(2))
+    vars(on_host)["buckets"] = on_device._device_buckets()
+    made, expected = on_device._device_index(num_heads, in_token_order), on_host.index(num_heads, in_token_order)
+    assert torch.equal(made.source_P, expected.source_P)
+    assert torch.equal(made.slot_T, expected.slot_T)
+
+
+def test_few_groups_hold_all_documents_once() -> None:
+    for lengths in (LENGTHS, (0, 300, 0, 12), (2000,) * 3, (16,) * 100 + (400,)):
+        groups = few_groups(lengths)
+        assert sorted(i for _, group in groups for i in group) == [i for i, length in enumerate(lengths) if length]
+        for longest, group in groups:
+            assert longest == padded_length(max(lengths[i] for i in group))
+            assert longest * len(group) <= 2 * sum(padded_length(lengths[i]) for i in group)
+    assert [len(group) for _, group in few_groups((128,) * 64)] == [32, 32]

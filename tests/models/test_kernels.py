@@ -8,10 +8,12 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
+from gptj_ft.models import linear
 from gptj_ft.models.attention import attend_in_buckets
 from gptj_ft.models.batch import Documents, padded_length
-from gptj_ft.models.dropout import Dropout, Noise, NoiseSpan, column_keys, row_keys
+from gptj_ft.models.dropout import Dropout, Noise, NoiseSpan, row_keys
 from gptj_ft.models.embedding import Embedding
 from gptj_ft.models.linear import project
 
@@ -82,8 +84,7 @@ def test_bucket_attention_matches_single_documents(rate: float, is_hashed: bool,
                     scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), float("-inf"))
                 length, side = end - start, padded_length(end - start)
                 if is_hashed:
-                    columns = column_keys(heads, length, CPU)[:, None]
-                    drawn = dropout.hashed_mask(row_keys([span])[:, None], columns)
+                    (drawn,) = dropout.hashed_squares(row_keys([span])[None], heads)
                 else:
                     noise = Noise((NoiseSpan(span.seed, 0, heads, heads),))
                     drawn = dropout.mask(noise, (side, side), CPU)[:, :length, :length]
@@ -105,3 +106,46 @@ def test_joint_masks_equal_single_masks(width: int) -> None:
         )
         together = dropout.mask(Noise(noise), (width,), CPU)
         assert torch.equal(together, torch.cat([dropout.mask(Noise((span,)), (width,), CPU) for span in noise]))
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_summed_products_round_no_gradient(is_transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sum gradients of weight and bias as on an accelerator, with its product emulated."""
+
+    def add_summed(total: Tensor, left: Tensor, right: Tensor) -> None:
+        total += left.float().t() @ right.float()
+
+    monkeypatch.setattr(linear, "has_onednn", lambda x: False)
+    monkeypatch.setattr(linear, "sums_products", lambda *_: True)
+    monkeypatch.setattr(linear, "add_summed", add_summed)
+    torch.manual_seed(0)
+    weight, bias = (torch.randn(shape).bfloat16().requires_grad_() for shape in ((24, 40), (24,)))
+    stored = weight.detach().t().contiguous().requires_grad_() if is_transposed else weight
+    weight_sum, bias_sum = torch.zeros(stored.shape), torch.zeros(24)
+    linear.sum_products_into(stored, weight_sum)
+    linear.sum_products_into(bias, bias_sum)
+    expected = torch.zeros(24, 40), torch.zeros(24)
+    for _ in range(3):
+        x, gradient = torch.randn(61, 40).bfloat16(), torch.randn(61, 24).bfloat16()
+        project(x, stored, bias, "training", is_transposed).backward(gradient)
+        expected[0].addmm_(gradient.float().t(), x.float())
+        expected[1].add_(gradient.float().sum(0))
+    torch.testing.assert_close(weight_sum.t() if is_transposed else weight_sum, expected[0], rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(bias_sum, expected[1], rtol=1e-5, atol=1e-4)
+    assert stored.grad is None
+    assert bias.grad is None
+
+
+def test_residual_sum_with_hashed_mask_equals_two_steps() -> None:
+    torch.manual_seed(0)
+    spans = (NoiseSpan(3, 0, 20, 20),)
+    noise, dropout = Noise(spans, row_keys(spans)), Dropout(0.3, 1, "mlp")
+    gradient, results = torch.randn(20, 8), []
+    given = [torch.randn(20, 8) for _ in range(2)]
+    for is_fused in (True, False):
+        x, update = (each.clone().requires_grad_() for each in given)
+        out = dropout.added(x, update, noise) if is_fused else x + dropout(update, noise)
+        out.backward(gradient)
+        results.append([out.detach(), x.grad, update.grad])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)

@@ -51,14 +51,15 @@ class Ledger:
 
 def forget_tensors() -> None:
     """Drop tensors that the package caches from an earlier simulation."""
-    from gptj_ft.models import attention, dropout, rotary
+    from gptj_ft.models import attention, dropout, linear, rotary
     from gptj_ft.streaming.moments import form, int8
 
     for cached in (
-        dropout.column_keys,
+        dropout._column_keys,
         rotary._frequencies,
         rotary._inv_freq,
         attention.takes_ragged,
+        linear._ones,
         form._noise,
         int8._pairs,
         int8._cells,
