@@ -156,7 +156,7 @@ class Training:
     narrow: bool = False  # bf16 moments, and bf16 gradients if clipping stores them
     kept: int = 0  # blocks whose activations are kept
     late: int = 0  # blocks whose updates are deferred
-    fp16_exponent: int = 19  # of the loss scale, which doubles after every step until one is skipped
+    fp16_exponent: int = 20  # of the loss scale, which doubles after every step until one is skipped
     micro_batch_tokens: int = MICRO_BATCH_TOKENS
     in_memory: tuple[int, ...] = ()  # layers in `memory` instead of on disk
     memory: str = "host"
@@ -309,7 +309,7 @@ def overflow(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[C
         return
     adapters = {"method": "lora", "lora": LORA}
     for (model, exponent, options), (number, places) in product(
-        (("gptj", 19, {"clip_norm": 0.1}), ("gpt2", 20, {"clip_norm": None}), ("gptj", 20, adapters)),
+        (("gptj", 20, {"clip_norm": 0.1}), ("gpt2", 20, {"clip_norm": None}), ("gptj", 20, adapters)),
         enumerate(EVERYWHERE),
     ):
         frozen = places[0] if "method" in options else None
@@ -383,7 +383,7 @@ def split(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[Case
             for in_memory in ((), (1,), (2,)):
                 options = {"clip_norm": 0.1}
                 run = Training(model, options, of_kinds, None, dtype, dtype != "fp32", number % 2, 1,
-                               in_memory=in_memory, memory=memory, fp16_exponent=19)  # fmt: skip
+                               in_memory=in_memory, memory=memory, fp16_exponent=20)  # fmt: skip
                 label = f"{'/'.join(of_kinds)}, {in_memory} in {memory}"
                 yield from _cases("split", f"{model}, {dtype}", label, run, schedules)
     for dtype, memory in product(dtypes, ("host", "device")):
@@ -492,7 +492,7 @@ def runs(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[Case]
     """Whole runs with validation and checkpoints, straight and resumed after an error."""
     scales: dict[str, int | None] = dict.fromkeys(dtypes)
     if "fp16" in dtypes:
-        scales["fp16, overflowing"] = 20
+        scales["fp16, overflowing"] = 21
     for (group, exponent), state, is_cut in product(scales.items(), PLACES, (False, True)):
         label = f"on {state}, {'cut off and resumed' if is_cut else 'straight'}"
         run = WholeRun(state, group.partition(",")[0], is_cut, first_exponent=exponent)
