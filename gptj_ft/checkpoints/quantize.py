@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gptj_ft.checkpoints.model_folder import Checkpoint, weights_of
 from gptj_ft.checkpoints.quantized import ABSMAX, MAP, ROW_FORMAT, ROW_SCALES, STATE
@@ -38,16 +38,15 @@ def quantized_names(architecture: Architecture) -> dict[str, bool]:
 def vocabulary_names(architecture: Architecture) -> list[str]:
     """Return the matrices with a row for each token: the embedding, and a head of its own."""
     layers, family = architecture.skeleton, architecture.family
-    tables = [name for name, module in layers[0].named_modules() if is_token_table(module)]
+    tables = [
+        name
+        for name, module in layers[0].named_modules()
+        if isinstance(module, Embedding) and module.index == "tokens_T"
+    ]
     heads = [
         f"{name}.weight" for name, (layer, _) in lora.linear_layers(architecture).items() if layer == len(layers) - 1
     ]
     return [*(family.name_of(0, f"{table}.weight", len(layers)) for table in tables), *heads]
-
-
-def is_token_table(module: nn.Module) -> bool:
-    """Tell whether a module looks up a row for each token."""
-    return isinstance(module, Embedding) and module.index == "tokens_T"
 
 
 def quantization_config(quantization: Quantization, architecture: Architecture, dtype: torch.dtype) -> dict[str, Any]:

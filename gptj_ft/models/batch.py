@@ -26,9 +26,8 @@ NO_TARGET = -100
 BUCKET_PAIRS = 2**17  # (query, key) pairs of a bucket; the attention weights of all heads then fit in the CPU's caches
 MOST_SCORES = 2**19  # (query, key) pairs of a bucket on an accelerator, of up to `SCORED_QUERIES` queries a document
 SCORED_QUERIES = 256
-MOST_PADDING = (
-    2**18
-)  # pairs of padding in a bucket on an accelerator; they take about as long as another bucket's launches
+# Pairs of padding in a bucket on an accelerator; they take about as long as another bucket's launches.
+MOST_PADDING = 2**18
 SHORT = 32  # tokens; documents up to this length are padded and attended together, since a call each takes longer
 Poll = Callable[[], None]
 """Layers call it between their operations; it advances prefetching, see `prefetch.Prefetcher`."""

@@ -164,11 +164,12 @@ def allocator_limit(device_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class WorkingMemory:
-    """Memory that a step works in on an accelerator, without weights, state and buffers; bytes."""
+    """Memory that a step works in, without weights, state and buffers; bytes."""
 
     workload: Workload
     has_z_loss: bool = False
     boundaries_stay: bool = True  # inputs of recomputed layers stay on the device
+    is_on_cpu: bool = False
 
     @cached_property
     def blocks(self) -> list[LayerCost]:
@@ -182,6 +183,8 @@ class WorkingMemory:
         workload = self.workload
         tokens = min(workload.step.micro_batch, workload.step.most)
         row = min(tokens, max(1, workload.rows.longest if workload.rows.longest > 1 else tokens))
+        if self.is_on_cpu:
+            row = tokens  # of several documents padded groups would be measured, copies that a CPU does not keep
         return LayerInput.of_rows(tokens, row, workload.width, workload.dtype)
 
     @cached_property
@@ -382,7 +385,7 @@ def _on_cpu(demand: _Demand, by_place: Mapping[Place, int], have: Free) -> tuple
     """Return the bytes that a run needs for the computation on a CPU, and its buffer budget."""
     placement, workload, hidden = demand.placement, demand.workload, demand.hidden_bytes
     rows, stays = workload.step.most_rows, placement.boundaries == "device"
-    working = WorkingMemory(workload)
+    working = WorkingMemory(workload, is_on_cpu=True)
     graph = _saved_per_token(working) * hidden * min(rounded_up(workload.step.micro_batch), rows)
     activations = graph + workload.weights_bytes(workload.micro_batch_pairs) + workload.bucket_bytes
     # Hidden states in addition to the boundaries: the head's input, its gradient and a block's output.

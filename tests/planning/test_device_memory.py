@@ -63,6 +63,13 @@ def test_frozen_matrices_keep_no_inputs() -> None:
     assert lora.blocks[0].backward_bytes < full.blocks[0].backward_bytes - 4096 * 16384
 
 
+def test_padding_is_forecast_on_accelerators_only() -> None:
+    workload = replace(make_workload(dtype=torch.float32), rows=RowLengths(300))  # in fp32, devices pad documents
+    one = WorkingMemory(replace(workload, rows=RowLengths(2048))).kept_bytes(1)
+    assert WorkingMemory(workload, is_on_cpu=True).kept_bytes(1) == one
+    assert WorkingMemory(workload).kept_bytes(1) > 1.01 * one
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("model_type", ["gptj", "gpt2"])

@@ -120,7 +120,8 @@ class QuantizedForm:
             read(name, [part.span(group * size, min((group + 1) * size, end)) for group in groups], found)
             parts[name] = found.view(-1)
         values = self.codec.values(parts, len(groups) * step, self.columns)
-        return values[[groups[row // step] * step + row % step for row in rows]].to(self.dtype)
+        places = [groups[row // step] * step + row % step for row in rows]
+        return values[torch.tensor(places, dtype=torch.int64)].to(self.dtype)
 
     def row_values(self, parts: Mapping[str, Tensor], start: int, stop: int) -> Iterator[tuple[slice, Tensor]]:
         """Yield stored rows and their values, rounded to `dtype`, a few rows at a time.

@@ -210,7 +210,8 @@ class PackedStore(LayerStore):
 
         def items(part: str, spans: Sequence[slice], found: Tensor) -> None:
             own = stored[part_name(name, part)]
-            places = torch.tensor([each.start for each in spans])[:, None] + torch.arange(found.shape[1])
+            starts = torch.tensor([each.start for each in spans], dtype=torch.int64)
+            places = starts[:, None] + torch.arange(found.shape[1])
             # The last rows may be fewer than are restored together.
             torch.index_select(own, 0, places.clamp_(max=len(own) - 1).view(-1), out=found.view(-1))
 
