@@ -232,6 +232,7 @@ def plan(
     measure_again: bool = False,
     nodes: int = 1,
     network: str = "10Gbit",
+    quantize: str | None = None,
     offline: bool = False,
     reporter: Reporter | None = None,
     group: Group = ALONE,
@@ -248,6 +249,7 @@ def plan(
         nodes: machines like this one that share the run; if the network is measured, at least the group's processes.
         network: network rate, such as ``100Mbit``; ``auto``: measure it between the processes of the group, which must
             all call `gptj_ft.distributed.network.measure_network`.
+        quantize: plan LoRA on the model that `convert` would write with this quantization, ``nf4`` or ``int8``.
         offline: use the fetched copy of a dataset on the Hub.
         reporter: receiver of activities.
         group: processes whose network is measured.
@@ -268,7 +270,7 @@ def plan(
     else:
         between = Network.parse(network)
     resolved = fetched(resolved_options(recipe, options), offline, reporter)
-    forecast = forecast_run(resolved, measure_again, reporter)
+    forecast = forecast_run(resolved, measure_again, quantize, reporter)
     if nodes <= 1:
         return forecast
     reporter.on_activity(f"planning for {nodes:,} machines")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import GPT2_SHAPES, random_gpt2
+from conftest import GPT2_SHAPES, random_gpt2, random_model
 from rich.console import Console
 from support.rates import round_rates
 
@@ -649,6 +650,35 @@ def test_plan_knows_published_models_offline(shell) -> None:
     assert "From scratch" not in shell(f"{small} --max-steps 3 --set batch_size=1").said, "only with --scaling-law"
     assert shell("plan --recipe summarization --json").json["num_parameters"] == 6_050_882_784
     assert shell("plan --recipe summarization --model cerebras/Cerebras-GPT-112M").code == 2
+
+
+@pytest.mark.parametrize("codec", ["nf4", "int8"])
+@pytest.mark.parametrize("rows", ["", "--data rows.jsonl"])
+def test_forecast_of_quantizing_is_that_of_the_converted_model(rows: str, codec: str, shell, tmp_path: Path) -> None:
+    random_model("narrow").save_pretrained(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps({'input_ids': [*range(1, 40)]})}\n" * 8, encoding="utf-8")
+    assert shell(f"convert model codes --quantize {codec}").code == 0
+    options = f"--method lora --max-length 64 {rows} --set precision=fp32 --set weights=host"
+    ahead = shell(f"plan --model model {options} --quantize {codec} --json").json
+    converted = shell(f"plan --model codes {options} --json").json
+    plain = shell(f"plan --model model {options} --json").json
+    assert any(f"convert MODEL DEST --quantize {codec}" in note for note in ahead["notes"])
+    for name in ("device_bytes", "host_bytes", "disk_bytes", "bytes_read_per_step", "bytes_written_per_step"):
+        assert ahead[name] == converted[name], name
+    assert ahead["host_bytes"] < plain["host_bytes"]
+
+
+def test_plan_quantizes_only_what_lora_can_train(shell, tmp_path: Path) -> None:
+    random_model("narrow").save_pretrained(tmp_path / "model")
+    assert shell("convert model codes --quantize nf4").code == 0
+    for refused, says in (
+        ("--model model --quantize nf4", "add --method lora"),
+        ("--model model --method lora --quantize q4", "expected nf4 or int8"),
+        ("--model codes --method lora --quantize nf4", "quantized already"),
+    ):
+        done = shell(f"plan {refused}")
+        assert done.code == 2, refused
+        assert says in done.err, refused
 
 
 def test_plan_notes_dropout_from_the_config(shell, tmp_path: Path) -> None:

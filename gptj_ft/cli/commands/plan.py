@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-@takes_options("recipe", "data", "model", "epochs", "max_steps", "batch_size", "max_length", *PLACEMENT_OPTIONS)
+@takes_options(
+    "recipe", "data", "model", "method", "epochs", "max_steps", "batch_size", "max_length", *PLACEMENT_OPTIONS
+)
 def plan(
     options: SetOptions,
     config: Config = None,
@@ -23,6 +25,9 @@ def plan(
     scaling_law: Annotated[
         bool, flag("also forecast compute and loss of pre-training from scratch", "--scaling-law")
     ] = False,
+    quantize: Annotated[
+        str | None, flag("plan LoRA on the model that `convert --quantize` would write: nf4 or int8", metavar="TYPE")
+    ] = None,
     measure: Annotated[bool, flag("first measure device and disk again", "--measure")] = False,
     nodes: Annotated[int, flag("machines like this one that share the run", "--nodes", metavar="N", min=1)] = 1,
     network: Annotated[
@@ -63,7 +68,7 @@ def plan(
         with TerminalReporter(out.notes) as reporter:
             forecast = api.plan(
                 resolved, measure_again=measure, nodes=nodes, network=network, offline=offline, reporter=reporter,
-                group=group,
+                group=group, quantize=quantize,
             )  # fmt: skip
 
     def show(console: Console) -> None:
