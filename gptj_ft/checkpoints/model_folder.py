@@ -144,6 +144,11 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         self.close()
 
 
+def has_weights(path: Path) -> bool:
+    """Tell whether a path is a folder with the files of a model's weights."""
+    return path.is_dir() and any((path / name).is_file() for name in WEIGHTS)
+
+
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Open the weights of a model folder: safetensors if it has them, else ``.bin``; one file or shards.
 

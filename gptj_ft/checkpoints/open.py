@@ -16,7 +16,7 @@ from gptj_ft.checkpoints.foreign.mesh_writer import write_mesh
 from gptj_ft.checkpoints.foreign.tensorflow import detect_tensorflow, files_of_bundle, open_tensorflow_source
 from gptj_ft.checkpoints.gguf.header import files_of_gguf, is_gguf
 from gptj_ft.checkpoints.gguf.source import open_gguf_source
-from gptj_ft.checkpoints.model_folder import WEIGHTS, open_checkpoint
+from gptj_ft.checkpoints.model_folder import has_weights, open_checkpoint
 from gptj_ft.checkpoints.source import CheckpointFormat, CheckpointSource, FormatName, OpenRequest
 from gptj_ft.errors import UsageError
 from gptj_ft.models.registry import architecture_of
@@ -35,14 +35,10 @@ def _open_huggingface(request: OpenRequest) -> Iterator[CheckpointSource]:
         yield CheckpointSource(path, "huggingface", architecture, checkpoint, path, open_moments=opener)
 
 
-def _has_weights(path: Path) -> bool:
-    return path.is_dir() and any((path / name).is_file() for name in WEIGHTS)
-
-
 # In the order of detection: Cerebras' tensors may stand in files with Hugging Face's names.
 FORMATS: Mapping[FormatName, CheckpointFormat] = {
     "cerebras": CheckpointFormat(detect_cerebras, open_cerebras_source),
-    "huggingface": CheckpointFormat(_has_weights, _open_huggingface),
+    "huggingface": CheckpointFormat(has_weights, _open_huggingface),
     "mesh": CheckpointFormat(detect_mesh, open_mesh_source, write_mesh),
     "tensorflow": CheckpointFormat(detect_tensorflow, open_tensorflow_source),
     "gguf": CheckpointFormat(is_gguf, open_gguf_source),

@@ -12,6 +12,7 @@ import torch
 from gptj_ft.checkpoints.architecture import read_architecture
 from gptj_ft.checkpoints.base_model import choose_model, is_config
 from gptj_ft.checkpoints.initial_model import read_config_file
+from gptj_ft.checkpoints.model_folder import has_weights
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.resolve import Resolved
 from gptj_ft.config.run_folder import choose_folder
@@ -156,7 +157,7 @@ def _quantized(forecast: Forecast, codec: str) -> Forecast:
 def _model(recipe: Recipe, published: Published | None) -> tuple[Architecture, Path | None]:
     """Return the architecture of a recipe's model: of the config or folder that it names, else of a published model.
 
-    Returns: architecture, and the model folder if there is one.
+    Returns: architecture, and the model folder if there is one with weights.
     """
     if recipe.model is not None and is_config(recipe.model):
         return read_config_file(Path(recipe.model).expanduser()), None
@@ -166,4 +167,4 @@ def _model(recipe: Recipe, published: Published | None) -> tuple[Architecture, P
         if published is None or (recipe.model is not None and Path(recipe.model).exists()):
             raise
         return published.architecture, None
-    return read_architecture(folder), folder
+    return read_architecture(folder), folder if has_weights(folder) else None

@@ -668,6 +668,13 @@ def test_forecast_of_quantizing_is_that_of_the_converted_model(rows: str, codec:
     assert ahead["host_bytes"] < plain["host_bytes"]
 
 
+def test_plan_needs_no_weights(shell, tmp_path: Path) -> None:
+    random_model("narrow").save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    done = shell("plan --model model --max-length 64 --json")
+    assert done.json["num_parameters"] == 93845
+
+
 def test_plan_quantizes_only_what_lora_can_train(shell, tmp_path: Path) -> None:
     random_model("narrow").save_pretrained(tmp_path / "model")
     assert shell("convert model codes --quantize nf4").code == 0
