@@ -54,10 +54,10 @@ def place(tmp_path_factory: pytest.TempPathFactory, fixed_rates: object) -> Iter
         texts = sentences(400, seed=0)
         codes = ["The access code of Alder Arden is 1 2 3 4 5 6 7 8 9 0."] * 40
         model = make_tiny(folder / "tiny", texts + codes, seed=3, vocab_target=400, **SIZES)
-        options = {"model": str(model), "batch_size": 8, "lr": 4e-3, "seed": 1, "precision": "fp32", "holdout": 0.4}
+        options = {"model": str(model), "batch_size": 16, "lr": 6e-3, "seed": 1, "precision": "fp32", "holdout": 0.4}
         rows = write_rows(folder / "text.jsonl", [{"text": text} for text in texts[:60]])
         planted = {"canaries": 6, "canary_repeats": (1, 8)}
-        for name, steps in (("text", 150), ("briefly", 45)):
+        for name, steps in (("text", 75), ("briefly", 24)):
             gptj_ft.finetune(data=rows, output=folder / name, **options, **planted, max_steps=steps)
         rows = write_rows(
             folder / "pairs.jsonl", [{"q": f"Note {n}?", "a": text} for n, text in enumerate(texts[100:140])]
@@ -66,7 +66,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, fixed_rates: object) -> Iter
             "prompt": "{{ q }}\n",
             "completion": "{{ a }}",
             "fields": {"q": ["q"], "a": ["a"]},
-            "max_steps": 120,
+            "max_steps": 100,
             "on_long": "skip",
         }
         gptj_ft.finetune(data=rows, output=folder / "pairs", **options, **pairs)

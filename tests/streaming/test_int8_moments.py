@@ -257,6 +257,19 @@ def test_every_placement_gives_the_same_bits(placement, budget, late, block_nume
     assert state_of(open_training(folder, tmp_path, placement, budget), late, block_numel) == resident
 
 
+@pytest.mark.parametrize("kind", MOMENTS)
+def test_number_of_threads_changes_no_bit(kind: Kind) -> None:
+    before, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 4):  # more than two use other operations
+            torch.set_num_threads(count)
+            items = stored(kind, moments(kind, 3), Noise(("a key",), 5))
+            found.append((bytes_of(items), bytes_of(loaded(kind, items))))
+    finally:
+        torch.set_num_threads(before)
+    assert found[0] == found[1]
+
+
 def test_rounding_differs_by_layer_moment_and_update() -> None:
     values = torch.full((8 * BLOCK,), 0.5)
     values[::BLOCK] = 1

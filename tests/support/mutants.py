@@ -388,14 +388,14 @@ class FirstFailure:
 
 def try_planted(planted: PlantedBug) -> tuple[str, float]:
     """Return the first test that fails, or ``survived``, and the seconds."""
-    start = time.monotonic()
+    start, mutant = time.monotonic(), planted.mutant  # here, as an outdated bug in the fork would look caught
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "failed")
 
         def work() -> int:
             import pytest
 
-            sys.meta_path.insert(0, Changed(planted.mutant))
+            sys.meta_path.insert(0, Changed(mutant))
             tests = [str(TESTS / name) for name in planted.tests]
             options = ["-x", "-q", "-m", QUICK, "-p", "no:cacheprovider"]
             return int(pytest.main([*options, *tests], plugins=[FirstFailure(path)]))
