@@ -230,6 +230,7 @@ def plan(
     recipe: str | Resolved | None = None,
     *,
     measure_again: bool = False,
+    fill_disk_cache: float | str = 0.0,
     nodes: int = 1,
     network: str = "10Gbit",
     quantize: str | None = None,
@@ -246,6 +247,7 @@ def plan(
     Args:
         recipe: name of a preset, or resolved options.
         measure_again: measure device and disk even if their rates are known.
+        fill_disk_cache: measure them again, the disk after so much writing: seconds, or a duration such as ``2m``.
         nodes: machines like this one that share the run; if the network is measured, at least the group's processes.
         network: network rate, such as ``100Mbit``; ``auto``: measure it between the processes of the group, which must
             all call `gptj_ft.distributed.network.measure_network`.
@@ -259,18 +261,23 @@ def plan(
         UsageError: an option is invalid, or the model is missing.
         DataError: the rows cannot be used.
     """
+    from gptj_ft.config.options import parse_duration
     from gptj_ft.distributed.network import AUTO_RATE, Network, measure_network
     from gptj_ft.distributed.scale_out import SharedForecast
     from gptj_ft.training.forecast import forecast_run
 
     reporter = reporter or Reporter()
+    try:
+        seconds = float(parse_duration(fill_disk_cache))  # type: ignore[arg-type]
+    except ValueError as error:
+        raise UsageError(f"fill_disk_cache {fill_disk_cache}: {error}") from None
     if network == AUTO_RATE:
         reporter.on_activity("measuring the network")
         between, nodes = measure_network(group), max(nodes, group.size)
     else:
         between = Network.parse(network)
     resolved = fetched(resolved_options(recipe, options), offline, reporter)
-    forecast = forecast_run(resolved, measure_again, quantize, reporter)
+    forecast = forecast_run(resolved, measure_again, seconds, quantize, reporter)
     if nodes <= 1:
         return forecast
     reporter.on_activity(f"planning for {nodes:,} machines")

@@ -50,6 +50,9 @@ class MachineProbe:
     def disk(self, folder: Path) -> DiskRates:
         return probe.measure_disk(folder)
 
+    def fill_write_cache(self, folder: Path, seconds: float) -> None:
+        probe.fill_write_cache(folder, seconds)
+
     def layers(self, kinds: Sequence[LayerKind]) -> list[Seconds]:
         return layer_times.time_kinds(kinds)
 
@@ -73,16 +76,21 @@ MACHINE = MachineProbe()
 _unsaved: dict[tuple[Path, str, str], Any] = {}  # measurements that could not be written, by file, part and key
 
 
-def rates(device: torch.device, folder: Path, again: bool = False, machine: MachineProbe = MACHINE) -> Rates:
+def rates(
+    device: torch.device, folder: Path, again: bool = False, machine: MachineProbe = MACHINE, filled: float = 0.0
+) -> Rates:
     """Return the rates of a device and of a folder's file system, from the cache or measured now.
 
     Args:
         again: measure again, and forget the times of layers and products.
+        filled: seconds of writing before the disk is measured again, see `probe.fill_write_cache`.
     """
     if again:
         for part in ("layers", "products"):
             _keep(part, _device_key(device), {})
-    return Rates(compute_rates(device, again, machine), disk_rates(folder, again, machine), device.type == "cpu")
+    return Rates(
+        compute_rates(device, again, machine), disk_rates(folder, again, machine, filled), device.type == "cpu"
+    )
 
 
 def is_known(device: torch.device) -> bool:
@@ -114,19 +122,21 @@ def _device_key(device: torch.device) -> str:
     return f"{name}, torch {torch.__version__}, {torch.get_num_threads()} threads"
 
 
-def disk_rates(folder: Path, again: bool = False, machine: MachineProbe = MACHINE) -> DiskRates:
+def disk_rates(folder: Path, again: bool = False, machine: MachineProbe = MACHINE, filled: float = 0.0) -> DiskRates:
     """Return the rates of a folder's file system: cached, measured now, or `ASSUMED_DISK` without room to measure."""
     folder = existing_folder(folder)
     key = _file_system(folder)
     known = None if again else _recall("disk", key, DiskRates)
-    if known and not _is_outdated(known.load, machine):
+    if known and (known.filled or not _is_outdated(known.load, machine)):
         return known
     if machine.free_disk(folder) < 3 * FILE_BYTES:
         return ASSUMED_DISK
     try:
+        if filled:
+            machine.fill_write_cache(folder, filled)
         others = machine.meter_others()
         measured = machine.disk(folder)
-        known = replace(measured, load=others())
+        known = replace(measured, load=others(), filled=filled)
     except (OSError, ResourceError):  # writing the run will fail with a better message
         return ASSUMED_DISK
     _keep("disk", key, asdict(known))

@@ -96,6 +96,7 @@ class DiskRates:
     write_cpu: float = 0.0  # core seconds per byte written, digest included
     update_delay: float = 0.0  # seconds by which a byte moved delays concurrent AdamW updates on a CPU
     load: float = 0.0  # of the cores by other programs, when it was measured
+    filled: float = 0.0  # seconds of writing before the measurement, for a drive whose write cache would hide its rate
 
     def seconds(self, read: float, written: float) -> float:
         """Return the seconds to read and write, in parallel as long as both last."""
@@ -302,6 +303,23 @@ def measure_disk(
         write.cpu_seconds / write.bytes + digested.cpu_seconds / digested.bytes,
         delay,
     )
+
+
+def fill_write_cache(
+    folder: Path, seconds: float, file_bytes: int = FILE_BYTES, chunk_bytes: int = CHUNK_BYTES
+) -> None:
+    """Overwrite a file for some time, until a drive's write cache has no room left; leave no file.
+
+    Flash drives write to a part of their cells that takes data faster, and move them later. A run that streams state
+    from disk fills it in minutes: a drive then writes at a half to a tenth of the rate.
+
+    Raises:
+        OSError, ResourceError: the file system cannot be written, or fails.
+    """
+    end, source = time.perf_counter() + seconds, _noise(chunk_bytes)
+    with _nameless_file(folder) as file:
+        while (left := end - time.perf_counter()) > 0:
+            _transfer(lambda offset: _write(file, source, offset), file_bytes, chunk_bytes, left)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from gptj_ft.planning.plan import DoesNotFit, Plan, choose
 from gptj_ft.planning.resources import Target, check_lengths
 from gptj_ft.planning.workload import RowLengths, StepTokens, Workload
 from gptj_ft.system.machine import choose_device
+from gptj_ft.system.units import clock
 from gptj_ft.training.finetune import planning_activity, prepare_new_run, use_threads
 from gptj_ft.training.parallel import ONE_PROCESS
 from gptj_ft.training.reporter import Reporter
@@ -59,7 +60,11 @@ class Forecast:
 
 
 def forecast_run(
-    resolved: Resolved, measure_again: bool = False, quantize: str | None = None, reporter: Reporter | None = None
+    resolved: Resolved,
+    measure_again: bool = False,
+    filled: float = 0.0,
+    quantize: str | None = None,
+    reporter: Reporter | None = None,
 ) -> Forecast:
     """Plan a run from its rows, or without ``data`` for rows of ``max_length`` tokens.
 
@@ -67,6 +72,7 @@ def forecast_run(
 
     Args:
         measure_again: measure this machine even if its rates are known.
+        filled: measure it again, the disk after so many seconds of writing.
         quantize: plan for the model folder that ``gptj-ft convert --quantize`` would write.
 
     Raises:
@@ -80,9 +86,10 @@ def forecast_run(
     use_threads(recipe, ONE_PROCESS, reporter)
     folder = choose_folder(recipe)
     is_local = not is_published_name(recipe.device)
-    if measure_again:
-        reporter.on_activity("measuring this machine, up to 10 s")
-        rates(choose_device(recipe.device if is_local else "cpu"), folder, again=True)
+    if measure_again or filled:
+        first = f"writing for {clock(filled)}, then " if filled else ""
+        reporter.on_activity(f"{first}measuring this machine, up to 10 s")
+        rates(choose_device(recipe.device if is_local else "cpu"), folder, again=True, filled=filled)
     elif is_local and recipe.data is None:
         reporter.on_activity(planning_activity(choose_device(recipe.device, recipe.device_memory), folder))
     forecast = _of_rows(resolved, folder, reporter) if recipe.data is not None else _without_rows(resolved, folder)

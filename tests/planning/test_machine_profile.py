@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from conftest import random_model
 from support.os_calls import wrap_calls
 from support.rates import FakeMachine, set_rates
 from support.steps import failing
@@ -28,7 +29,7 @@ from gptj_ft.errors import ResourceError
 from gptj_ft.models.products import ONEDNN
 from gptj_ft.planning import machine_profile, probe
 from gptj_ft.planning.machine_profile import choose_dtype, compute_rates, disk_rates, reason_for, with_times
-from gptj_ft.planning.probe import ASSUMED_DISK, DiskRates, Rates, matmul_rate, measure_disk
+from gptj_ft.planning.probe import ASSUMED_DISK, DiskRates, Rates, fill_write_cache, matmul_rate, measure_disk
 from gptj_ft.planning.resources import Target
 from gptj_ft.planning.workload import StepTokens, Workload
 from gptj_ft.system.direct_io import write_bytes
@@ -87,6 +88,36 @@ def test_slow_disk_is_measured_briefly(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(probe, "update_delay", lambda *_: 0.0)
     measure_disk(tmp_path, file_bytes=64 * MB, chunk_bytes=MB, longest=0.0)
     assert written == [MB] * 4, "one chunk each: new file, overwritten, second file, overwritten during reads"
+
+
+def test_full_write_cache_is_measured_and_kept(fixed_rates: Rates, tmp_path: Path) -> None:
+    machine = FakeMachine(fixed_rates)
+    machine.others = 0.9
+    assert disk_rates(tmp_path, machine=machine, again=True, filled=120.0).filled == 120.0
+    assert list(machine.counts) == ["filled", "disk"], "first filled, then measured"
+    assert disk_rates(tmp_path, machine=machine).filled == 120.0, "a short measurement would see the cache again"
+    assert machine.counts["disk"] == 1
+    assert disk_rates(tmp_path, machine=machine, again=True).filled == 0.0
+
+
+def test_write_cache_is_filled_for_a_time(tmp_path: Path, monkeypatch) -> None:
+    written = list[tuple[int, int]]()
+    monkeypatch.setattr(probe, "write_bytes", lambda _, view, offset: written.append((offset, len(view))))
+    start = time.perf_counter()
+    fill_write_cache(tmp_path, 0.2, file_bytes=4 * MB, chunk_bytes=MB)
+    assert 0.2 <= time.perf_counter() - start < 5
+    assert set(written) == {(number * MB, MB) for number in range(4)}, "again and again the same file"
+    assert not list(tmp_path.iterdir())
+
+
+def test_plan_says_how_long_the_disk_was_filled(shell, tmp_path: Path, monkeypatch) -> None:
+    filled = list[float]()
+    monkeypatch.setattr(probe, "fill_write_cache", lambda _, seconds: filled.append(seconds))
+    random_model("narrow").save_pretrained(tmp_path / "model")
+    assert "after 2 min of writing" in shell("plan --model model --fill-disk-cache 2m").said
+    assert "after 2 min of writing" in shell("plan --model model").said
+    assert filled == [120.0]
+    assert shell("plan --model model --fill-disk-cache soon").code == 2
 
 
 def test_halved_update_rate_delays_by_half() -> None:

@@ -81,6 +81,9 @@ class FakeMachine(MachineProbe):
         self.counts["disk"] += 1
         return self.rates.disk
 
+    def fill_write_cache(self, folder: Path, seconds: float) -> None:
+        self.counts["filled"] += 1
+
     def layers(self, kinds: Sequence[LayerKind]) -> list[Seconds]:
         self.timed += kinds
         return self.time_layers(kinds)

@@ -29,6 +29,16 @@ def plan(
         str | None, flag("plan LoRA on the model that `convert --quantize` would write: nf4 or int8", metavar="TYPE")
     ] = None,
     measure: Annotated[bool, flag("first measure device and disk again", "--measure")] = False,
+    fill_disk_cache: Annotated[
+        str | None,
+        flag(
+            "first write to the disk for this time, e.g. 2m, then measure again: many drives slow down when their "
+            "write cache is full",
+            "--fill-disk-cache",
+            metavar="TIME",
+            more=True,
+        ),
+    ] = None,
     nodes: Annotated[int, flag("machines like this one that share the run", "--nodes", metavar="N", min=1)] = 1,
     network: Annotated[
         str, flag("network rate between machines; auto: measure it, with one process per machine", metavar="RATE")
@@ -68,7 +78,7 @@ def plan(
         with TerminalReporter(out.notes) as reporter:
             forecast = api.plan(
                 resolved, measure_again=measure, nodes=nodes, network=network, offline=offline, reporter=reporter,
-                group=group, quantize=quantize,
+                group=group, quantize=quantize, fill_disk_cache=fill_disk_cache or 0.0,
             )  # fmt: skip
 
     def show(console: Console) -> None:

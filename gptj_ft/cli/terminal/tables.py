@@ -307,9 +307,10 @@ def _measured(plan: Plan) -> str:
         product_text += f", memory {memory}, link {link} each way: fractions of published rates, see docs/devices.md"
     if plan.rates.is_disk_assumed:
         return f"{product_text}; disk {disk.mixed / 1e9:.1f} GB/s assumed: too little free space to measure it"
+    filled = f", after {clock(disk.filled)} of writing" if disk.filled else ""
     return (
         f"{product_text}; disk reads {disk.read / 1e9:.1f} GB/s, writes {disk.write / 1e9:.1f}, "
-        f"both at once {disk.mixed / 1e9:.1f} (remeasure: gptj-ft plan --measure)"
+        f"both at once {disk.mixed / 1e9:.1f}{filled} (remeasure: gptj-ft plan --measure)"
     )
 
 
