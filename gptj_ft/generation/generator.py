@@ -71,7 +71,7 @@ class InferenceSetup:
         local_rank = workers.group.local_rank if local_rank is None else local_rank
         device = machine.choose_device(recipe.device, recipe.device_memory, local_rank)
         architecture = tuned_architecture(folder)
-        dtype = inference_dtype(recipe, architecture, device)
+        dtype = inference_dtype(recipe, architecture, device, workers.group)
         return cls(folder, recipe, architecture, device, dtype, workers=workers, **more)
 
     @property

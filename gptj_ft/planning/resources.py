@@ -22,6 +22,7 @@ from gptj_ft.system.accelerator import shares_memory
 from gptj_ft.system.dtypes import PRECISION_NAMES, PRECISIONS
 from gptj_ft.system.files import disk_bytes, files_in
 from gptj_ft.system.group import ALONE, Group
+from gptj_ft.system.threads import computing_in
 
 READ_TOKENS = 256  # of a document on which the data types of inference are compared
 
@@ -35,6 +36,7 @@ class Target:
     free: Free
     rates: Rates
     name: str = ""  # of a device that is not in this machine
+    threads_alone: int | None = None  # CPU threads of a process without the others of --nproc; None: the current number
 
     @classmethod
     def local(cls, recipe: Recipe, folder: Path, group: Group = ALONE) -> Target:
@@ -46,7 +48,8 @@ class Target:
         device = machine.choose_device(recipe.device, recipe.device_memory, group.local_rank)
         free = free_resources(device, folder, recipe.device, group)
         own = rates(device, folder)
-        return cls(device, recipe.precision, free, replace(own, disk=own.disk.shared(group.local_size)))
+        shared = replace(own, disk=own.disk.shared(group.local_size))
+        return cls(device, recipe.precision, free, shared, threads_alone=threads_alone(recipe, group))
 
     @classmethod
     def of(cls, recipe: Recipe, folder: Path) -> Target:
@@ -78,11 +81,31 @@ class Target:
             workload = replace(workload, products=ONEDNN)  # unused there
         elif recipe.products != "auto":
             workload = replace(workload, products=Products.parse(recipe.products))
-        return with_times(workload, self.precision, self.device, self.free.capped(recipe).device)
+        memory, alone, own = self.free.capped(recipe).device, self.threads_alone, torch.get_num_threads()
+        if self.device.type != "cpu" or alone in (None, own) or "auto" not in (self.precision, recipe.products):
+            return with_times(workload, self.precision, self.device, memory)
+        # What changes numbers is chosen by the times of a process that runs alone: it does not depend on --nproc.
+        with computing_in(alone):
+            chosen = with_times(workload, self.precision, self.device, memory)
+        workload = replace(workload, products=chosen.products)
+        timed = with_times(workload, PRECISION_NAMES[chosen.dtype], self.device, memory)
+        gain, products_gain = chosen.times.gain, chosen.times.products_gain
+        return replace(timed, times=timed.times._replace(gain=gain, products_gain=products_gain))
 
 
-def inference_dtype(recipe: Recipe, architecture: Architecture, device: torch.device) -> torch.dtype:
-    """Return the data type of inference: the recipe's, or the one in which the model's blocks are faster."""
+def threads_alone(recipe: Recipe, group: Group) -> int | None:
+    """Return the CPU threads of a single process, or ``None`` if it would have those of each of several."""
+    return group.threads_alone if recipe.threads is None else None
+
+
+def inference_dtype(
+    recipe: Recipe, architecture: Architecture, device: torch.device, group: Group = ALONE
+) -> torch.dtype:
+    """Return the data type of inference: the recipe's, or the one in which the model's blocks are faster.
+
+    Args:
+        group: processes that share the work; the type is the one that a single process would choose.
+    """
     if recipe.precision != "auto":
         return PRECISIONS[recipe.precision]
     layers = architecture.layers()
@@ -99,7 +122,8 @@ def inference_dtype(recipe: Recipe, architecture: Architecture, device: torch.de
     )
     free = machine.free_memory(device)
     allowed = min(free, device_cap(recipe, shares_memory(device)) or free)
-    return with_times(workload, recipe.precision, device, allowed).dtype
+    with computing_in(threads_alone(recipe, group)):
+        return with_times(workload, recipe.precision, device, allowed).dtype
 
 
 def free_resources(device: torch.device, folder: Path, name: str, group: Group = ALONE) -> Free:

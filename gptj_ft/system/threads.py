@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,17 @@ def compute_in_one_thread() -> None:
     torch.get_num_threads()
     if limit := _omp_set_num_threads():
         limit(1)
+
+
+@contextmanager
+def computing_in(threads: int | None) -> Iterator[None]:
+    """Compute in this number of threads inside the block; ``None``: in the current number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @lru_cache

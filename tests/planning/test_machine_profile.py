@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,18 +23,22 @@ from support.rates import FakeMachine, set_rates
 from support.steps import failing
 from support.thread_group import Hub, Member
 
+from gptj_ft.checkpoints.architecture import read_architecture
 from gptj_ft.config.options import Recipe
+from gptj_ft.config.resolve import build
 from gptj_ft.data.readers.source import identify
 from gptj_ft.errors import ResourceError
+from gptj_ft.models.layout import Layout
 from gptj_ft.models.products import ONEDNN
-from gptj_ft.planning import machine_profile, probe
+from gptj_ft.planning import layer_times, machine_profile, probe
+from gptj_ft.planning.layer_times import LayerKind, Seconds
 from gptj_ft.planning.machine_profile import choose_dtype, compute_rates, disk_rates, reason_for, with_times
 from gptj_ft.planning.probe import ASSUMED_DISK, DiskRates, Rates, fill_write_cache, matmul_rate, measure_disk
-from gptj_ft.planning.resources import Target
+from gptj_ft.planning.resources import Target, inference_dtype
 from gptj_ft.planning.workload import StepTokens, Workload
 from gptj_ft.system.direct_io import write_bytes
 from gptj_ft.system.dtypes import PRECISIONS
-from gptj_ft.system.group import ALONE
+from gptj_ft.system.group import ALONE, Group
 from gptj_ft.system.paths import home
 
 CPU = torch.device("cpu")
@@ -332,3 +336,30 @@ def test_processes_plan_with_shares_of_the_disk(tmp_path) -> None:
         expected = 2 * alone.rates.disk.seconds(read, written)
         assert shared.rates.disk.seconds(read, written) == pytest.approx(expected)
     assert shared.rates.disk.cpu_seconds(3e9, 2e9) == alone.rates.disk.cpu_seconds(3e9, 2e9)
+
+
+@pytest.mark.parametrize("options", [{}, {"threads": 1}])
+def test_several_processes_choose_the_type_of_one(options, fixed_rates: Rates, tmp_path: Path, monkeypatch) -> None:
+    """In one thread bf16 is faster, in two it is not."""
+
+    def timed(kinds: Sequence[LayerKind]) -> list[Seconds]:
+        fast = torch.bfloat16 if torch.get_num_threads() == 1 else torch.float32
+        return [Seconds(1.0 if kind.shape.dtype == fast else 2.0, 2.0) for kind in kinds]
+
+    monkeypatch.setattr(layer_times, "time_kinds", timed)
+    random_model("narrow").save_pretrained(tmp_path / "model")
+    architecture = read_architecture(tmp_path / "model")
+    workload, before = without_layers(torch.float32), torch.get_num_threads()
+    layers = architecture.layers()
+    workload = replace(workload, layers=layers, layouts=[Layout.of(layer) for layer in layers])
+    recipe, types = build({"device": "cpu", **options}), []
+    try:
+        for threads, group in ((2, Group()), (1, Group())):
+            group.threads_alone = 2 if threads == 1 else None
+            torch.set_num_threads(int(options.get("threads", threads)))
+            target = Target.local(recipe, tmp_path, group)
+            types += [target.settled(workload, recipe).dtype, inference_dtype(recipe, architecture, CPU, group)]
+            assert torch.get_num_threads() == options.get("threads", threads)
+    finally:
+        torch.set_num_threads(before)
+    assert types == [torch.bfloat16 if options else torch.float32] * 4
