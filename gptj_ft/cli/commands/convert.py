@@ -12,8 +12,10 @@ from gptj_ft.checkpoints.base_model import default_download, find_model
 from gptj_ft.cli.options import Json, Quiet, flag, parse_size_flag
 from gptj_ft.cli.terminal.output import Output
 from gptj_ft.errors import UsageError
+from gptj_ft.system import paths
 
 if TYPE_CHECKING:
+    from gptj_ft.checkpoints.convert import Conversion
     from gptj_ft.checkpoints.source import FormatName
 
 
@@ -66,10 +68,8 @@ def convert(
 
     A model folder has one shard per layer and opens in every other tool. Each tensor is compared with its source.
     """
-    from gptj_ft.checkpoints.adapter import base_folder
     from gptj_ft.checkpoints.convert import Conversion
     from gptj_ft.cli.terminal.checkpoints import compare_checkpoints, run_conversion, send_model, show_conversion
-    from gptj_ft.system import paths
 
     out = Output(as_json, quiet)
     if check:
@@ -94,16 +94,7 @@ def convert(
         average=tuple(find_model(str(each)) for each in average or ()),
         with_optimizer=with_optimizer,
     )
-    if conversion.average:
-        if source is None:
-            raise UsageError("--average needs two checkpoints: gptj-ft convert --average CHECKPOINT SRC [DEST]")
-        source = find_model(str(source))
-        target = target or source.with_name(f"{source.name}-average")
-    if to == "gguf" and conversion.merge is not None and target is None:
-        source, target = None, source  # the base model follows from the adapter: the only name is the file's
-    if conversion.merge is not None:
-        source = source or base_folder(conversion.merge)
-        target = target or conversion.merge.with_name(f"{conversion.merge.name}-merged")
+    source, target = _named_or_implied(source, target, conversion)
     if push is not None and (target is None or dry_run or to == "mesh"):
         if source is None or target is not None or (dtype, to, quantize) != ("keep", "folder", None):
             raise UsageError(
@@ -112,20 +103,48 @@ def convert(
         send_model(find_model(str(source)), push, public, dry_run, out)
         return
     source = source or _downloaded()
-    if target is None:
-        paths.make_home()
-        paths.part_of_home("models")
-        suffix = {None: "", "keep": "-codes"}.get(quantize, f"-{quantize}")
-        target = paths.model_folder(source.name.split("--")[-1].removesuffix(".gguf") + suffix)
-    if to == "gguf":
-        source = source / "model" if paths.is_tuned(source / "model") else source  # of a run
-        target = target if target.suffix == ".gguf" else target.with_name(f"{target.name}.gguf")
+    if to == "gguf" and paths.is_tuned(source / "model"):  # of a run
+        source = source / "model"
+    target = _complete(target, source, conversion)
     report = run_conversion(source, target, conversion, out)
     if push is not None:
         send_model(target, push, public, dry_run, out)
         return
     facts = {**asdict(report), "folder": str(target)}
     out.finish(facts, str(target), lambda console: show_conversion(console, target, report, to))
+
+
+def _named_or_implied(
+    source: Path | None, target: Path | None, conversion: Conversion
+) -> tuple[Path | None, Path | None]:
+    """Complete SRC and DEST with what ``--average`` and ``--merge`` imply.
+
+    Raises:
+        UsageError: only one checkpoint to average.
+    """
+    if conversion.average:
+        if source is None:
+            raise UsageError("--average needs two checkpoints: gptj-ft convert --average CHECKPOINT SRC [DEST]")
+        source = find_model(str(source))
+        return source, target or source.with_name(f"{source.name}-average")
+    if conversion.merge is None:
+        return source, target
+    if conversion.to == "gguf" and target is None:
+        source, target = None, source  # the base model follows from the adapter: the only name is the file's
+    from gptj_ft.checkpoints.adapter import base_folder
+
+    merged = conversion.merge.with_name(f"{conversion.merge.name}-merged")
+    return source or base_folder(conversion.merge), target or merged
+
+
+def _complete(target: Path | None, source: Path, conversion: Conversion) -> Path:
+    """Return DEST, by default a folder in the home of models that is named after the source."""
+    if target is None:
+        paths.make_home()
+        paths.part_of_home("models")
+        suffix = {None: "", "keep": "-codes"}.get(conversion.quantize, f"-{conversion.quantize}")
+        target = paths.model_folder(source.name.split("--")[-1].removesuffix(".gguf") + suffix)
+    return target if conversion.to != "gguf" or target.suffix == ".gguf" else target.with_name(f"{target.name}.gguf")
 
 
 def _downloaded() -> Path:
