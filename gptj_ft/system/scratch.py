@@ -36,10 +36,11 @@ def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         descriptor = _lock(folder, waits=True)
-        # Between creation and lock, another process may have locked and removed it as an abandoned one.
-        if descriptor is None or folder.is_dir():
+        # Until it is locked, another process may take it for an abandoned one, lock and remove it.
+        if folder.is_dir():
             break
-        os.close(descriptor)
+        if descriptor is not None:
+            os.close(descriptor)
     try:
         yield folder
     finally:

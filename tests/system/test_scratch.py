@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gptj_ft.errors import DataError
-from gptj_ft.system import paths
+from gptj_ft.system import paths, scratch
 from gptj_ft.system.files import appending
 from gptj_ft.system.jsonl import JsonLines
 from gptj_ft.system.lock import LOCK, locked
@@ -30,6 +30,29 @@ def test_killed_process_leaves_no_scratch_folder(tmp_path: Path) -> None:
         assert folder.stat().st_mode & 0o777 == 0o700
         remove_abandoned(tmp_path)
         assert folder.is_dir(), "in use"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("is_early", [True, False], ids=["before the lock", "while it waits for the lock"])
+def test_folder_that_another_process_removes_is_made_again(is_early: bool, tmp_path: Path, monkeypatch) -> None:
+    """Another process looks for abandoned folders between creation and lock."""
+    made, lock = list[Path](), scratch._lock
+
+    def lock_late(folder: Path, waits: bool) -> int | None:
+        made.append(folder)
+        if len(made) > 1:
+            return lock(folder, waits)
+        if is_early:
+            folder.rmdir()
+            return lock(folder, waits)
+        descriptor = lock(folder, waits)
+        folder.rmdir()
+        return descriptor
+
+    monkeypatch.setattr(scratch, "_lock", lock_late)
+    with scratch_folder(tmp_path) as folder:
+        (folder / "file").write_text("written")
+        assert made == [made[0], folder]
     assert not list(tmp_path.iterdir())
 
 
