@@ -134,6 +134,9 @@ class UpdatePump:
         if weights.reads_in_chunks:
             source = Span("weight", layer, span.start, weights.earlier)
             chunk.reads.append(model.transfers.read(source, weights.trained[span]))
+            # After a cancelled pass, the slot is in use until this read ends.
+            assert weights.lease is not None
+            weights.lease.transfers.append(chunk.reads[-1])
         for kind in self._chunked:
             chunk.leases[kind] = lease = model.pools.lease_chunk(kind, layer, span, self._key(kind, span))
             model.transfers.fill(lease, kind, layer, span.start)

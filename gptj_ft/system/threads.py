@@ -28,8 +28,11 @@ def compute_in_one_thread() -> None:
 @contextmanager
 def computing_in(threads: int | None) -> Iterator[None]:
     """Compute in this number of threads inside the block; ``None``: in the current number."""
+    if threads is None:
+        yield
+        return
     before = torch.get_num_threads()
-    torch.set_num_threads(threads or before)
+    torch.set_num_threads(threads)
     try:
         yield
     finally:

@@ -151,7 +151,7 @@ def _quantized(forecast: Forecast, codec: str) -> Forecast:
     """Return the forecast of the same run on the model with quantized blocks."""
     plan = forecast.plan
     if any(layout.is_quantized for layout in plan.workload.frozen):
-        raise UsageError(f"{plan.recipe.model} is quantized already: leave out --quantize")
+        raise UsageError("the model is quantized already: leave out --quantize")
     note = f"for the model that `gptj-ft convert MODEL DEST --quantize {codec}` would write"
     workload, problem = quantized(plan.workload, codec), None
     try:

@@ -1,6 +1,7 @@
 """Test GGUF files: read, written, and used as models; the packages gguf and transformers are the oracles."""
 
 import json
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -145,6 +146,14 @@ def test_gguf_is_converted_once(exported, own_home: Path) -> None:
     assert find_model(str(file)) == folder
     assert (folder / "config.json").stat().st_mtime_ns == changed
     assert folder.parent == own_home / "models"
+
+
+def test_file_of_a_run_has_the_runs_name(exported, own_home: Path, shell) -> None:
+    folder, _ = exported("llama")
+    shutil.copytree(folder, Path("runs/mine/model"))
+    done = shell("convert runs/mine --to gguf --quiet")
+    assert done.code == 0, done.err
+    assert {path.name for path in (own_home / "models").iterdir()} == {"mine.gguf", "mine.Modelfile"}
 
 
 def test_gptj_is_rejected_in_one_line(tmp_path: Path) -> None:

@@ -760,6 +760,20 @@ def test_cancelled_tied_read_holds_its_slot(narrow_folder: Path, tmp_path: Path)
     stack.close()
 
 
+def test_cancelled_chunk_read_holds_its_slot(narrow_folder: Path, tmp_path: Path) -> None:
+    stack = open_training(narrow_folder, tmp_path, ("host", "host"))
+    pending = Future[torch.Tensor]()
+    stack.stores["weight"] = PendingReads(stack.stores["weight"], 1, pending)
+    layer = LoadedLayer(stack, LayerTask(1, updates=True), AdamW(stack, optimizer_config(Recipe())))
+    layer.request()
+    layer.advance()  # requests the old weights, chunk by chunk
+    stack.cancel()
+    slots = [stack.pools["weights"].acquire(None)[0] for _ in range(stack.budget.read_ahead + 1)]
+    assert any(pending in slot.transfers for slot in slots), "another layer could be read into the slot at once"
+    pending.set_result(torch.empty(0))
+    stack.close()
+
+
 @pytest.mark.parametrize("place", ["host", "disk"])
 def test_closed_model_leaves_no_thread_or_buffer(place: str, narrow_folder: Path, tmp_path: Path) -> None:
     alive: weakref.WeakSet[Buffer] = weakref.WeakSet()

@@ -103,9 +103,9 @@ def convert(
         send_model(find_model(str(source)), push, public, dry_run, out)
         return
     source = source or _downloaded()
+    target = _complete(target, source, conversion)
     if to == "gguf" and paths.is_tuned(source / "model"):  # of a run
         source = source / "model"
-    target = _complete(target, source, conversion)
     report = run_conversion(source, target, conversion, out)
     if push is not None:
         send_model(target, push, public, dry_run, out)
