@@ -270,7 +270,7 @@ def plan(
     try:
         seconds = float(parse_duration(fill_disk_cache))  # type: ignore[arg-type]
     except ValueError as error:
-        raise UsageError(f"fill_disk_cache {fill_disk_cache}: {error}") from None
+        raise UsageError(f"--fill-disk-cache {fill_disk_cache}: {error}") from None
     if network == AUTO_RATE:
         reporter.on_activity("measuring the network")
         between, nodes = measure_network(group), max(nodes, group.size)
