@@ -162,8 +162,17 @@ def angles(batch: PackedBatch, spec: RotarySpec) -> Tensor:
         return positions_T1 * torch.where(lengths_T1 > spec.trained_length, long_F, short_F)
     # NTK-aware scaling: theta grows with the row, see `transformers`.
     stretch_T1 = spec.factor * lengths_T1.clamp(min=spec.trained_length) / spec.trained_length - (spec.factor - 1)
-    theta_T1 = spec.theta * stretch_T1 ** (spec.width / (spec.width - 2))
-    return positions_T1 * (1.0 / theta_T1 ** _exponents(spec.width, positions_T1.device))
+    theta_T1 = spec.theta * _power(stretch_T1, spec.width / (spec.width - 2))
+    return positions_T1 * (1.0 / _power(theta_T1, _exponents(spec.width, positions_T1.device)))
+
+
+def _power(base: Tensor, exponent: Tensor | float) -> Tensor:
+    """Return the power in fp32, computed in fp64 except on MPS, which has no fp64.
+
+    An element's power in fp32 depends in the last bit on its place: vectorized loops compute the rest behind the last
+    full vector with another function. An angle would depend on the other rows of a batch.
+    """
+    return base**exponent if base.device.type == "mps" else (base.double() ** exponent).float()
 
 
 def _row_lengths(batch: PackedBatch) -> Tensor:
