@@ -165,7 +165,7 @@ def no_numbers_without_memory() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def equal_layers_measured_once() -> Iterator[None]:
     """Cache layer measurements across runs: a tenth of all test time."""
-    from gptj_ft.planning import layer_cost, memory
+    from gptj_ft.planning import inference_plan, layer_cost, memory
 
     def once(measure: Callable[..., LayerCost]) -> Callable[..., LayerCost]:
         known: dict[tuple[object, ...], LayerCost] = {}
@@ -182,7 +182,8 @@ def equal_layers_measured_once() -> Iterator[None]:
         return measured
 
     with pytest.MonkeyPatch.context() as patch:
-        for module, name in ((layer_cost, "measure_block"), (memory, "measure_head")):
+        measures = ((layer_cost, "measure_block"), (inference_plan, "measure_block"), (memory, "measure_head"))
+        for module, name in measures:
             patch.setattr(module, name, once(getattr(module, name)))
         yield
 

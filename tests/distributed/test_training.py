@@ -141,7 +141,7 @@ def test_shared_layers_keep_bits(models, tmp_path, method, place, activations, c
     if method in ("lora", "dora"):
         options["optimizer_state"] = options["optimizer_state"] if place != "mixed" else "disk"
     train_alone(model, tmp_path / "alone", **options)
-    for size in (2, 3, 4) if (method, place) == ("full", "disk") else (3,):
+    for size in (2, 4) if (method, place) == ("full", "disk") else (3,):
         folder = tmp_path / str(size)
         train_together(size, model, folder, share="layers", **options)
         assert_same_run(folder, tmp_path / "alone", size)

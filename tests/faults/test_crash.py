@@ -205,7 +205,7 @@ def count_lossy_operations(session: TrainSetup, folder: Path) -> int:
 @pytest.mark.sampled(6)
 def test_lost_unflushed_writes_cost_no_commit(keeping_session: TrainSetup, kept: Run, tmp_path: Path) -> None:
     total = count_lossy_operations(keeping_session, tmp_path)
-    for last in range(1, total, 43):
+    for last in range(1, total, 86):
         lose_power_and_resume(keeping_session, kept, tmp_path, [last], seed=None)
         lose_power_and_resume(keeping_session, kept, tmp_path, [last + 6], seed=last)
 

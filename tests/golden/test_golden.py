@@ -126,7 +126,7 @@ def numbers(text: str) -> list[float]:
     return [math.nan if word == "-" else float(word) for line in text.splitlines()[1:-1] for word in line.split()]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("family", ["gptj", "gpt2"])

@@ -1,8 +1,9 @@
 """Share a run between ranks, each with a simulated device of its own; for a process of its own.
 
-``python -m support.simulated_several [--all]`` prints a JSON line for each case, as `support.simulated` does: those of
-a group must give the same digest, whether one rank does it or several, which are threads of this process. Without
-options it takes the cases of every test run, and then one for each of the `FAULTS`, with that planted.
+``python -m support.simulated_several [--all | --few]`` prints a JSON line for each case, as `support.simulated` does:
+those of a group must give the same digest, whether one rank does it or several, which are threads of this process.
+Without options it takes the cases of `make thorough`, and then one for each of the `FAULTS`, with that planted; with
+``--few`` those of `make test`.
 
 Ranks share no memory of a device or of the host, and what the wire reads is an access like any other.
 """
@@ -45,10 +46,10 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 DTYPES = ("fp32", "bf16")
 DIRECT = 1000  # number of the first wire of devices
-EVERY_RUN: tuple[tuple[str, str, Schedule], ...] = (
+FEW: tuple[tuple[str, str, Schedule], ...] = (("layers", "disk", "random"), ("direct", "device", "late"))
+CASES: tuple[tuple[str, str, Schedule], ...] = (
+    *FEW,
     ("alone", "device", "late"),
-    ("layers", "disk", "random"),
-    ("direct", "device", "late"),
     ("alone, two lanes", "device", "late"),
     ("rows", "host", "late"),
     ("2 x 2", "disk", "random"),
@@ -216,16 +217,17 @@ FAULTS = {
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--all", action="store_true", help="every type, place and schedule")
+    parser.add_argument("--few", action="store_true", help="two cases and a fault of direct transfers")
     chosen = parser.parse_args(arguments)
     faulthandler.enable()
     simulated.prepare()
-    for case in every_case() if chosen.all else [case_of(*each) for each in EVERY_RUN]:
+    for case in every_case() if chosen.all else [case_of(*each) for each in (FEW if chosen.few else CASES)]:
         found = simulated.run_case(case)
         through_host = sum(count for (_, _, where), count in now().waits.items() if "pipeline.py" in where)
         print(json.dumps({**found, "through_host": through_host}), flush=True)
     from gptj_ft.distributed.pipeline import PipelineChannel
 
-    for fault, (changed, case) in () if chosen.all else FAULTS.items():
+    for fault, (changed, case) in () if chosen.all else list(FAULTS.items())[-1 if chosen.few else 0 :]:
         with patch.object(PipelineChannel, "send", changed(PipelineChannel.send)):
             print(json.dumps({"fault": fault, **simulated.run_case(case)}), flush=True)
     simulated.clean_up()

@@ -6,6 +6,8 @@ import json
 import re
 import struct
 import subprocess
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ from gptj_ft.config.run_folder import Run
 from gptj_ft.streaming.stores.state_file import layer_path
 
 OPTIONS = (
-    "finetune --recipe summarization --data rows.jsonl --model tiny --lr 1e-2 --batch-size 8 --max-length 64 "
+    "finetune --recipe summarization --data rows.jsonl --model tiny --lr 1e-2 --batch-size 2 --max-length 64 "
     "--set holdout=0.1 --precision bf16 --max-steps 4 --save-every 2 --keep all"
 )
 PLACES = {
@@ -27,27 +29,34 @@ PLACES = {
     "lora": "--weights host --optimizer-state disk --method lora",
 }
 LAYOUTS = {"split": "", "fp32": "--set master=fp32"}
+Here = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Create, for each place and layout, a run stopped after 3 of 4 steps and the same run completed."""
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that makes a run of a place and layout, stopped after 3 of 4 steps, and the same completed."""
     folder = tmp_path_factory.mktemp("made")
-    lines = {
-        f"{place}-{layout}": f"{OPTIONS} {options} {master}"
-        for place, options in PLACES.items()
-        for layout, master in LAYOUTS.items()
-    }
-    make_runs(folder, lines, steps=3)
-    return folder
+
+    @cache
+    def make(name: str) -> Path:
+        place, _, layout = name.partition("-")
+        make_runs(folder, {name: f"{OPTIONS} {PLACES[place]} {LAYOUTS[layout]}"}, steps=3)
+        return folder
+
+    return make
 
 
 @pytest.fixture
-def here(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Copy those runs to the working folder."""
-    subprocess.run(f"cp -a {made}/*-split* {made}/*-fp32* {made}/rows.jsonl {tmp_path}", shell=True, check=True)
-    monkeypatch.setenv("GPTJ_FT_HOME", str(made / "home"))
-    return tmp_path
+def here(made: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Return a function that copies such runs to the working folder."""
+
+    def copy(*names: str) -> Path:
+        for name in names:
+            monkeypatch.setenv("GPTJ_FT_HOME", str(made(name) / "home"))
+            subprocess.run(f"cp -a {made(name)}/{name}* {made(name)}/rows.jsonl {tmp_path}", shell=True, check=True)
+        return tmp_path
+
+    return copy
 
 
 def state_file(run: Run, layer: int = 1) -> Path:
@@ -58,8 +67,9 @@ def state_file(run: Run, layer: int = 1) -> Path:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("place", PLACES)
-def test_both_layouts_end_with_the_same_bits(place: str, here: Path) -> None:
-    split, fp32 = (Run(here / f"{place}-{layout}-done") for layout in LAYOUTS)
+def test_both_layouts_end_with_the_same_bits(place: str, here: Here) -> None:
+    names = [f"{place}-{layout}" for layout in LAYOUTS]
+    split, fp32 = (Run(here(*names) / f"{name}-done") for name in names)
     assert_same_weights(weights_of(split.model), weights_of(fp32.model))
     assert losses_of(split) == losses_of(fp32)
 
@@ -67,8 +77,9 @@ def test_both_layouts_end_with_the_same_bits(place: str, here: Path) -> None:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("place", PLACES)
-def test_stopped_run_resumes_in_its_layout(place: str, layout: str, here: Path, shell: Shell) -> None:
-    run = Run(here / f"{place}-{layout}")
+def test_stopped_run_resumes_in_its_layout(place: str, layout: str, here: Here, shell: Shell) -> None:
+    folder = here(f"{place}-{layout}", f"{place}-split")
+    run = Run(folder / f"{place}-{layout}")
     if layout == "fp32":  # as written before the option existed
         text = run.recipe_file.read_text(encoding="utf-8")
         run.recipe_file.write_text(re.sub(r"^master: fp32.*\n", "", text, flags=re.MULTILINE), encoding="utf-8")
@@ -79,31 +90,32 @@ def test_stopped_run_resumes_in_its_layout(place: str, layout: str, here: Path, 
     assert shell(f"runs verify {run.folder}").code == 0
     done = shell(f"finetune --resume {run.folder}")
     assert done.code == 0, done.said
-    assert_same_weights(weights_of(run.model), weights_of(here / f"{place}-split-done" / "model"))
-    assert losses_of(run) == losses_of(Run(here / f"{place}-split-done"))
+    assert_same_weights(weights_of(run.model), weights_of(folder / f"{place}-split-done" / "model"))
+    assert losses_of(run) == losses_of(Run(folder / f"{place}-split-done"))
     assert shell(f"runs verify {run.folder}").code == 0
 
 
-def test_run_continues_elsewhere_with_a_split_master(here: Path, shell: Shell) -> None:
+def test_run_continues_elsewhere_with_a_split_master(here: Here, shell: Shell) -> None:
+    folder = here("disk-split", "host-split")
     for name, place in (("disk-split", "host"), ("host-split", "disk")):
         done = shell(f"finetune --resume {name} --weights {place} --optimizer-state {place}")
         assert done.code == 0, done.said
-        assert_same_weights(weights_of(here / name / "model"), weights_of(here / f"{name}-done" / "model"))
+        assert_same_weights(weights_of(folder / name / "model"), weights_of(folder / f"{name}-done" / "model"))
 
 
-def test_checkpoints_of_both_layouts_export_the_same_model(here: Path, shell: Shell) -> None:
-    models = []
+def test_checkpoints_of_both_layouts_export_the_same_model(here: Here, shell: Shell) -> None:
+    folder, models = here("disk-split", "disk-fp32"), []
     for layout in LAYOUTS:
         done = shell(f"runs export disk-{layout}-done exported-{layout} --from step-000002")
         assert done.code == 0, done.said
-        models.append(weights_of(here / f"exported-{layout}"))
+        models.append(weights_of(folder / f"exported-{layout}"))
     assert_same_weights(*models)
     assert all(tensor.dtype.itemsize == 4 for tensor in models[0].values())
 
 
 @pytest.mark.parametrize("place", ["disk", "host"])
-def test_damaged_low_bits_are_named(place: str, here: Path, shell: Shell) -> None:
-    run = Run(here / f"{place}-split")
+def test_damaged_low_bits_are_named(place: str, here: Here, shell: Shell) -> None:
+    run = Run(here(f"{place}-split") / f"{place}-split")
     path = state_file(run)
     data = bytearray(path.read_bytes())
     (length,) = struct.unpack_from("<Q", data)
