@@ -276,5 +276,5 @@ class VocabularyHead(nn.Module):
         raise NotImplementedError
 
     def logits(self, h_SD: Tensor, rows: RowContext) -> Tensor:
-        """Run the projection; logits are fp32."""
+        """Run the projection; logits are fp32. On a CPU the loss overwrites them: no operation may save them."""
         raise NotImplementedError

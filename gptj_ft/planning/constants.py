@@ -23,7 +23,7 @@ FOLDER_TRANSFERS = 8
 # Work between the matrix products, counted in GPT-J's block in tensors of [tokens, width] that are read or written; an
 # MLP tensor counts 4: norms, rotation, GELU, sums. Backward: twice. Checked against layer timings (forecast.py).
 TOUCHED = 44
-TOUCHED_LOGITS = 12  # fp32 tensors of [targets, vocabulary]: softmax, loss and their gradients
+TOUCHED_LOGITS = 6  # fp32 tensors of [targets, vocabulary]: products, softmax and gradient, in place
 SUMMED = 3  # passes over a gradient by which autograd adds one micro-batch
 ONCE_A_STEP = 6  # passes over a gradient per step: zeroing, four times as slow as a copy, and the norm
 RESTORED = 16  # bytes read and written for each number of a quantized matrix that is restored (quantized.py)
@@ -37,7 +37,8 @@ PROCESS_BYTES = 560 * 2**20  # interpreter, torch, transformers, rows
 FREE_SHARE = 0.8  # of the free memory that kept activations may take
 SAVED_PER_TOKEN = 20  # tensors of [tokens, width] alive in one block's backward; MLP tensors count 4
 COUNTED_SAVED = 16  # of them that GPT-2's graph keeps, as `measure_block` counts; blocks with more add the difference
-LOGITS = 4  # fp32 tensors of [targets, vocabulary]: a chunk's logits, softmax and gradients
+LOGITS = 2  # fp32 tensors of [targets, vocabulary]: a chunk's logits, and in bf16 what they are computed in
+Z_LOSS_LOGITS = 4  # the same with `z_loss`, for which torch keeps copies
 # Holes in the heap that graphs of small blocks leave; fitted to runs of encoders. Kept graphs fill them.
 HOLES, MOST_HOLES = 6, 260 * 10**6
 # Holes between kept graphs of causal blocks, in tensors of [tokens, width] per block and kept block; fitted to runs of

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptj_ft.models.batch import HeadRows, PackedBatch, pack
@@ -26,6 +25,7 @@ from gptj_ft.models.layout import Layout
 from gptj_ft.models.products import ONEDNN, Products, set_products
 from gptj_ft.planning.layer_cost import LayerInput, first_alike, parameters_of
 from gptj_ft.planning.workload import LayerTimes, ModelTimes, SecondsByTokens, Workload
+from gptj_ft.streaming.cross_entropy import summed_cross_entropy
 from gptj_ft.system.accelerator import CPU
 
 FEWEST_TOKENS, ALWAYS_TOKENS = 16, 512  # least tokens to time; tokens that are timed however long they take
@@ -114,10 +114,10 @@ class LayerKind:
         while True:
             start = time.perf_counter()
             with torch.no_grad():
-                F.cross_entropy(run(parameters, hidden, HeadRows()), targets)
+                summed_cross_entropy(run(parameters, hidden, HeadRows()), targets)
             middle = time.perf_counter()
             x = hidden.detach().requires_grad_(self.is_above_trained)
-            loss = F.cross_entropy(run(parameters, x, HeadRows()), targets, reduction="sum")
+            loss = summed_cross_entropy(run(parameters, x, HeadRows()), targets)
             if loss.requires_grad:
                 torch.autograd.backward(loss)
             yield _seconds(start, middle, loss.requires_grad)

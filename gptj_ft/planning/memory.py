@@ -37,6 +37,7 @@ from gptj_ft.planning.constants import (
     SYSTEM_BYTES,
     TOKEN_BYTES,
     UPDATE_COPIES,
+    Z_LOSS_LOGITS,
 )
 from gptj_ft.planning.layer_cost import LayerCost, LayerInput, embedding_cost, measure_blocks, measure_head
 from gptj_ft.planning.workload import Workload, exported_elements
@@ -391,7 +392,7 @@ def _on_cpu(demand: _Demand, by_place: Mapping[Place, int], have: Free) -> tuple
     # Hidden states in addition to the boundaries: the head's input, its gradient and a block's output.
     step = 3 * hidden * rows
     away = 0 if stays else NUM_BUFFERS * hidden * rows
-    head = LOGITS * workload.logits_bytes
+    head = (Z_LOSS_LOGITS if demand.recipe.z_loss else LOGITS) * workload.logits_bytes
     fixed = by_place["device"] + activations + step + away + head
     packed = 0.0
     if have.is_shared and workload.dtype != torch.float32:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.models.batch import NO_TARGET, PackedBatch
+from gptj_ft.streaming.cross_entropy import summed_cross_entropy
 
 # Bits, because an answer of one token is both.
 FIRST, LAST = 1, 2  # bits in the target of an answer's first and last token
@@ -35,7 +36,8 @@ class Objective(Protocol):
         """Compute the loss of some rows.
 
         Args:
-            output_SC: outputs of the head, fp32. `CrossEntropy` accepts padding rows at the end.
+            output_SC: outputs of the head, fp32. `CrossEntropy` accepts padding rows at the end, and in training may
+                overwrite them.
             rows_S: positions of the rows in the batch.
 
         Returns:
@@ -81,6 +83,8 @@ class CrossEntropy:
     def loss(self, output_SC: Tensor, batch: PackedBatch, rows_S: Tensor) -> tuple[Tensor, Tensor | None]:
         weights = torch.tensor(self.class_weights, device=output_SC.device) if self.class_weights else None
         targets_S = F.pad(batch.targets_T[rows_S], (0, len(output_SC) - len(rows_S)), value=NO_TARGET)
+        if output_SC.device.type == "cpu" and weights is None and not self.z_loss:
+            return summed_cross_entropy(output_SC, targets_S), None
         loss = F.cross_entropy(output_SC, targets_S, weights, ignore_index=NO_TARGET, reduction="sum")
         if not self.z_loss:
             return loss, None

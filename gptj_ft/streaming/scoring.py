@@ -7,11 +7,11 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from gptj_ft.models.batch import HeadRows, PackedBatch
 from gptj_ft.models.linear import Kernel
+from gptj_ft.streaming.cross_entropy import target_log_probabilities
 from gptj_ft.streaming.exchange import Query
 from gptj_ft.streaming.loaded_layer import LoadedLayer
 from gptj_ft.streaming.objective import CrossEntropy, Objective, StepLoss
@@ -124,7 +124,7 @@ def score_hidden(
             positions_S, tokens_S = (values[start : start + size] for values in query)
             with torch.no_grad():
                 logits_SV = head.run(parameters, x_TD[positions_S], HeadRows(kernel))
-                log_probabilities.append(-F.cross_entropy(logits_SV, tokens_S, reduction="none").cpu())
+                log_probabilities.append(target_log_probabilities(logits_SV, tokens_S).cpu())
                 is_argmax.append((logits_SV.argmax(-1) == tokens_S).cpu())
         scores.append(TokenScores(torch.cat(log_probabilities), torch.cat(is_argmax)))
     return scores

@@ -233,8 +233,7 @@ def head_gradients(step: Step, head: LoadedLayer, hidden: Iterable[Tensor]) -> t
             count = num_padding_rows(head, positions_S, step.objective)
             # Padding rows repeat position 0. The objective ignores them, so their gradient is zero.
             x_SD = x_TD[F.pad(positions_S, (0, count))].requires_grad_(head.task.needs_input_gradient)
-            output_SC = head.run(parameters, x_SD, rows.padded(count))
-            loss, z_loss = step.objective.loss(output_SC, batch, positions_S)
+            loss, z_loss = step.objective.loss(head.run(parameters, x_SD, rows.padded(count)), batch, positions_S)
             losses.append(loss.detach())
             if z_loss is not None:
                 z_losses.append(z_loss.detach())

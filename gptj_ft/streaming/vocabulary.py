@@ -142,7 +142,7 @@ def add_tile(
         log_sums_S, local_S = rows.log_sums_S[at], rows.targets_S[at] - start
         is_target_S = torch.arange(at.start, at.start + len(h_SD), device=h_SD.device) < len(rows.positions)
         scale_S = (factors[0] + factors[1] * log_sums_S) * is_target_S
-        gradient_SU = (logits_SU.detach() - log_sums_S[:, None]).exp_().mul_(scale_S[:, None])
+        gradient_SU = logits_SU.detach().sub_(log_sums_S[:, None]).exp_().mul_(scale_S[:, None])
         own_S = ((local_S >= 0) & (local_S < logits_SU.shape[1]) & is_target_S).nonzero()[:, 0]
         gradient_SU[own_S, local_S[own_S]] -= factors[0]
     torch.autograd.backward(logits_SU, gradient_SU)
