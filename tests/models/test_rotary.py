@@ -103,8 +103,15 @@ def test_a_long_row_changes_no_other(name: str) -> None:
     assert torch.equal(together[:9], angles(pack([short]), spec))
     assert torch.equal(together[-9:], together[:9])
     assert not torch.equal(together[9:18], together[:9])
-    decoded = PackedBatch(*(torch.tensor([0, 2 * TRAINED - 1]),) * 3, (0, 1, 2), is_decode_step=True)
-    assert torch.equal(angles(decoded, spec)[1], together[-10])
+    assert torch.equal(angles(decode_step(torch.tensor([0, 2 * TRAINED - 1])), spec)[1], together[-10])
+    positions = torch.arange(2 * TRAINED)
+    few = [angles(decode_step(each), spec) for each in positions.split(7)]
+    assert torch.equal(torch.cat(few), angles(decode_step(positions), spec)), "no element depends on its place"
+
+
+def decode_step(positions: torch.Tensor) -> PackedBatch:
+    """Return a batch with one token of each row."""
+    return PackedBatch(*(positions,) * 3, tuple(range(len(positions) + 1)), is_decode_step=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -21,7 +21,7 @@ from gptj_ft.models.batch import rounded_up
 from gptj_ft.models.gptj import GPTJConfig, build_layers
 from gptj_ft.models.layout import NO_PARAMETERS, Layout
 from gptj_ft.models.published import CEREBRAS_GPT, find_published
-from gptj_ft.planning.constants import AMX_SHARE, LOGITS, PACKED_SHARE, SYSTEM_BYTES
+from gptj_ft.planning.constants import AMX_SHARE, LOGITS, PACKED_SHARE, SYSTEM_BYTES, Z_LOSS_LOGITS
 from gptj_ft.planning.costs import Pass, cost
 from gptj_ft.planning.memory import Free
 from gptj_ft.planning.plan import FASTEST_FIRST, Plan, candidates, choose, forecast
@@ -586,8 +586,9 @@ def test_cpu_memory_counts_logits_of_actual_targets(six_b: Workload) -> None:
     have = Free(10**13, 10**13, 10**14, is_shared=True)
     place, recipe = Placement("device", "device", frozen="device"), Recipe(activations="recompute")
 
-    def needed(most_targets: int = 0) -> int:
-        return forecast(place, six_b.with_step(most_targets=most_targets), recipe, RATES, have).device_bytes
+    def needed(most_targets: int = 0, **options: float) -> int:
+        used = recipe.model_copy(update=options)
+        return forecast(place, six_b.with_step(most_targets=most_targets), used, RATES, have).device_bytes
 
     of_a_target = LOGITS * 4 * six_b.vocabulary
     few = needed(100)
@@ -595,6 +596,8 @@ def test_cpu_memory_counts_logits_of_actual_targets(six_b: Workload) -> None:
     chunk = HEAD_CHUNK_BYTES // (4 * six_b.vocabulary)
     assert needed(2000) - few == of_a_target * (chunk - rounded_up(100))
     assert needed() - few == of_a_target * (chunk - rounded_up(100)), "one per token"
+    more = needed(100, z_loss=1e-4) - few
+    assert more == (Z_LOSS_LOGITS - LOGITS) * 4 * six_b.vocabulary * rounded_up(100), "torch keeps copies"
     validated = replace(six_b.with_step(most_targets=100), validation=Validation(0, 500)).most_logits
     assert validated == rounded_up(500), "a validation scores its own targets"
     assert six_b.with_step(most_targets=500, micro_batch=100).most_logits == 100, "at most one per token"
