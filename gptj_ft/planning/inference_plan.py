@@ -88,7 +88,7 @@ class InferenceWorkload:
         """Return the peak of device memory without the weights, of a scoring pass or of generation, in bytes."""
         most = max((*self.documents, *self.prompts, 1))
         computed = min(max(together.computed, most), max(sum(self.documents), sum(self.prompts)))
-        head = 2 * min(HEAD_CHUNK_BYTES, 4 * self.vocabulary * computed) if self.documents else 0
+        head = 3 * min(HEAD_CHUNK_BYTES, 4 * self.vocabulary * computed) if self.documents else 0
         layer = self.live_tensors * computed * self.hidden_bytes + head
         passed = min(max(together.read, most), sum(self.documents))
         return max(2 * passed * self.hidden_bytes + layer, self._writing_bytes(together, layer))

@@ -272,8 +272,8 @@ class Workload:
     def logits_bytes(self) -> int:
         """Most fp32 logits that exist at once on a CPU, in training or a validation."""
         whole = FP32_BYTES * self.vocabulary * self.most_logits
-        # A validation takes chunks of whole rows of the vocabulary.
-        return max(2 * TILE_BYTES, whole * 3 // 4) if self.layouts[-1].tiles else whole
+        # Training has a tile's logits and gradients; a validation takes chunks of whole rows.
+        return max(2 * TILE_BYTES, whole) if self.layouts[-1].tiles else whole
 
     @property
     def most_logits(self) -> int:

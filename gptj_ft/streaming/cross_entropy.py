@@ -1,7 +1,7 @@
 """Cross-entropy of many classes on a CPU, in the memory of the logits.
 
-`torch.nn.functional.cross_entropy` keeps three more tensors of the logits' size. Their memory is new each time, and so
-are its pages: with a large vocabulary and a small model, a quarter of a step's time is spent in the kernel.
+`torch.nn.functional.cross_entropy` keeps three more tensors of the logits' size. Each time, the operating system
+provides and zeroes their pages: with a large vocabulary and a small model, a quarter of a step's processor time.
 
 Axis letters: S rows, C classes.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gptj_ft.models.batch import NO_TARGET
 
-PART_BYTES = 4 * 2**20  # of logits that the processor's cache keeps from one operation to the next
+PART_BYTES = 4 * 2**20  # of logits: few enough to stay in the processor's cache from one operation to the next
 
 
 def summed_cross_entropy(logits_SC: Tensor, targets_S: Tensor) -> Tensor:
@@ -38,17 +38,18 @@ def target_log_probabilities(logits_SC: Tensor, targets_S: Tensor) -> Tensor:
     """Return the log-probability of each row's target, [S]; on a CPU a few rows at a time."""
     if logits_SC.device.type != "cpu":
         return -F.cross_entropy(logits_SC, targets_S, reduction="none")
-    parts = zip(_parts(logits_SC), _parts_of(targets_S, logits_SC), strict=True)
+    size = _num_rows(logits_SC)
+    parts = zip(torch.split(logits_SC, size), torch.split(targets_S, size), strict=True)
     own = [_own(part_PC.log_softmax(-1), targets_P) for part_PC, targets_P in parts]
     return torch.cat(own)[:, 0]
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
-    """Loss of logits that nothing else needs. Autograd notices if an operation has saved them."""
+    """Loss that overwrites its logits. If another operation has saved them, its backward raises an error."""
 
     @staticmethod
     def forward(ctx: Any, logits_SC: Tensor, targets_S: Tensor) -> Tensor:
-        for part_PC in _parts(logits_SC):
+        for part_PC in torch.split(logits_SC, _num_rows(logits_SC)):
             torch.log_softmax(part_PC, -1, out=part_PC)
         ctx.save_for_backward(logits_SC, targets_S)
         return _sum(_own(logits_SC, targets_S), targets_S)
@@ -56,8 +57,8 @@ class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (logs_SC, targets_S), (gradient,) = ctx.saved_tensors, gradients
-        gradient_SC = logs_SC.detach()
-        for part_PC, targets_P in zip(_parts(gradient_SC), _parts_of(targets_S, gradient_SC), strict=True):
+        gradient_SC, size = logs_SC.detach(), _num_rows(logs_SC)
+        for part_PC, targets_P in zip(torch.split(gradient_SC, size), torch.split(targets_S, size), strict=True):
             is_target_P = targets_P != NO_TARGET
             of_own_P = torch.where(is_target_P, -gradient, 0.0)
             of_logs_PC = torch.zeros_like(part_PC)
@@ -77,11 +78,6 @@ def _sum(own_S1: Tensor, targets_S: Tensor) -> Tensor:
     return F.nll_loss(own_S1, classes_S, ignore_index=NO_TARGET, reduction="sum")
 
 
-def _parts(values_SC: Tensor) -> tuple[Tensor, ...]:
-    return _parts_of(values_SC, values_SC)
-
-
-def _parts_of(values: Tensor, logits_SC: Tensor) -> tuple[Tensor, ...]:
-    """Split a tensor of rows so that their logits take at most `PART_BYTES`."""
-    row_bytes = max(1, logits_SC.shape[1]) * logits_SC.element_size()
-    return torch.split(values, max(1, PART_BYTES // row_bytes))
+def _num_rows(logits_SC: Tensor) -> int:
+    """Return the number of rows whose logits take at most `PART_BYTES`."""
+    return max(1, PART_BYTES // (max(1, logits_SC.shape[1]) * logits_SC.element_size()))

@@ -235,7 +235,7 @@ def test_narrow_products_and_other_operations_take_time(six_b: Workload) -> None
     recipe = Recipe(activations="recompute")
     slow = replace(RATES, compute=replace(RATES.compute, memory=1e10, near_memory=1e10))
     fast, slowed = (planned(six_b, Placement("device", "device"), recipe, rates=each).costs for each in (RATES, slow))
-    touched = 4 * 44 * 28 * 4096 * 4 * 2048 + 6 * 50400 * 4 * 512 + 36 * six_b.num_parameters
+    touched = 4 * 44 * 28 * 4096 * 4 * 2048 + 12 * 50400 * 4 * 512 + 36 * six_b.num_parameters
     moved = touched + 36 * six_b.stored_elements
     assert slowed.compute_seconds - fast.compute_seconds == pytest.approx(moved / 1e10 - moved / 1e12)
     slow = replace(RATES, compute=replace(RATES.compute, gelu=1e9, attention=1e11))

@@ -208,9 +208,10 @@ def _forgetful(send: Callable[..., bool]) -> Callable[..., bool]:
 
 
 # What is planted in `PipelineChannel.send`, and the case that should find it.
+FAULT_OF_FEW = "what is sent is let go before it has left"
 FAULTS = {
     "a hidden state is sent before its copy has ended": (_hasty, case_of("layers", "device", "late")),
-    "what is sent is let go before it has left": (_forgetful, case_of("direct", "device", "late")),
+    FAULT_OF_FEW: (_forgetful, case_of("direct", "device", "late")),
 }
 
 
@@ -221,13 +222,19 @@ def main(arguments: Sequence[str]) -> None:
     chosen = parser.parse_args(arguments)
     faulthandler.enable()
     simulated.prepare()
-    for case in every_case() if chosen.all else [case_of(*each) for each in (FEW if chosen.few else CASES)]:
+    cases, faults = [case_of(*each) for each in CASES], list(FAULTS)
+    if chosen.all:
+        cases, faults = list(every_case()), []
+    elif chosen.few:
+        cases, faults = [case_of(*each) for each in FEW], [FAULT_OF_FEW]
+    for case in cases:
         found = simulated.run_case(case)
         through_host = sum(count for (_, _, where), count in now().waits.items() if "pipeline.py" in where)
         print(json.dumps({**found, "through_host": through_host}), flush=True)
     from gptj_ft.distributed.pipeline import PipelineChannel
 
-    for fault, (changed, case) in () if chosen.all else list(FAULTS.items())[-1 if chosen.few else 0 :]:
+    for fault in faults:
+        changed, case = FAULTS[fault]
         with patch.object(PipelineChannel, "send", changed(PipelineChannel.send)):
             print(json.dumps({"fault": fault, **simulated.run_case(case)}), flush=True)
     simulated.clean_up()

@@ -29,7 +29,7 @@ PLACES = {
     "lora": "--weights host --optimizer-state disk --method lora",
 }
 LAYOUTS = {"split": "", "fp32": "--set master=fp32"}
-Here = Callable[..., Path]
+Copier = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture
-def here(made: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+def copied(made: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Copier:
     """Return a function that copies such runs to the working folder."""
 
     def copy(*names: str) -> Path:
@@ -67,9 +67,9 @@ def state_file(run: Run, layer: int = 1) -> Path:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("place", PLACES)
-def test_both_layouts_end_with_the_same_bits(place: str, here: Here) -> None:
+def test_both_layouts_end_with_the_same_bits(place: str, copied: Copier) -> None:
     names = [f"{place}-{layout}" for layout in LAYOUTS]
-    split, fp32 = (Run(here(*names) / f"{name}-done") for name in names)
+    split, fp32 = (Run(copied(*names) / f"{name}-done") for name in names)
     assert_same_weights(weights_of(split.model), weights_of(fp32.model))
     assert losses_of(split) == losses_of(fp32)
 
@@ -77,8 +77,8 @@ def test_both_layouts_end_with_the_same_bits(place: str, here: Here) -> None:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("place", PLACES)
-def test_stopped_run_resumes_in_its_layout(place: str, layout: str, here: Here, shell: Shell) -> None:
-    folder = here(f"{place}-{layout}", f"{place}-split")
+def test_stopped_run_resumes_in_its_layout(place: str, layout: str, copied: Copier, shell: Shell) -> None:
+    folder = copied(f"{place}-{layout}", f"{place}-split")
     run = Run(folder / f"{place}-{layout}")
     if layout == "fp32":  # as written before the option existed
         text = run.recipe_file.read_text(encoding="utf-8")
@@ -95,16 +95,16 @@ def test_stopped_run_resumes_in_its_layout(place: str, layout: str, here: Here, 
     assert shell(f"runs verify {run.folder}").code == 0
 
 
-def test_run_continues_elsewhere_with_a_split_master(here: Here, shell: Shell) -> None:
-    folder = here("disk-split", "host-split")
+def test_run_continues_elsewhere_with_a_split_master(copied: Copier, shell: Shell) -> None:
+    folder = copied("disk-split", "host-split")
     for name, place in (("disk-split", "host"), ("host-split", "disk")):
         done = shell(f"finetune --resume {name} --weights {place} --optimizer-state {place}")
         assert done.code == 0, done.said
         assert_same_weights(weights_of(folder / name / "model"), weights_of(folder / f"{name}-done" / "model"))
 
 
-def test_checkpoints_of_both_layouts_export_the_same_model(here: Here, shell: Shell) -> None:
-    folder, models = here("disk-split", "disk-fp32"), []
+def test_checkpoints_of_both_layouts_export_the_same_model(copied: Copier, shell: Shell) -> None:
+    folder, models = copied("disk-split", "disk-fp32"), []
     for layout in LAYOUTS:
         done = shell(f"runs export disk-{layout}-done exported-{layout} --from step-000002")
         assert done.code == 0, done.said
@@ -114,8 +114,8 @@ def test_checkpoints_of_both_layouts_export_the_same_model(here: Here, shell: Sh
 
 
 @pytest.mark.parametrize("place", ["disk", "host"])
-def test_damaged_low_bits_are_named(place: str, here: Here, shell: Shell) -> None:
-    run = Run(here(f"{place}-split") / f"{place}-split")
+def test_damaged_low_bits_are_named(place: str, copied: Copier, shell: Shell) -> None:
+    run = Run(copied(f"{place}-split") / f"{place}-split")
     path = state_file(run)
     data = bytearray(path.read_bytes())
     (length,) = struct.unpack_from("<Q", data)
