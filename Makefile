@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := -m pip install -q --disable-pip-version-check
 
-.PHONY: demo demo-real test thorough wheel-demo lint docs mutants install hashes audit clean
+.PHONY: demo demo-real test thorough test-gpu wheel-demo lint docs mutants install hashes audit clean
 
 install: .venv/installed
 
@@ -47,6 +47,10 @@ test: install
 # More combinations of what `make test` samples, and the longest tests.
 thorough: install
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m "thorough and not slow" -n auto --dist loadfile --no-loadscope-reorder
+
+# On a machine with an NVIDIA GPU: every placement, family and method on it.
+test-gpu: install
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m gpu -n auto
 
 lint: install
 	$(BIN)/ruff check .

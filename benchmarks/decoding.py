@@ -52,11 +52,13 @@ def model_folder(arguments: argparse.Namespace) -> Path:
     return Path(folder)
 
 
-def write(model: Any, arguments: argparse.Namespace, rows: int, beams: int, tokens: int) -> tuple[float, Tensor]:
+def write(
+    model: Any, arguments: argparse.Namespace, rows: int, beams: int, tokens: int, device: torch.device = CPU
+) -> tuple[float, Tensor]:
     """Generate a number of tokens without stopping early; return the seconds and the tokens."""
     prompts = torch.randint(
         1, arguments.vocabulary, (rows, arguments.prompt), generator=torch.Generator().manual_seed(rows)
-    )
+    ).to(device)
     start = time.perf_counter()
     output = model.generate(
         prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=tokens, num_beams=beams,

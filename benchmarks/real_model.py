@@ -77,6 +77,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--methods", default="full,lora", help=", ".join(METHODS))
     parser.add_argument("--precision", default="fp32")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--trainers", default="gptj-ft,transformers")
     parser.add_argument("--loop", help="internal")
     arguments = parser.parse_args()
@@ -108,7 +109,7 @@ def main() -> None:
 
 def words_of(arguments: argparse.Namespace) -> Iterator[str]:
     """Yield this script's options for another process."""
-    for name in ("model", "data", "work", "steps", "batch_size", "max_length", "precision"):
+    for name in ("model", "data", "work", "steps", "batch_size", "max_length", "precision", "device"):
         yield from (f"--{name.replace('_', '-')}", str(getattr(arguments, name)))
 
 
@@ -146,7 +147,7 @@ def finetune(arguments: argparse.Namespace, method: str, seed: str) -> None:
     way = METHODS[method]
     options = {
         "batch_size": arguments.batch_size, "max_length": arguments.max_length, "max_steps": arguments.steps,
-        "lr": way.lr, "precision": arguments.precision, "device": "cpu", "holdout": 0,
+        "lr": way.lr, "precision": arguments.precision, "device": arguments.device, "holdout": 0,
     }  # fmt: skip
     sets = [*(f"{key}={value}" for key, value in options.items()), *way.options]
     if way.name == "lora":
@@ -183,7 +184,7 @@ def apart_of(arguments: argparse.Namespace, seed: str) -> str:
 def train_with_transformers(arguments: argparse.Namespace, method: str, seed: str) -> None:
     """Train on the same rows with `transformers`' model and `torch.optim.AdamW`; write a model or adapter folder."""
     work = Work.of(run_of(arguments, method, seed))
-    model = open_model(arguments.model, attention="sdpa")
+    model = open_model(arguments.model, attention="sdpa").to(arguments.device)
     adapted = with_adapters(model, LINEAR, int(seed)) if method == "lora" else model
     inner = adapted.get_base_model() if method == "lora" else model
 
@@ -209,7 +210,7 @@ def rows_of(arguments: argparse.Namespace, model: Path, name: str) -> list[dict[
     if not file.exists():
         gptj_ft(
             "evaluate", model, "--recipe", "summarization", "--data", arguments.work / "held.jsonl", "--baseline",
-            "none", "--precision", arguments.precision, "--device", "cpu", "--set",
+            "none", "--precision", arguments.precision, "--device", arguments.device, "--set",
             f"max_length={arguments.max_length}", "--set", f"generation.max_new_tokens={MOST_TOKENS}", "--output", file,
         )  # fmt: skip
     return [json.loads(line)["scores"] for line in file.read_text(encoding="utf-8").splitlines()]
@@ -226,7 +227,8 @@ def compare_losses(arguments: argparse.Namespace) -> dict[str, Any]:
     shutil.rmtree(run.folder, ignore_errors=True)
     options = {
         "batch_size": 1, "max_length": arguments.max_length, "max_steps": LOSS_ROWS, "lr": 1e-30, "precision": "fp32",
-        "device": "cpu", "holdout": 0, "weight_decay": 0, "method": "lora", "schedule": "constant", "warmup": 0,
+        "device": arguments.device, "holdout": 0, "weight_decay": 0, "method": "lora", "schedule": "constant",
+        "warmup": 0,
     }  # fmt: skip
     gptj_ft(
         "finetune", "--recipe", "summarization", "--data", arguments.work / "held.jsonl", "--model", arguments.model,
@@ -235,7 +237,7 @@ def compare_losses(arguments: argparse.Namespace) -> dict[str, Any]:
     ours = [line["loss"] for line in run.metrics() if "loss" in line]
     import torch
 
-    model = open_model(arguments.model).eval()
+    model = open_model(arguments.model).to(arguments.device).eval()
     with torch.inference_mode():
         theirs = [float(loss_of_targets(model, step)) for step in Work.of(run).steps]
     apart = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]

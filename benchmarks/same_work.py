@@ -201,12 +201,17 @@ def pad(documents: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> tu
     return ids, mask, targets
 
 
+def _padded(model: Any, step: Step) -> tuple[Tensor, ...]:
+    """Return the padded rows of a step on the model's device."""
+    return tuple(each.to(getattr(model, "device", "cpu")) for each in pad(step.documents, step.prompt_lengths))
+
+
 def loss_of_all_positions(model: Callable[..., Any], step: Step) -> Tensor:
     """Return the mean loss over a step's targets, from logits at every position, as ``model(labels=...)`` does.
 
     The targets are shifted and not the logits: in fp32 there is no copy of a [tokens, vocabulary] tensor.
     """
-    ids, mask, targets = pad(step.documents, step.prompt_lengths)
+    ids, mask, targets = _padded(model, step)
     logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=NO_TARGET)
 
@@ -218,7 +223,7 @@ def loss_of_targets(model: Any, step: Step) -> Tensor:
         model: decoder of `transformers` whose logits are the output embeddings' product, without caps or factors.
         step: rows of a step.
     """
-    ids, mask, targets = pad(step.documents, step.prompt_lengths)
+    ids, mask, targets = _padded(model, step)
     hidden = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
     chosen = targets != NO_TARGET
     return F.cross_entropy(model.get_output_embeddings()(hidden[chosen]).float(), targets[chosen])

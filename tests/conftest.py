@@ -75,7 +75,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let every second worker collect backwards, so that each compiles half of the tests after a fresh clone."""
+    """Hide devices from tests that need none, and divide the compilation of tests among workers."""
+    if "gpu" not in (config.getoption("markexpr") or ""):  # ``--device auto`` would choose one
+        os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
+    # Every second worker collects backwards, so that each compiles half of the tests after a fresh clone.
     tests, worker = Path(__file__).resolve().parent, os.environ.get("PYTEST_XDIST_WORKER", "gw0")
     if int(worker.removeprefix("gw")) % 2 and [Path(arg).resolve() for arg in config.args] == [tests]:
         paths = [path for path in tests.iterdir() if path.is_dir() or path.match("test_*.py")]

@@ -20,6 +20,7 @@ import os
 import re
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -240,19 +241,23 @@ def fresh(numel: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor,
     return allocate(numel, dtype, device), record_event(device)
 
 
-def pin(values: Tensor, device: torch.device) -> Callable[[], None] | None:
+def pin(values: Tensor, device: torch.device) -> Callable[[], object] | None:
     """Pin a host tensor's pages, so that the device copies at the full rate of the link.
 
     torch's own pinned memory would round up to powers of two, which can double it.
 
-    Returns: the function that unpins; ``None`` if the system's limit is reached or the device needs no pinning.
+    Returns: the function that unpins; ``None`` if the system's limit is reached or the device needs no pinning. The
+        pages are unpinned before their memory is freed, if nothing has called it until then.
     """
     if not hasattr(module_of(device), "cudart") or not values.nbytes:
         return None
     cudart = module_of(device).cudart()
     address = values.data_ptr()
     if int(cudart.cudaHostRegister(address, values.nbytes, PORTABLE)) == 0:
-        return lambda: cudart.cudaHostUnregister(address)
+        # Freed memory must not stay pinned: CUDA refuses to pin the next memory at its address, and to copy from there.
+        unpin = weakref.finalize(values.untyped_storage(), cudart.cudaHostUnregister, address)
+        unpin.atexit = False  # CUDA may be gone by then
+        return unpin
     # The CUDA runtime keeps the error and would report it for the next kernel. torch cannot clear it, but a dummy
     # kernel launch does.
     with suppress(RuntimeError):

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 from support.fork_server import ForkServer
+from support.simulated import NARROW_AGREEMENT
 
 SCENARIOS = (
     "full", "overflow", "moments", "tied", "sampled", "lora", "quantized", "part", "split", "newer", "encoder", "read",
     "write", "run",
 )  # fmt: skip
 LEAST_CASES = 400
-NARROW_AGREEMENT = 1e-2  # relative difference from the CPU in bf16 and fp16
 
 
 def check(cases: list[dict[str, Any]]) -> None:

@@ -1,88 +1,58 @@
-"""On a CUDA device, placements agree bit for bit and with the CPU up to rounding."""
+"""On a CUDA device, placements agree bit for bit, and with the CPU up to rounding."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from support.small_stack import PLACES, PROMPTS, STEPS, documents, lr_of
+from support.simulated import NARROW_AGREEMENT, SCENARIOS
 
-from gptj_ft.checkpoints.architecture import read_architecture
-from gptj_ft.checkpoints.model_folder import open_checkpoint
-from gptj_ft.config.options import Recipe
-from gptj_ft.data.batches import micro_batches
 from gptj_ft.models import attention
 from gptj_ft.models.attention import attend, takes_ragged
 from gptj_ft.models.batch import pack
-from gptj_ft.streaming.activations import boundary_layout
-from gptj_ft.streaming.adamw import AdamW
-from gptj_ft.streaming.buffers import BufferBudget
-from gptj_ft.streaming.open import load_weights, open_for_training
-from gptj_ft.streaming.step import train_step
-from gptj_ft.streaming.stores.placement import Placement, training_dtypes
 from gptj_ft.system.machine import choose_device
-from gptj_ft.training.restore import optimizer_config
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; `make test-gpu` uses it"),
 ]
 CUDA = torch.device("cuda", 0)
+TESTS = Path(__file__).parents[1]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def device() -> torch.device:
-    return choose_device("cuda")
+def lines(*words: str) -> list[dict[str, Any]]:
+    """Run the matrix of the simulated device on the real one, in a process that has not used it."""
+    command = [sys.executable, "-m", "support.simulated", "--device", str(CUDA), *words]
+    done = subprocess.run(command, cwd=TESTS, text=True, stdout=subprocess.PIPE, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def train(folder: Path, tmp: Path, device: torch.device, places=("device",) * 3, dtypes=None, kept=0, late=0):
-    architecture = read_architecture(folder)
-    stack = open_for_training(
-        architecture, Placement(*places), dtypes or training_dtypes(torch.float32), device, tmp / "-".join(places),
-        BufferBudget(num_chunks=3, chunk_numel=2048, num_kept_layers=kept),
-        boundary=boundary_layout(200, architecture.config.n_embd, 6),
-    )  # fmt: skip
-    with open_checkpoint(folder) as checkpoint:
-        load_weights(stack, architecture, checkpoint)
-    optimizer, curve = AdamW(stack, optimizer_config(Recipe()), num_deferred=late), []
-    docs = documents(stack.layouts[0].shapes["wte.weight"][0])
-    for step in range(STEPS):
-        optimizer.begin_step(lr_of(step))
-        batches = [batch.to(device) for batch in micro_batches(docs, PROMPTS, 40)]
-        curve.append((train_step(stack, optimizer, batches).mean, optimizer.finish_step()))
-    optimizer.flush()
-    weights = [
-        torch.cat([part.cpu() for _, part in stack.read_chunks("weight", layer)]) for layer in range(len(stack.layers))
-    ]
-    stack.close()
-    return curve, weights
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_placement_changes_no_bit_on_cuda(scenario: str) -> None:
+    numbers = defaultdict(set)
+    for case in lines("--only", scenario):
+        assert case["error"] is None, case
+        numbers[case["group"]].add(case["numbers"])
+    assert numbers
+    assert {group for group, found in numbers.items() if len(found) > 1} == set()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("late", [0, 2])
-@pytest.mark.parametrize("place", PLACES[1:])
-def test_placement_never_changes_a_bit_on_cuda(
-    place: str, late: int, dtype: torch.dtype, model_folder: Path, tmp_path: Path
-) -> None:
-    dtypes = training_dtypes(dtype)
-    curve, weights = train(model_folder, tmp_path / "a", CUDA, dtypes=dtypes)
-    for places in ((place, place, place), ("device", place, "device"), (place, "device", "device")):
-        for kept in (0, 1):
-            other = train(model_folder, tmp_path / f"{places}{kept}", CUDA, places, dtypes, kept, late)
-            assert other[0] == curve
-            assert all(torch.equal(a, b) for a, b in zip(weights, other[1], strict=True))
-
-
-def test_cuda_agrees_with_the_cpu(model_folder: Path, tmp_path: Path) -> None:
-    ours, _ = train(model_folder, tmp_path / "cuda", CUDA, ("host",) * 3)
-    theirs, _ = train(model_folder, tmp_path / "cpu", torch.device("cpu"))
-    for one, other in zip(ours, theirs, strict=True):
-        assert one == pytest.approx(other, rel=1e-4)
+def test_cuda_agrees_with_cpu() -> None:
+    (found,) = (line["agreement"] for line in lines("--agreement"))
+    assert len(found) >= 12
+    for case, (ours, theirs) in found.items():
+        assert ours == pytest.approx(theirs, rel=1e-4 if "fp32" in case else NARROW_AGREEMENT), case
 
 
 @pytest.mark.parametrize("width", [64, 256])
 def test_ragged_kernel_matches_single_documents(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose_device("cuda")
     if not takes_ragged(CUDA, torch.bfloat16, width):
         pytest.skip("no such kernel for this device and width")
     batch = pack([[1] * length for length in (5, 300, 1, 64)]).to(CUDA)

@@ -3,7 +3,8 @@
 ``python -m support.simulated [--all | --only NAME ... | --reduced NAME ...]`` prints a JSON line per case: names,
 digest of its numbers, races with their places, errors. Cases of one group must have equal digests. Without options it
 runs the reduced matrix of the test suite, compares losses with the CPU, and counts the program's waits for the device;
-with ``--reduced`` it runs a part of that matrix.
+with ``--reduced`` it runs a part of that matrix. ``--device cuda:0`` runs cases on a real device instead, once each:
+its schedule is its own, and nothing looks for races.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ QUANTIZED = {
 }
 ENCODERS = {"bert": "BertForSequenceClassification", "roberta": "RobertaForSequenceClassification"}
 LABELS = ("no", "perhaps", "yes")
+NARROW_AGREEMENT = 1e-2  # relative difference from the CPU in bf16 and fp16
 FOLDERS: list[Path] = []  # of the models that this process has made
 LORA = {"rank": 4, "alpha": 6, "targets": ["q_proj", "v_proj", "mlp.fc_out"], "dropout": 0.1}
 
@@ -578,9 +580,9 @@ SCENARIOS = {
 }  # fmt: skip
 
 
-def every_case(dtypes: Sequence[str] = tuple(DTYPES)) -> list[Case]:
+def every_case(dtypes: Sequence[str] = tuple(DTYPES), schedules: Sequence[Schedule] = SCHEDULES) -> list[Case]:
     """Return the full matrix."""
-    return [case for scenario in SCENARIOS.values() for case in scenario(dtypes, SCHEDULES)]
+    return [case for scenario in SCENARIOS.values() for case in scenario(dtypes, schedules)]
 
 
 def reduced(names: Sequence[str], dtypes: Sequence[str] = tuple(DTYPES)) -> list[Case]:
@@ -611,10 +613,15 @@ def reduced(names: Sequence[str], dtypes: Sequence[str] = tuple(DTYPES)) -> list
     return found
 
 
-def prepare() -> None:
-    """Set up this process: register the device, fix the rates, create the models."""
+def prepare(device: str = DEVICE) -> None:
+    """Set up this process: register the simulated device or choose a real one, and fix the rates."""
     torch.set_num_threads(1)
-    accelerator.install()
+    if device == DEVICE:
+        accelerator.install()
+    else:
+        from gptj_ft.system.machine import choose_device
+
+        choose_device(device)
     logging.disable(logging.WARNING)
     import conftest
     from support.rates import layers_by
@@ -635,7 +642,11 @@ def run_case(case: Case, device: str = DEVICE, **options: Any) -> dict[str, Any]
     """Run a case in a new simulation; return its findings."""
     forget_tensors()
     gc.freeze()  # cases import modules: a full collection would take a second each time
-    simulation = accelerator.start(case.schedule, seed=1, num_devices=case.num_devices, **options)
+    simulation = (
+        accelerator.start(case.schedule, seed=1, num_devices=case.num_devices, **options)
+        if torch.device(device).type == accelerator.NAME
+        else None
+    )
     found: dict[str, Any] = {
         "scenario": case.scenario, "group": case.group, "case": case.label, "schedule": case.schedule,
         "numbers": None, "error": None,
@@ -645,9 +656,10 @@ def run_case(case: Case, device: str = DEVICE, **options: Any) -> dict[str, Any]
         torch.get_device_module(torch.device(device)).synchronize()
     except BaseException as error:
         found["error"] = "".join(traceback.format_exception(error)[-3:])
-    found["races"] = [f"{a} | {b}: {simulation.examples[a, b]}" for a, b in simulation.races]
-    found["pageable"] = [[*key, count] for key, count in simulation.pageable.items()]
-    found["events"] = simulation.num_operations
+    if simulation is not None:
+        found["races"] = [f"{a} | {b}: {simulation.examples[a, b]}" for a, b in simulation.races]
+        found["pageable"] = [[*key, count] for key, count in simulation.pageable.items()]
+        found["events"] = simulation.num_operations
     return found
 
 
@@ -674,12 +686,13 @@ def count_waits() -> list[dict[str, Any]]:
     return found
 
 
-def agreement(dtype: str, model: str = "gptj") -> list[list[float]]:
-    """Return losses and gradient norms of the device and of the CPU."""
-    accelerator.start("random")
+def agreement(dtype: str, model: str = "gptj", on: str = DEVICE) -> list[list[float]]:
+    """Return losses and gradient norms of a device and of the CPU."""
+    if on == DEVICE:
+        accelerator.start("random")
     options = {"task": "classification", "dropout": 0.0, "attention_dropout": 0.0} if model in ENCODERS else {}
     run = Training(model, options, dtype=dtype, fp16_exponent=8)
-    both = [run(torch.device(device))[0] for device in (DEVICE, "cpu")]
+    both = [run(torch.device(device))[0] for device in (on, "cpu")]
     return [[number for pair in curve for number in pair] for curve in both]
 
 
@@ -701,22 +714,28 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--all", action="store_true", help="the full matrix")
     parser.add_argument("--only", nargs="+", choices=SCENARIOS, help="these scenarios, all of their cases")
     parser.add_argument("--reduced", nargs="+", choices=SCENARIOS, help="these scenarios, some of their cases")
+    parser.add_argument("--agreement", action="store_true", help="compare losses with the CPU, and run no cases")
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument("--part", default="0/1", help="I/N: every N-th case from the I-th on")
+    parser.add_argument("--device", default=DEVICE, help="a real one, as cuda:0, instead of the simulated one")
     chosen = parser.parse_args(arguments)
     faulthandler.enable()
-    prepare()
-    is_whole = chosen.all or chosen.only
-    cases = every_case(chosen.dtypes) if is_whole else reduced(chosen.reduced or list(SCENARIOS), chosen.dtypes)
+    prepare(chosen.device)
+    is_simulated, is_whole = chosen.device == DEVICE, chosen.all or chosen.only
+    schedules = SCHEDULES if is_simulated else ("late",)
+    cases = (
+        every_case(chosen.dtypes, schedules) if is_whole else reduced(chosen.reduced or list(SCENARIOS), chosen.dtypes)
+    )
     cases = [case for case in cases if not chosen.only or case.scenario in chosen.only]
     first, stride = map(int, chosen.part.split("/"))
     try:
-        for case in cases[first::stride]:
-            print(json.dumps(run_case(case)), flush=True)
+        for case in () if chosen.agreement else cases[first::stride]:
+            print(json.dumps(run_case(case, chosen.device)), flush=True)
         if not (is_whole or chosen.reduced):
             models = product(("gptj", "llama", *ENCODERS), chosen.dtypes)
-            found = {f"{model}, {dtype}": agreement(dtype, model) for model, dtype in models}
+            found = {f"{model}, {dtype}": agreement(dtype, model, chosen.device) for model, dtype in models}
             print(json.dumps({"agreement": found}), flush=True)
+        if is_simulated and not (is_whole or chosen.reduced):
             # Not GPT-J: its attention is too small to show in the loss.
             print(
                 json.dumps({"misdirected": {model: misdirected(model) for model in ("llama", *ENCODERS)}}), flush=True

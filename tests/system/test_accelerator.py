@@ -1,4 +1,4 @@
-"""Configure CUDA devices: deterministic kernels for a step alone, expandable segments of memory."""
+"""Configure CUDA devices: deterministic kernels for a step alone, expandable segments of memory, pinned memory."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import sys
 
 import pytest
 import torch
+from support.accelerator.memory import is_mapped
 from support.fake_cuda import pretend_cuda
 
 from gptj_ft.system import accelerator
-from gptj_ft.system.accelerator import allow_deterministic_products, deterministic_kernels
+from gptj_ft.system.accelerator import allow_deterministic_products, deterministic_kernels, pin
 from gptj_ft.system.machine import choose_device
+from gptj_ft.system.memory import allocate
 
 CUDA = torch.device("cuda", 0)
 
@@ -94,3 +96,50 @@ def test_device_without_virtual_memory_keeps_its_segments(settings: list[str], m
     monkeypatch.setattr(accelerator, "allocate", fail)
     assert choose_device("cuda") == CUDA
     assert settings == ["expandable_segments:True", "expandable_segments:False"]
+
+
+class CudaRuntime:
+    """Record what `pin` registers, and whether the memory is still there when it is unregistered."""
+
+    def __init__(self) -> None:
+        self.registered, self.was_mapped = list[int](), list[bool]()
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.registered.append(address)
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        assert address in self.registered
+        self.was_mapped.append(is_mapped(address))
+        return 0
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> CudaRuntime:
+    found = CudaRuntime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: found)
+    return found
+
+
+@pytest.mark.parametrize("holds_view", [False, True])
+def test_memory_is_unpinned_before_it_is_freed(holds_view: bool, runtime: CudaRuntime) -> None:
+    values = allocate(1 << 20, torch.uint8, torch.device("cpu"))
+    unpin = pin(values, CUDA)
+    kept = values[: 1 << 10] if holds_view else None
+    del values
+    assert runtime.was_mapped == ([] if holds_view else [True])
+    del kept
+    assert runtime.was_mapped == [True]
+    assert unpin is not None
+    unpin()
+    assert runtime.was_mapped == [True]
+
+
+def test_memory_is_unpinned_once_when_asked(runtime: CudaRuntime) -> None:
+    values = allocate(1 << 20, torch.uint8, torch.device("cpu"))
+    unpin = pin(values, CUDA)
+    assert unpin is not None
+    unpin()
+    assert runtime.was_mapped == [True]
+    del values
+    assert runtime.was_mapped == [True]

@@ -74,7 +74,7 @@ class DiskStore(LayerStore):
         self._spare = list(replaced)  # replaced files to write over
         self._lock = Lock()
         self._chunk_numel, self._staging = chunk_numel, local()
-        self._unpin: list[Callable[[], None]] = []
+        self._unpin: list[Callable[[], object]] = []
         self._unchecked: dict[int, Digests | None] = dict.fromkeys(range(len(layouts)))  # files of an earlier process
 
     def read(self, span: Span, out: Tensor) -> Future[Tensor]:

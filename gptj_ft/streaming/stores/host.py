@@ -32,7 +32,7 @@ class HostStore(LayerStore):
             for layer, layout in enumerate(layouts)
             if layout.numel
         }
-        self._unpin: list[Callable[[], None]] = []
+        self._unpin: list[Callable[[], object]] = []
         pinned = 0
         for values in self._tensors.values() if has_streams(device) else ():
             unpin = pin(values, device)

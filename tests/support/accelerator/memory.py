@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import weakref
 from typing import Any
 
@@ -127,6 +129,13 @@ def find_locked(tensor: torch.Tensor) -> tuple[Region, int] | None:
         if address <= at and at + tensor.nbytes <= address + region.size:
             return region, at - address
     return None
+
+
+def is_mapped(address: int) -> bool:
+    """Tell whether an address is memory of this process."""
+    resident = ctypes.create_string_buffer(1)
+    page = ctypes.c_void_p(address // mmap.PAGESIZE * mmap.PAGESIZE)
+    return ctypes.CDLL(None).mincore(page, ctypes.c_size_t(1), resident) == 0
 
 
 def lock(tensor: torch.Tensor) -> None:

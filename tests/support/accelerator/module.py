@@ -8,10 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from support.accelerator.memory import Region
+from support.accelerator.memory import Region, is_mapped
 from support.accelerator.simulation import LOCK, NAME, Event, Operation, Stream, merge, now
 
-OUT_OF_MEMORY, INVALID_VALUE = 2, 1  # cudaError_t
+OUT_OF_MEMORY, INVALID_VALUE, ALREADY_REGISTERED = 2, 1, 712  # cudaError_t
+FREED = "host memory is freed", "it is unpinned later"
 
 
 class CudaRuntime:
@@ -27,6 +28,9 @@ class CudaRuntime:
             simulation.set_last_error("out of memory")
             return OUT_OF_MEMORY
         with LOCK:
+            if any(other < address + size and address < other + own.size for other, own in simulation.locked.items()):
+                simulation.set_last_error("part or all of the requested memory range is already mapped")
+                return ALREADY_REGISTERED
             simulation.locked[address] = Region(size, has_data=False)
         return 0
 
@@ -36,6 +40,9 @@ class CudaRuntime:
             if now().locked.pop(address, None) is None:
                 now().set_last_error("invalid argument")
                 return INVALID_VALUE
+        if not is_mapped(address):
+            now().races[FREED] += 1
+            now().examples[FREED] = "the next memory there may be pinned before, which is refused"
         return 0
 
 

@@ -90,12 +90,16 @@ def carry_clocks() -> None:
         submitted = submit(self, run, *args, **kwargs)
         if gate is not None:
             submitted._gate = gate
+        self._clocks = getattr(self, "_clocks", {})
+        submitted.add_done_callback(lambda done: sim.merge(self._clocks, getattr(done, "_clock", {})))
         return submitted
 
     def patched_shutdown(self: Any, *args: Any, **kwargs: Any) -> None:
         for gate in getattr(self, "_gates", [])[-1:]:
             gate.open()
         shutdown(self, *args, **kwargs)
+        if sim.is_running() and kwargs.get("wait", True):
+            sim.merge(sim.now().clock(), getattr(self, "_clocks", {}))  # its threads have ended
 
     known_done = after(done, bool)
 
