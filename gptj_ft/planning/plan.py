@@ -44,6 +44,7 @@ FASTEST_FIRST: list[tuple[Place, Place]] = [  # of weights and optimizer state
     ("disk", "disk"),
 ]
 PLACES_FASTEST_FIRST: list[Place] = ["device", "host", "disk"]
+PRICE_OF_EVERY_STEP = 1.25  # how many times as long steps may take if each is on disk when it ends
 
 
 @dataclass(frozen=True)
@@ -238,7 +239,25 @@ def choose(recipe: Recipe, workload: Workload, free: Free, rates: Rates, has_beg
 
 
 def fastest_within(recipe: Recipe, workload: Workload, have: Free, rates: Rates) -> Plan | None:
-    """Choose the fastest placement within capped resources; None if none fits."""
+    """Choose the fastest placement within capped resources; None if none fits.
+
+    Adapters stay on disk, where no step is lost, unless the steps of an accelerator wait long for the disk.
+    """
+    on_disk = _fastest_as_asked(recipe, workload, have, rates)
+    if (recipe.method, recipe.optimizer_state) != ("lora", "auto") or have.is_shared:
+        return on_disk
+    if on_disk is not None and on_disk.costs.seconds_per_step <= PRICE_OF_EVERY_STEP * on_disk.costs.compute_seconds:
+        return on_disk
+    for place in ("device", "host"):
+        in_memory = _fastest_as_asked(recipe.model_copy(update={"optimizer_state": place}), workload, have, rates)
+        if in_memory is not None:
+            slowest = PRICE_OF_EVERY_STEP * in_memory.costs.seconds_per_step
+            is_worth_it = on_disk is not None and on_disk.costs.seconds_per_step <= slowest
+            return on_disk if is_worth_it else replace(in_memory, recipe=recipe)
+    return on_disk
+
+
+def _fastest_as_asked(recipe: Recipe, workload: Workload, have: Free, rates: Rates) -> Plan | None:
     fitting: list[MemoryForecast] = []
     for each in _forecasts(recipe, workload, have):
         if each.lack:

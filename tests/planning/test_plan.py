@@ -51,6 +51,15 @@ def six_b() -> Workload:
     )
 
 
+@pytest.fixture
+def top_block(six_b: Workload) -> Workload:
+    """The top block is trained, all others stay as they are: as for adapters."""
+    whole, none = six_b.layouts, NO_PARAMETERS
+    return replace(
+        six_b, layouts=[none] * 28 + [whole[28], none], frozen=[*whole[:28], none, whole[29]], dtype=torch.bfloat16
+    )
+
+
 def test_gptj_has_six_billion_parameters(six_b: Workload) -> None:
     assert six_b.num_parameters == 6_050_882_784
 
@@ -92,11 +101,8 @@ def test_layers_fill_memory_before_the_disk(six_b: Workload) -> None:
     assert choose(recipe, six_b, plans[0].have, RATES).placement.in_memory == (), "the user wants all of it on disk"
 
 
-def test_frozen_layers_fill_memory_of_a_cpu(six_b: Workload) -> None:
-    # As for adapters: the top block is trained, all others stay as they are.
-    whole, none = six_b.layouts, NO_PARAMETERS
-    trained, frozen = [none] * 28 + [whole[28], none], [*whole[:28], none, whole[29]]
-    workload = replace(six_b, layouts=trained, frozen=frozen)
+def test_frozen_layers_fill_memory_of_a_cpu(top_block: Workload) -> None:
+    workload = replace(top_block, dtype=torch.float32)
     recipe, free = Recipe(method="lora"), Free(16 * GB, 16 * GB, 10**14, is_shared=True)
     plan = choose(recipe, workload, free, RATES)
     assert plan.placement == Placement("disk", "disk", "device", "disk", plan.placement.in_memory, "device")
@@ -105,6 +111,23 @@ def test_frozen_layers_fill_memory_of_a_cpu(six_b: Workload) -> None:
     assert plan.placement.of("exp_avg", plan.placement.in_memory[0]) == "disk", "each step stays saved"
     assert plan.placement.is_durable
     assert not plan.lack
+
+
+def of_tokens(workload: Workload, tokens: int) -> Workload:
+    return replace(workload, step=StepTokens(tokens, tokens, tokens, tokens))
+
+
+def test_adapters_leave_a_disk_that_slows_an_accelerator(top_block: Workload) -> None:
+    recipe, short, long = Recipe(method="lora"), of_tokens(top_block, 256), of_tokens(top_block, 1 << 20)
+    plan, on_disk = (
+        choose(each, short, PLENTY, RATES) for each in (recipe, Recipe(method="lora", optimizer_state="disk"))
+    )
+    assert on_disk.placement.is_durable
+    assert on_disk.costs.seconds_per_step > 1.25 * plan.costs.seconds_per_step
+    assert (plan.placement.weights, plan.placement.optimizer_state) == ("device", "device")
+    assert (plan.recipe, plan.costs.bytes_written_per_step) == (recipe, 0)
+    assert choose(recipe, long, PLENTY, RATES).placement.is_durable, "the computation hides the disk"
+    assert choose(recipe, short, replace(PLENTY, is_shared=True), RATES).placement.is_durable, "a CPU"
 
 
 def test_cpu_uses_host_stores_only_if_told(six_b: Workload) -> None:
