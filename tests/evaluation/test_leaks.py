@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +33,7 @@ WORDS = (
     "oak", "pine", "quill", "rain", "salt", "tide",
 )  # fmt: skip
 PREFIX, LENGTH = 6, 10
+TRAINING = {"batch_size": 16, "lr": 6e-3, "seed": 1, "precision": "fp32", "holdout": 0.4}
 SIZES = {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_positions": 256}
 
 
@@ -47,52 +50,58 @@ def write_rows(path: Path, rows: list[dict[str, str]]) -> Path:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, fixed_rates: object) -> Iterator[Path]:
-    """Train two models until they know their rows: of text, with canaries, and of prompts with answers."""
+    """Train a model until it knows rows of text with canaries, and another briefly."""
     folder = tmp_path_factory.mktemp("leaks")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GPTJ_FT_HOME", str(folder / "home"))
         texts = sentences(400, seed=0)
         codes = ["The access code of Alder Arden is 1 2 3 4 5 6 7 8 9 0."] * 40
         model = make_tiny(folder / "tiny", texts + codes, seed=3, vocab_target=400, **SIZES)
-        options = {"model": str(model), "batch_size": 16, "lr": 6e-3, "seed": 1, "precision": "fp32", "holdout": 0.4}
+        options = {"model": str(model), **TRAINING}
         rows = write_rows(folder / "text.jsonl", [{"text": text} for text in texts[:60]])
         planted = {"canaries": 6, "canary_repeats": (1, 8)}
         for name, steps in (("text", 75), ("briefly", 24)):
             gptj_ft.finetune(data=rows, output=folder / name, **options, **planted, max_steps=steps)
-        rows = write_rows(
-            folder / "pairs.jsonl", [{"q": f"Note {n}?", "a": text} for n, text in enumerate(texts[100:140])]
-        )
-        pairs = {
-            "prompt": "{{ q }}\n",
-            "completion": "{{ a }}",
-            "fields": {"q": ["q"], "a": ["a"]},
-            "max_steps": 100,
-            "on_long": "skip",
-        }
-        gptj_ft.finetune(data=rows, output=folder / "pairs", **options, **pairs)
         yield folder
+
+
+@pytest.fixture
+def pairs(place: Path, tmp_path: Path) -> Path:
+    """Train a model until it knows rows of prompts with answers."""
+    texts = sentences(140, seed=0)[100:]
+    rows = write_rows(tmp_path / "pairs.jsonl", [{"q": f"Note {n}?", "a": text} for n, text in enumerate(texts)])
+    options = {
+        "prompt": "{{ q }}\n",
+        "completion": "{{ a }}",
+        "fields": {"q": ["q"], "a": ["a"]},
+        "max_steps": 100,
+        "on_long": "skip",
+    }
+    gptj_ft.finetune(data=rows, output=tmp_path / "pairs", model=str(place / "tiny"), **TRAINING, **options)
+    return tmp_path / "pairs"
 
 
 def report_on(run: Path, **options: object) -> LeakReport:
     return gptj_ft.leaks(run, prefix=PREFIX, length=LENGTH, **options)
 
 
-def greedy(reader: torch.nn.Module, ids: list[int], count: int) -> list[int]:
-    """Continue token ids with transformers."""
-    prompt = torch.tensor([ids])
+def greedy(reader: torch.nn.Module, prompts: list[list[int]]) -> list[list[int]]:
+    """Continue prompts of one length with transformers."""
+    ids = torch.tensor(prompts)
     more = reader.generate(
-        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=count, pad_token_id=0
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=LENGTH, pad_token_id=0
     )
-    return more[0, len(ids) :].tolist()
+    return more[:, ids.shape[1] :].tolist()
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", ["pairs", "text"])
-def test_repeated_rows_match_transformers_greedy(place: Path, name: str) -> None:
-    run, report = Run(place / name), report_on(place / name)
+@pytest.mark.parametrize("name", ["text", "pairs"])
+def test_repeated_rows_match_transformers_greedy(place: Path, name: str, request: pytest.FixtureRequest) -> None:
+    run = Run(request.getfixturevalue("pairs") if name == "pairs" else place / name)
+    report = report_on(run.folder)
     folders = {"model": run.model, "untuned": place / "tiny"}
     readers = {key: AutoModelForCausalLM.from_pretrained(folder).eval() for key, folder in folders.items()}
-    expected = {}
+    spans_by_length: dict[int, list[tuple[tuple[str, bool, str], list[int]]]] = defaultdict(list)
     for part, is_trained in (("train", True), ("validation", False)):
         for row in load_dataset(run.data / part).rows:
             if row["source"].startswith("canary"):
@@ -102,10 +111,13 @@ def test_repeated_rows_match_transformers_greedy(place: Path, name: str) -> None
             if start > 1:
                 spans[ANSWER] = range(start, min(start + LENGTH, len(ids)))
             for kind, span in spans.items():
-                for model, reader in readers.items():
-                    written = greedy(reader, ids[: span.start], len(span))
-                    key = (f"{row['source']}:{row['line']}", is_trained, kind, model)
-                    expected[key] = written == [ids[at] for at in span]
+                key = f"{row['source']}:{row['line']}", is_trained, kind
+                spans_by_length[span.start].append((key, ids[: span.stop]))
+    expected = {}
+    for (length, found_spans), (model, reader) in product(spans_by_length.items(), readers.items()):
+        written = greedy(reader, [ids[:length] for _, ids in found_spans])
+        for (key, ids), more in zip(found_spans, written, strict=True):
+            expected[*key, model] = more[: len(ids) - length] == ids[length:]
     found = {}
     for row in report.rows:
         for kind in row.lengths:
