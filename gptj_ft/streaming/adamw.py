@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from gptj_ft.errors import GptjFtError
 from gptj_ft.models.layer_sampling import EVERY_LAYER
@@ -42,6 +43,10 @@ UNCORRECTED = 10**9  # step number at which Adam's bias correction is 1
 # meanwhile. Measured with bf16 moments, per element and core: 1.5 ns; with whole chunks 2.3 ns; with a quarter of this
 # 2.3 ns, for the calls. A multiple of any vector width, so that the bits do not depend on it.
 BLOCK_NUMEL = 1 << 18
+# On a CPU, the norm of a gradient of so many elements is taken row by row. In one go, torch adds small squares to a
+# large sum in fp32, where they vanish: the norm of 28 million elements comes out 0.2 % too small, of 134 million 1.4 %.
+# By rows, the error is 2e-7, it takes no longer, and the number of threads does not change its bits.
+NORM_ROW, LONG_GRADIENT = 1 << 16, 1 << 18
 
 
 @dataclass(frozen=True)
@@ -279,7 +284,7 @@ class AdamW:
                 self._torn.discard(task.layer)
 
     def add_gradient(self, layer: LoadedLayer) -> None:
-        norm, earlier = torch.linalg.vector_norm(layer.gradient.flat), self._layer_norms.get(layer.index)
+        norm, earlier = norm_of(layer.gradient.flat), self._layer_norms.get(layer.index)
         self._layer_norms[layer.index] = norm if earlier is None else torch.hypot(earlier, norm)  # tiles add up
         layer.use_gradient(self.step + 1)
 
@@ -287,3 +292,15 @@ class AdamW:
         if name not in self._scratch or len(self._scratch[name]) < numel:
             self._scratch[name] = allocate(numel, torch.float32, self._model.device)
         return self._scratch[name][:numel]
+
+
+def norm_of(gradient: Tensor) -> Tensor:
+    """Return the norm of a flat gradient, accurate for any number of elements."""
+    norm: Tensor
+    if gradient.device.type != "cpu" or len(gradient) < LONG_GRADIENT:  # accelerators sum in trees
+        norm = vector_norm(gradient)
+        return norm
+    whole = len(gradient) // NORM_ROW * NORM_ROW
+    rows = vector_norm(gradient[:whole].view(-1, NORM_ROW), dim=1)
+    norm = vector_norm(torch.cat([rows, vector_norm(gradient[whole:]).view(1)]))
+    return norm

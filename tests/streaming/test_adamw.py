@@ -1,8 +1,9 @@
-"""Test the stochastic rounding of bf16 moments; test_streaming compares AdamW with torch."""
+"""Test the norm of gradients and the stochastic rounding of bf16 moments; test_streaming compares AdamW with torch."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from support.small_stack import CPU, new_memory
 from gptj_ft.checkpoints.architecture import read_architecture
 from gptj_ft.config.options import Recipe
 from gptj_ft.models.layout import MOMENTS
-from gptj_ft.streaming.adamw import AdamW, Update
+from gptj_ft.streaming.adamw import LONG_GRADIENT, AdamW, Update, norm_of
 from gptj_ft.streaming.buffers import BufferBudget
 from gptj_ft.streaming.moments import FORMS
 from gptj_ft.streaming.moments.form import NOISE, Noise
@@ -83,3 +84,22 @@ def test_bf16_moments_keep_small_changes() -> None:
         exact = value.float().mul_(0.999).add_(0.001 * target)
         round_stochastically(exact, value, (1, step), 0)
     assert value.float().mean().item() == pytest.approx(2 - 0.999**2000, abs=0.01)
+
+
+@pytest.mark.parametrize("numel", [LONG_GRADIENT, 5_000_001])
+def test_norm_of_long_gradient_is_exact(numel: int) -> None:
+    gradient = torch.randn(numel, generator=torch.Generator().manual_seed(0)) * 1e-3
+    exact = gradient.double().norm().item()
+    assert norm_of(gradient).item() == pytest.approx(exact, rel=1e-6)
+    gradient[-1] = math.inf
+    assert norm_of(gradient).item() == math.inf
+
+
+def test_threads_change_no_bit_of_norm() -> None:
+    gradient, norms = torch.randn(LONG_GRADIENT * 4, generator=torch.Generator().manual_seed(0)), set()
+    before = torch.get_num_threads()
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        norms.add(norm_of(gradient).item())
+    torch.set_num_threads(before)
+    assert len(norms) == 1
