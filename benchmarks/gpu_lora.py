@@ -17,6 +17,7 @@ Prints JSON lines. `--layers 2 --width 64 --device cpu` tries the script.
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import statistics
 import subprocess
@@ -70,8 +71,8 @@ def main() -> None:
                 subprocess.run(words, timeout=arguments.timeout, check=False)
             else:
                 finetune(arguments, part)
-        except subprocess.TimeoutExpired:
-            say(part=part, error=f"more than {arguments.timeout} s")
+        except subprocess.SubprocessError as error:
+            say(part=part, error=str(error))
 
 
 def make_model(arguments: argparse.Namespace) -> None:
@@ -97,22 +98,23 @@ def finetune(arguments: argparse.Namespace, part: str) -> None:
         "holdout": 0, "device": arguments.device, **({} if part == "device" else {"device_memory": f"{part}GB"}),
     }  # fmt: skip
     sets = [*(f"{key}={value}" for key, value in options.items()), *adapter_options(LINEAR)]
-    start = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-m", "gptj_ft", "finetune", "--recipe", "summarization", "--data", arguments.data, "--model",
-         arguments.work / "model", "--output", run.folder, *(word for each in sets for word in ("--set", each))],
-        capture_output=True, text=True, check=False, timeout=arguments.timeout,
+    words = ["finetune", "--recipe", "summarization", "--data", arguments.data, "--model", arguments.work / "model",
+             "--output", run.folder, *(word for each in sets for word in ("--set", each)), "--json"]  # fmt: skip
+
+    def json_of(*more: str) -> dict[str, Any]:
+        command = [sys.executable, "-m", "gptj_ft", *words, *more]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=arguments.timeout)
+        return dict(json.loads(done.stdout))
+
+    plan, start = json_of("--dry-run"), time.perf_counter()
+    json_of()
+    wall, steps = time.perf_counter() - start, [line for line in run.metrics() if "loss" in line]
+    say(
+        part=part, wall=wall, losses=[line["loss"] for line in steps], placement=plan["placement"],
+        forecast_seconds=plan["seconds_per_step"], forecast_bytes=plan["device_bytes"],
+        allocated=steps[-1]["device_memory_bytes"], reserved=steps[-1]["device_reserved_bytes"],
+        **rates([line["seconds"] for line in steps], [step.num_tokens for step in Work.of(run).steps]),
     )  # fmt: skip
-    if done.returncode:
-        say(part=part, code=done.returncode, error=done.stderr[-2000:])
-        return
-    steps = [line for line in run.metrics() if "loss" in line]
-    log = [line for line in (run.folder / "log.txt").read_text(encoding="utf-8").splitlines() if "  step " in line]
-    tokens = [step.num_tokens for step in Work.of(run).steps]
-    seconds = [line["seconds"] for line in steps]
-    say(part=part, wall=time.perf_counter() - start, losses=[line["loss"] for line in steps], last=log[-1:],
-        forecast=[line for line in done.stderr.splitlines() if "step" in line or "memory" in line][:12],
-        **rates(seconds, tokens))  # fmt: skip
 
 
 def rates(seconds: Sequence[float], tokens: Sequence[int]) -> dict[str, Any]:

@@ -38,6 +38,11 @@ GEMMA_2 = {
     "hidden_activation": "gelu_pytorch_tanh", "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
     "query_pre_attn_scalar": 256, "sliding_window": 4096, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
 }  # fmt: skip
+SMOLLM2 = {
+    "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
+    "rope_theta": 100000.0, "tie_word_embeddings": True,
+}  # fmt: skip
 LENGTHS = tuple(12 + 37 * row % 117 for row in range(32))  # 12 to 128 tokens
 MICRO_BATCH_TOKENS = 2048
 CHUNKS_AT_ONCE = 4  # of an update, as plans for an accelerator choose
@@ -52,6 +57,7 @@ class Counted:
     shape: Mapping[str, Any]  # fields of its config.json
     dtype: torch.dtype
     is_classifier: bool = False
+    method: str = "full"
 
 
 MODELS = {
@@ -60,6 +66,8 @@ MODELS = {
     "Gemma 2 2B, bf16": Counted("gemma2", GEMMA_2, torch.bfloat16),
     "BERT-base with dropout, bf16": Counted("bert", BERT_BASE, torch.bfloat16, is_classifier=True),
     "BERT-base with dropout, fp32": Counted("bert", BERT_BASE, torch.float32, is_classifier=True),
+    "SmolLM2 135M, fp32": Counted("llama", SMOLLM2, torch.float32),
+    "SmolLM2 135M with LoRA, fp32": Counted("llama", SMOLLM2, torch.float32, method="lora"),
 }
 
 SMALL = {
@@ -117,6 +125,7 @@ def count_step(model: Counted, lengths: Sequence[int] = LENGTHS, budget_tokens: 
     from gptj_ft.config.resolve import build
     from gptj_ft.data.batches import micro_batches
     from gptj_ft.models.batch import Marks
+    from gptj_ft.models.layout import FROZEN
     from gptj_ft.models.registry import Architecture, families
     from gptj_ft.models.trainable import select
     from gptj_ft.streaming import step as step_module
@@ -124,11 +133,11 @@ def count_step(model: Counted, lengths: Sequence[int] = LENGTHS, budget_tokens: 
     from gptj_ft.streaming.adamw import AdamW
     from gptj_ft.streaming.buffers import BufferBudget
     from gptj_ft.streaming.open import open_for_training
-    from gptj_ft.streaming.stores.placement import Placement, training_dtypes
+    from gptj_ft.streaming.stores.placement import Placement, memory_store, training_dtypes
     from gptj_ft.training.restore import optimizer_config
 
     forget_tensors()
-    recipe, device, kind = build({}), torch.device(accelerator.NAME, 0), families()[model.family]
+    recipe, device, kind = build({"method": model.method}), torch.device(accelerator.NAME, 0), families()[model.family]
     task, labels = ("classification", ("0", "1")) if model.is_classifier else (None, ())
     architecture = Architecture(kind, kind.read_config(dict(model.shape)), dict(model.shape), task, labels)  # type: ignore[arg-type]
     rows = [[1 + place % 100 for place in range(length)] for length in lengths]
@@ -156,6 +165,8 @@ def count_step(model: Counted, lengths: Sequence[int] = LENGTHS, budget_tokens: 
             architecture, Placement("device", "device"), dtypes, device, Path("none"), budget, True, boundary,
             select(architecture, recipe),
         )  # fmt: skip
+        if model.method == "lora":
+            opened.stores[FROZEN] = memory_store("device", opened.frozen, {FROZEN: model.dtype}, device)
         optimizer = AdamW(opened, optimizer_config(recipe), step=1)
         seeds = range(len(rows)) if any(getattr(architecture.config, name) for name in names_of(kind)) else None
         packed = micro_batches(rows, [1] * len(rows), budget_tokens, marks=marks, seeds=seeds)

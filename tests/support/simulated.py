@@ -499,6 +499,10 @@ def runs(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[Case]
         label = f"on {state}, {'cut off and resumed' if is_cut else 'straight'}"
         run = WholeRun(state, group.partition(",")[0], is_cut, first_exponent=exponent)
         yield from _cases("run", group, label, run, schedules)
+    for state, is_cut in product(PLACES if "fp32" in dtypes else (), (False, True)):
+        label = f"adapters on {state}, model on host, {'cut off and resumed' if is_cut else 'straight'}"
+        run = WholeRun(state, "fp32", is_cut, {"method": "lora", "weights": "host"})
+        yield from _cases("run", "adapters", label, run, schedules)
 
 
 @dataclass(frozen=True)
@@ -613,10 +617,14 @@ def reduced(names: Sequence[str], dtypes: Sequence[str] = tuple(DTYPES)) -> list
     return found
 
 
+def is_simulated(device: str) -> bool:
+    return device.startswith(accelerator.NAME)
+
+
 def prepare(device: str = DEVICE) -> None:
     """Set up this process: register the simulated device or choose a real one, and fix the rates."""
     torch.set_num_threads(1)
-    if device == DEVICE:
+    if is_simulated(device):
         accelerator.install()
     else:
         from gptj_ft.system.machine import choose_device
@@ -642,11 +650,9 @@ def run_case(case: Case, device: str = DEVICE, **options: Any) -> dict[str, Any]
     """Run a case in a new simulation; return its findings."""
     forget_tensors()
     gc.freeze()  # cases import modules: a full collection would take a second each time
-    simulation = (
-        accelerator.start(case.schedule, seed=1, num_devices=case.num_devices, **options)
-        if torch.device(device).type == accelerator.NAME
-        else None
-    )
+    simulation = None
+    if is_simulated(device):
+        simulation = accelerator.start(case.schedule, seed=1, num_devices=case.num_devices, **options)
     found: dict[str, Any] = {
         "scenario": case.scenario, "group": case.group, "case": case.label, "schedule": case.schedule,
         "numbers": None, "error": None,
@@ -688,7 +694,7 @@ def count_waits() -> list[dict[str, Any]]:
 
 def agreement(dtype: str, model: str = "gptj", on: str = DEVICE) -> list[list[float]]:
     """Return losses and gradient norms of a device and of the CPU."""
-    if on == DEVICE:
+    if is_simulated(on):
         accelerator.start("random")
     options = {"task": "classification", "dropout": 0.0, "attention_dropout": 0.0} if model in ENCODERS else {}
     run = Training(model, options, dtype=dtype, fp16_exponent=8)
@@ -721,21 +727,24 @@ def main(arguments: Sequence[str]) -> None:
     chosen = parser.parse_args(arguments)
     faulthandler.enable()
     prepare(chosen.device)
-    is_simulated, is_whole = chosen.device == DEVICE, chosen.all or chosen.only
-    schedules = SCHEDULES if is_simulated else ("late",)
-    cases = (
-        every_case(chosen.dtypes, schedules) if is_whole else reduced(chosen.reduced or list(SCENARIOS), chosen.dtypes)
-    )
-    cases = [case for case in cases if not chosen.only or case.scenario in chosen.only]
+    is_whole = chosen.all or chosen.only
+    if chosen.agreement:
+        cases = []
+    elif is_whole:
+        schedules = SCHEDULES if is_simulated(chosen.device) else SCHEDULES[:1]  # a real device has its own
+        cases = every_case(chosen.dtypes, schedules)
+        cases = [case for case in cases if not chosen.only or case.scenario in chosen.only]
+    else:
+        cases = reduced(chosen.reduced or list(SCENARIOS), chosen.dtypes)
     first, stride = map(int, chosen.part.split("/"))
     try:
-        for case in () if chosen.agreement else cases[first::stride]:
+        for case in cases[first::stride]:
             print(json.dumps(run_case(case, chosen.device)), flush=True)
         if not (is_whole or chosen.reduced):
             models = product(("gptj", "llama", *ENCODERS), chosen.dtypes)
             found = {f"{model}, {dtype}": agreement(dtype, model, chosen.device) for model, dtype in models}
             print(json.dumps({"agreement": found}), flush=True)
-        if is_simulated and not (is_whole or chosen.reduced):
+        if is_simulated(chosen.device) and not (is_whole or chosen.reduced or chosen.agreement):
             # Not GPT-J: its attention is too small to show in the loss.
             print(
                 json.dumps({"misdirected": {model: misdirected(model) for model in ("llama", *ENCODERS)}}), flush=True

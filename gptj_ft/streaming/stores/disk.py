@@ -74,7 +74,6 @@ class DiskStore(LayerStore):
         self._spare = list(replaced)  # replaced files to write over
         self._lock = Lock()
         self._chunk_numel, self._staging = chunk_numel, local()
-        self._unpin: list[Callable[[], object]] = []
         self._unchecked: dict[int, Digests | None] = dict.fromkeys(range(len(layouts)))  # files of an earlier process
 
     def read(self, span: Span, out: Tensor) -> Future[Tensor]:
@@ -153,9 +152,6 @@ class DiskStore(LayerStore):
             path.unlink(missing_ok=True)
         self._new.clear()
         self._spare.clear()
-        for unpin in self._unpin:
-            unpin()
-        self._unpin.clear()
 
     def _through_host(self, values: Tensor, start: int) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield the parts of a transfer: first element, values, and host memory for the file's bytes.
@@ -167,8 +163,7 @@ class DiskStore(LayerStore):
             return
         if not hasattr(self._staging, "memory"):
             self._staging.memory = allocate(self._chunk_numel, torch.float32, torch.device("cpu"))
-            if unpin := pin(self._staging.memory, values.device):
-                self._unpin.append(unpin)
+            pin(self._staging.memory, values.device)  # until the thread ends
         for span in chunks(num_elements(values), self._chunk_numel):
             part = values[items_of(span, values.dtype)]
             yield start + span.start, part, self._staging.memory.view(values.dtype)[: len(part)]
