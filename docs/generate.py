@@ -234,6 +234,7 @@ def entry(name: str, thing: Any, heading: str) -> str:
         and not issubclass(thing, Exception | Options)
     ):
         for method, value in vars(thing).items():
+            value = value.__func__ if isinstance(value, classmethod) else value
             if inspect.isfunction(value) and value.__doc__ and not method.startswith("_"):
                 text.append(entry(f"{name.rpartition('.')[2]}.{method}", value, "###"))
     return "\n\n".join(text)
@@ -258,8 +259,8 @@ def documented_fields(kind: Any) -> dict[str, str]:
 
 def short_signature(name: str, function: Any) -> str:
     """Return a signature with defaults and without types."""
-    parameters = inspect.signature(function).parameters.values()
-    shown = [str(each.replace(annotation=inspect.Parameter.empty)) for each in parameters if each.name != "self"]
+    parameters = [each for each in inspect.signature(function).parameters.values() if each.name not in ("self", "cls")]
+    shown = [str(each.replace(annotation=inspect.Parameter.empty)) for each in parameters]
     first = next((n for n, each in enumerate(parameters) if each.kind is each.KEYWORD_ONLY), None)
     if first is not None:
         shown.insert(first, "*")

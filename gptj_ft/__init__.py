@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         prove,
         search,
     )
+    from gptj_ft.cli.html.live_page import LivePage
     from gptj_ft.config.options import Recipe
     from gptj_ft.diagnostics.checkup import Diagnosis
     from gptj_ft.diagnostics.proof import Proof, ProofRequest
@@ -41,11 +42,12 @@ if TYPE_CHECKING:
     from gptj_ft.training.forecast import Forecast
     from gptj_ft.training.loop import TrainResult
     from gptj_ft.training.prepare_command import Preparation
-    from gptj_ft.training.reporter import Progress, Reporter, StepReport
+    from gptj_ft.training.reporter import Progress, Reporter, Reporters, StepReport
     from gptj_ft.training.search import PreparedSearch, SearchResult
 
 __version__ = "0.1.0"
 _HOMES = {  # modules of the names outside `api`
+    "LivePage": "cli.html.live_page",
     "Recipe": "config.options",
     "GptjFtError": "errors",
     "LabelResult": "evaluation.predict",
@@ -63,6 +65,7 @@ _HOMES = {  # modules of the names outside `api`
     "ProofRequest": "diagnostics.proof",
     "Progress": "training.reporter",
     "Reporter": "training.reporter",
+    "Reporters": "training.reporter",
     "StepReport": "training.reporter",
     "PreparedSearch": "training.search",
     "SearchResult": "training.search",
@@ -76,6 +79,7 @@ __all__ = [
     "GptjFtError",
     "LabelResult",
     "LeakReport",
+    "LivePage",
     "Model",
     "ModelComparison",
     "Preparation",
@@ -86,6 +90,7 @@ __all__ = [
     "ProofRequest",
     "Recipe",
     "Reporter",
+    "Reporters",
     "SearchResult",
     "StepReport",
     "TrainResult",

@@ -113,6 +113,25 @@ def test_api_run_equals_command_and_prints_nothing(in_run: Path, shell, capfd) -
     ]  # fmt: skip
 
 
+def test_run_writes_its_live_page(in_run: Path) -> None:
+    class Reader(Notebook):
+        def on_step(self, step: gptj_ft.StepReport, progress: gptj_ft.Progress) -> None:
+            super().on_step(step, progress)
+            self.events.append(Path("paged/report.html").read_text(encoding="utf-8"))
+
+    reader, said = Reader(), list[str]()
+    prepared = gptj_ft.prepare_run(**TINY, output="paged")
+    with gptj_ft.LivePage.of(prepared, said.append) as page:
+        result = prepared.train(gptj_ft.Reporters(page, reader))
+    assert (len(reader.losses), said) == (3, [])
+    pages = [text for text in reader.events if "<html" in text]
+    assert len(pages) == 3
+    assert all("of 3" in text and 'http-equiv="refresh"' in text for text in pages)
+    report = Path("paged/report.html").read_text(encoding="utf-8")
+    assert 'http-equiv="refresh"' not in report
+    assert f"{result.loss_after:.4f}" in report
+
+
 def test_run_in_a_thread_stops_and_resumes(in_run: Path) -> None:
     errors: list[BaseException] = []
 

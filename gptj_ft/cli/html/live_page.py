@@ -42,9 +42,13 @@ NOTICED, BOUND = 0.02, 0.3  # shares of waiting: one worth a remark; one at whic
 
 
 class LivePage(Reporter):
-    """Write the page of a run while it trains, and its report at the end.
+    """Write the page of a run while it trains, ``report.html`` in its folder, and its report at the end.
 
     A failure to write is reported once; the run continues.
+
+    >>> run = gptj_ft.prepare_run("summarization", data="my.jsonl", model="tiny")
+    >>> with gptj_ft.LivePage.of(run, print) as page:
+    ...     result = run.train(gptj_ft.Reporters(page, Losses()))
 
     Args:
         setup: the planned run.
@@ -72,7 +76,7 @@ class LivePage(Reporter):
 
     @classmethod
     def of(cls, prepared: PreparedRun, say: Callable[[str], None]) -> LivePage:
-        """Return the page of a planned run."""
+        """Return the page of a planned run; ``say`` receives the message about a failure."""
         setup = prepared.setup
         return cls(setup, prepared.run or Run(Path(setup.recipe.output or "")), say)
 
