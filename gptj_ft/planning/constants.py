@@ -42,8 +42,10 @@ Z_LOSS_LOGITS = 4  # the same with `z_loss`, for which torch keeps copies
 # Holes in the heap that graphs of small blocks leave; fitted to runs of encoders. Kept graphs fill them.
 HOLES, MOST_HOLES = 6, 260 * 10**6
 # Holes between kept graphs of causal blocks, in tensors of [tokens, width] per block and kept block; fitted to runs of
-# 8 blocks (2 to 4 kept) and of 24 (6 to 16 kept). Fewer if the MLP's tensors are so large that glibc maps them.
+# 8 blocks (2 to 4 kept) and of 24 (6 to 16 kept). Fewer if the MLP's tensors are so large that glibc maps them, and in
+# fp32: at most 2.2 in runs of 8 to 32 blocks, of up to 300 steps.
 HOLES_A_BLOCK, HOLES_BETWEEN_MAPPED, MAPPED_BYTES = 0.4, 1.5, 32 * 2**20
+HOLES_IN_FP32 = 2.5
 HEAP_SHARE = 0.05  # remaining overhead of encoders, oneDNN's kernels included
 PACKED_SHARE = 0.01  # of the memory in 16 bits: oneDNN packs matrices
 # The same with AMX: all of GPT-J peaked 3.5 % above a forecast with 1 % (full_size.py, micro-batches of 2,048 tokens).

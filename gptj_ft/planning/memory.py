@@ -27,6 +27,7 @@ from gptj_ft.planning.constants import (
     HOLES,
     HOLES_A_BLOCK,
     HOLES_BETWEEN_MAPPED,
+    HOLES_IN_FP32,
     LIBRARY_BYTES,
     LOGITS,
     MAPPED_BYTES,
@@ -404,6 +405,9 @@ def _on_cpu(demand: _Demand, by_place: Mapping[Place, int], have: Free) -> tuple
     kept = demand.most_kept(lambda kept: _kept_bytes_on_cpu(working, kept) <= room)
     graphs = _kept_bytes_on_cpu(working, kept)
     device = fixed + buffers + graphs
+    if kept == workload.num_backward_blocks and workload.dtype == torch.float32 and not workload.step.pairs:
+        # No block runs again: the logits are gone when backward needs its memory. Not measured in 16 bits.
+        device -= min(activations, head)
     if workload.step.pairs:
         device += min(MOST_HOLES, HOLES * graph) if kept < workload.num_backward_blocks else 0
         device += int(HEAP_SHARE * device)
@@ -439,7 +443,8 @@ def _kept_bytes_on_cpu(working: WorkingMemory, kept: int) -> int:
     rows, of_token = workload.step.most_rows, workload.width * workload.dtype.itemsize
     if kept and workload.layers and not workload.step.pairs:
         mlp_bytes = 4 * of_token * min(workload.step.micro_batch, rows)
-        holes = HOLES_BETWEEN_MAPPED if mlp_bytes >= MAPPED_BYTES else min(HOLES_A_BLOCK * kept, SAVED_PER_TOKEN)
+        most = HOLES_IN_FP32 if workload.dtype == torch.float32 else SAVED_PER_TOKEN
+        holes = HOLES_BETWEEN_MAPPED if mlp_bytes >= MAPPED_BYTES else min(HOLES_A_BLOCK * kept, most)
         graphs = math.ceil(working.measured_kept_bytes(kept) * rows / workload.step.most)
         return graphs + int(kept * holes * of_token * rows)
     return kept * (SAVED_PER_TOKEN * of_token * rows + workload.weights_bytes(workload.step.pairs))

@@ -1,4 +1,4 @@
-"""Memory forecasts for accelerators: kept graphs, the peak of a step, the reserve."""
+"""Memory forecasts: kept graphs, the peak of a step, the reserve of accelerators, holes in a CPU's heap."""
 
 from __future__ import annotations
 
@@ -17,11 +17,20 @@ from gptj_ft.models.layout import Layout
 from gptj_ft.models.published import find_published
 from gptj_ft.models.registry import Architecture, families
 from gptj_ft.models.trainable import select
-from gptj_ft.planning.constants import DISK_STAGING_BYTES, FRAGMENTED_SHARE, LIBRARY_BYTES
+from gptj_ft.planning.constants import (
+    AMX_SHARE,
+    DISK_STAGING_BYTES,
+    FRAGMENTED_SHARE,
+    LIBRARY_BYTES,
+    LOGITS,
+    PACKED_SHARE,
+    SAVED_PER_TOKEN,
+)
 from gptj_ft.planning.layer_cost import LayerInput, Meter, measure_block, parameters_of, rounded
 from gptj_ft.planning.memory import Free, WorkingMemory, allocator_limit, forecast_memory, usable
 from gptj_ft.planning.workload import RowLengths, StepTokens, Workload
 from gptj_ft.streaming.stores.placement import Placement
+from gptj_ft.system.machine import bf16_unit
 from gptj_ft.training import loop
 from gptj_ft.training.restore import open_state
 
@@ -86,6 +95,37 @@ def test_cpu_graphs_match_the_meta_device(model_type: str, method: str, dtype: t
         output = FunctionalLayer(layer).run(parameters, x, batch, lambda: None)
         kept = meter.bytes - rounded(output)
     assert kept <= measure_block(layer, layout, given).kept_bytes <= 1.1 * kept
+
+
+@pytest.mark.parametrize(("dtype", "holes"), [(torch.float32, 2.5), (torch.bfloat16, (16 * 6.4 - 8 * 3.2) / 8)])
+def test_holes_between_graphs_depend_on_the_type(dtype: torch.dtype, holes: float) -> None:
+    workload = narrow_workload(dtype)
+    sixteen, eight = (cpu_bytes(workload, activations=kept) for kept in (16, 8))
+    measured = WorkingMemory(workload, is_on_cpu=True).measured_kept_bytes(8)
+    packed = 1.0 if dtype == torch.float32 else 1 + (AMX_SHARE if bf16_unit() == "AMX" else PACKED_SHARE)
+    of_hidden = 8 * packed * workload.step.most * workload.width * dtype.itemsize
+    assert (sixteen - eight - packed * measured) / of_hidden == pytest.approx(holes, abs=0.01)
+
+
+def test_logits_share_memory_with_backward_if_nothing_runs_again() -> None:
+    workload = narrow_workload(torch.float32)
+    most, fewer, fewest = (cpu_bytes(workload, activations=kept) for kept in (32, 31, 30))
+    of_head = LOGITS * workload.logits_bytes
+    of_block = SAVED_PER_TOKEN * workload.step.most * workload.width * 4
+    assert most - fewer == fewer - fewest - min(of_head, of_block)
+
+
+def narrow_workload(dtype: torch.dtype) -> Workload:
+    """Return 32 blocks, steps of one micro-batch."""
+    layers = build_layers(GPTJConfig(vocab_size=1000, n_layer=32, n_embd=256, n_head=2))
+    layouts = [Layout.of(layer) for layer in layers]
+    return Workload(layouts, 256, dtype, StepTokens(2048, 2048, 2048, 2048), None, RowLengths(2048), layers=layers)
+
+
+def cpu_bytes(workload: Workload, **options: int) -> int:
+    """Return the memory that a run needs on a CPU."""
+    shared = Free(10**12, 10**12, 10**14, is_shared=True)
+    return forecast_memory(Placement("device", "device"), workload, Recipe(**options), shared).device_bytes
 
 
 def test_plan_fills_memory_up_to_the_reserve() -> None:
