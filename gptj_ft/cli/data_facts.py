@@ -156,7 +156,7 @@ def epoch_rows(facts: Mapping[str, Any], recipe: Recipe) -> Pairs:
 def example_facts(prepared: Prepared, decode: Callable[[list[int]], str], count: int) -> list[dict[str, Any]]:
     """Return rows as the model reads them: place, whether truncated, and texts, with training targets marked.
 
-    These are the first rows; a quarter are truncated ones if there are any.
+    These are the first rows; of every four, one is a truncated row if there are any.
     """
     count, cut = min(count, len(prepared.rows)), set(prepared.report.cut_places)
     where = zip(prepared.rows["source"], prepared.rows["line"], strict=True) if cut else ()

@@ -91,14 +91,14 @@ def check_canaries(recipe: Recipe) -> None:
     """Check that planted secrets would be trained on.
 
     Raises:
-        UsageError: the task has no text to learn, or most parameters are frozen.
+        UsageError: the task has no text to learn, or option ``train`` freezes parameters.
     """
     if recipe.canaries and recipe.task != "language-model":
         raise UsageError(f"canaries are for language models: a head for '{recipe.task}' learns no text; leave them out")
     if recipe.canaries and recipe.train:
         raise UsageError(
-            f"canaries measure full or LoRA training, and train={','.join(recipe.train)} freezes the other parameters: "
-            "leave out one of the two"
+            f"canaries measure how a whole model or an adapter memorizes, and train={','.join(recipe.train)} freezes "
+            "parameters: leave out one of the two"
         )
 
 

@@ -215,9 +215,8 @@ def token_of(member: Membership, environment: Mapping[str, str]) -> str:
 
 def start_others(member: Membership, token: str, arguments: Sequence[str]) -> list[subprocess.Popen[bytes]]:
     """Start the other ranks on this machine; they die with this process."""
-    # In the environment: every user of the machine can read a command line.
-    os.environ[TOKEN] = token
-    common = {**os.environ, "WORLD_SIZE": str(member.size), "LOCAL_WORLD_SIZE": str(member.size)}
+    # The secret goes by the environment: every user of the machine can read a command line.
+    common = {**os.environ, TOKEN: token, "WORLD_SIZE": str(member.size), "LOCAL_WORLD_SIZE": str(member.size)}
     common |= {STORE: str(member.store), "OMP_NUM_THREADS": str(threads_of(member))}
     return [
         subprocess.Popen(

@@ -59,9 +59,15 @@ class CheckpointRetention:
         return state
 
     def after_validation(self, state: RunState, loss: float, scores: Mapping[str, float]) -> RunState:
-        """Return the state after a validation; make a checkpoint if it is the best by the recipe's score."""
-        name, best = self._recipe.best_by, state.best
-        value = loss if name == LOSS else scores[name]
+        """Return the state after a validation; make a checkpoint if it is the best by the recipe's score.
+
+        Raises:
+            UsageError: the validation rows have no such score.
+        """
+        name, best, measured = self._recipe.best_by, state.best, {LOSS: loss, **scores}
+        if name not in measured:  # such as the area under the curve of more than two labels
+            raise UsageError(f"best_by: these rows have no score '{name}'; choose from {', '.join(measured)}")
+        value = measured[name]
         is_best = math.isfinite(value) and (best is None or is_better(name, value, best.score(name)))
         if state.step == 0 or not is_best:
             return state

@@ -170,6 +170,9 @@ def test_impossible_requests_fail_with_a_reason(model: Path, shell) -> None:
         done = shell(line)
         assert done.code == code, (line, done.err)
         assert reason in done.err, (line, done.err)
+
+
+def test_damaged_weights_are_named(model: Path, shell) -> None:
     shard = next(model.glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-9])
     done = shell("generate x --model tuned")

@@ -218,7 +218,7 @@ def test_nothing_is_timed_without_memory_or_cpu(machine: FakeMachine) -> None:
     assert not machine.timed
 
 
-def test_wide_blocks_extrapolate_from_few_tokens() -> None:
+def test_slow_machine_extrapolates_from_few_tokens() -> None:
     workload = make_workload().with_step(mean=16384.0, micro_batch=4096, most=16384)
     slow, fast = (Timing(workload, torch.float32, rate) for rate in (1.0, 1e15))
     assert {kind.shape.tokens for kind in slow.kinds if not kind.is_head} == {256, 512}

@@ -260,6 +260,17 @@ def test_unusable_training_rows_leave_no_run(
     assert not (tmp_path / "run").exists()
 
 
+def test_best_by_a_score_that_rows_lack_is_explained(shell: Any, tmp_path: Path) -> None:
+    write_lines(tmp_path / "three.jsonl", texts_with([words_of(number)[0] for number in range(30)]))
+    line = (
+        f"finetune --recipe classification --data three.jsonl {FEW} --max-steps 2 --set validate_every=1 --output run"
+    )
+    done = shell(f"{line} --set best_by=roc_auc")
+    assert done.code == 2, done.said
+    assert "best_by: these rows have no score 'roc_auc'; choose from validation_loss, accuracy" in done.said
+    assert not (tmp_path / "run/model").exists()
+
+
 def test_validation_rows_with_unknown_labels_are_skipped(shell: Any, tmp_path: Path) -> None:
     write_lines(tmp_path / "train.jsonl", texts_with([words_of(number)[0] for number in range(30)]))
     line = f"finetune --recipe classification --data train.jsonl --val-data val.jsonl {FEW} --dry-run"

@@ -57,7 +57,8 @@ def evaluate(
     ] = None,
     allow_empty: Annotated[bool, flag("score empty predictions as they are", "--allow-empty", more=True)] = False,
     limit: Annotated[
-        int | None, flag("use only the first rows; with --leaks: most rows of each kind [default: 1000]", min=1)
+        int | None,
+        flag("use only the first rows; with --leaks: at most this many trained and unseen rows [default: 1000]", min=1),
     ] = None,
     show: Annotated[int, flag("print this many answers with the references", min=0)] = 0,
     output: Annotated[Path | None, flag("write one line per row: answer, scores", metavar="FILE.jsonl")] = None,
@@ -65,7 +66,8 @@ def evaluate(
         list[Path] | None, flag("write a report: .json, .md or .html", "--report", metavar="FILE")
     ] = None,
     gates: Annotated[
-        list[str] | None, flag("exit with 6 if the score misses this, e.g. 'rougeL>=30'", "--gate", metavar="SCORE>=N")
+        list[str] | None,
+        flag("exit with 6 if the score misses this, e.g. 'rougeL>=30' or 'loss<=2'", "--gate", metavar="SCORE>=N"),
     ] = None,
     tasks: Annotated[
         str | None, flag("measure on tasks of EleutherAI's lm-eval instead", metavar="T1,T2", more=True)

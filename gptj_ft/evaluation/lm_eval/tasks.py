@@ -224,6 +224,7 @@ def compare_on_tasks(model: Evaluation, baseline: Evaluation | None, seed: int) 
             {n: f for n, f in figures.items() if n.partition(".")[0] == task} for figures in (model.figures, other)
         )
         part = np.array([each == task for each in tasks], np.float64)
+        # A group of tasks has no rows of its own: its score is fixed, so that any rows will do.
         estimates = estimate_scores(own, theirs, model.rows, seed, part if part.any() else None)
         scores, before = {**scores, **estimates.scores}, {**before, **estimates.baseline}
         differences = {**differences, **estimates.differences}
