@@ -551,7 +551,7 @@ class Recipe(Options):
     sample_rows: int = Field(0, ge=0)
     """validation rows answered and scored by `metrics` at each validation; 0: none"""
     best_by: str = "validation_loss"
-    """criterion of the best state: validation_loss, or a score of the sample_rows; for tasks with a head, of all rows"""
+    """criterion of the best state: validation_loss, or a score of the sample_rows; with a head, of all rows"""
     patience: int | None = Field(None, ge=1)
     """stop after this many validations without a better state; null: never"""
     save_every: Annotated[int, FlagSpec(in_more=True)] = Field(0, ge=0, le=MOST_STEPS)
