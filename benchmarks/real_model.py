@@ -33,7 +33,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from same_work import Step, Work, adapter_options, loss_of_targets, open_model, take_steps, with_adapters
+from same_work import Step, Work, adapter_options, clip_exactly, loss_of_targets, open_model, take_steps, with_adapters
 
 from gptj_ft.config.run_folder import Run
 from gptj_ft.evaluation.metrics.statistic import Estimate, estimate_scores, mean
@@ -194,7 +194,7 @@ def train_with_transformers(arguments: argparse.Namespace, method: str, seed: st
         return float(loss.item())
 
     folder = tuned(arguments, "transformers", method, seed)
-    work.write_losses(take_steps(adapted, work, add_gradients), folder.with_suffix(".losses.jsonl"))
+    work.write_losses(take_steps(adapted, work, add_gradients, clip_exactly), folder.with_suffix(".losses.jsonl"))
     draft = folder.with_suffix(".draft")
     # The adapter is merged, so that both trainers' models are scored by the same kernels.
     (adapted.merge_and_unload() if method == "lora" else model).save_pretrained(draft)

@@ -232,7 +232,27 @@ def loss_of_targets(model: Any, step: Step) -> Tensor:
 LOSSES: Mapping[str, Callable[[Any, Step], Tensor]] = {"targets": loss_of_targets, "all": loss_of_all_positions}
 
 
-def take_steps(model: torch.nn.Module, work: Work, add_gradients: Callable[[Step], float]) -> Iterator[float]:
+Clip = Callable[[Iterable[torch.nn.Parameter], float], Any]
+"""Clips the gradients of parameters to a norm."""
+
+
+def clip_exactly(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> None:
+    """Clip as `torch.nn.utils.clip_grad_norm_`, by a norm in fp64.
+
+    On a CPU torch's norm in fp32 of 28 million elements is 0.2 % too small: after 50 steps the losses have parted.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = torch.stack([gradient.double().square().sum() for gradient in gradients]).sum().sqrt().float()
+    for gradient in gradients:
+        gradient.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+
+
+def take_steps(
+    model: torch.nn.Module,
+    work: Work,
+    add_gradients: Callable[[Step], float],
+    clip: Clip = torch.nn.utils.clip_grad_norm_,
+) -> Iterator[float]:
     """Train with a plain loop, fused AdamW and clipping; yield the loss of each step.
 
     Args:
@@ -246,7 +266,7 @@ def take_steps(model: torch.nn.Module, work: Work, add_gradients: Callable[[Step
         for group in optimizer.param_groups:
             group["lr"] = step.lr
         loss = add_gradients(step)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), work.clip_norm)
+        clip(model.parameters(), work.clip_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         yield loss
