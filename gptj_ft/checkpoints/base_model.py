@@ -188,6 +188,7 @@ def tiny_model(recipe: Recipe, source: Source) -> Path:
     Raises:
         UsageError: the rows are prepared, and the model they were prepared for is gone.
     """
+    from gptj_ft.data.columns import is_unicode
     from gptj_ft.data.dataset import load_dataset
     from gptj_ft.data.readers.records import read_rows
     from gptj_ft.data.readers.rows import Findings
@@ -205,7 +206,7 @@ def tiny_model(recipe: Recipe, source: Source) -> Path:
         rows = read_rows(source, findings)
         values = (value for row in rows for value in row.values.values())
         items = (item for value in values for item in (value if isinstance(value, list) else [value]))  # lists of words
-        texts = (item for item in items if isinstance(item, str))
+        texts = (item for item in items if isinstance(item, str) and is_unicode(item))
         from gptj_ft.checkpoints.tiny import make_tiny
 
         make_home()

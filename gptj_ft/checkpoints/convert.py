@@ -48,6 +48,7 @@ from gptj_ft.system.files import files_in, remove
 from gptj_ft.system.machine import free_disk
 from gptj_ft.system.paths import is_adapter
 from gptj_ft.system.scratch import scratch_folder
+from gptj_ft.system.units import gigabytes
 
 DtypeChoice = Literal["keep", "fp32", "bf16", "fp16", "q8_0"]
 OutputFormat = Literal["folder", "huggingface", "mesh", "gguf"]
@@ -238,7 +239,7 @@ def _convert_to_gguf(
         free, needed = free_disk(target.parent), export.bytes + COMPANION_BYTES
         if free < needed:
             raise ResourceError(
-                f"{target} needs {needed / 1e9:.1f} GB, but {target.parent} has {free / 1e9:.1f} GB free; "
+                f"{target} needs {gigabytes(needed)}, but {target.parent} has {gigabytes(free)} free; "
                 "name a target on another disk, or convert with --dtype q8_0"
             )
         export.write(target)
@@ -326,7 +327,7 @@ class _Work:
         free, needed = free_disk(draft), self.bytes + COMPANION_BYTES - written
         if free < needed:
             raise ResourceError(
-                f"{self.target} needs {needed / 1e9:.1f} GB, but {self.target.parent} has {free / 1e9:.1f} GB free; "
+                f"{self.target} needs {gigabytes(needed)}, but {self.target.parent} has {gigabytes(free)} free; "
                 "name a target on another disk, or convert to bf16"
             )
 

@@ -19,6 +19,7 @@ from gptj_ft.system.files import read_bytes, read_text
 from gptj_ft.system.machine import free_disk
 from gptj_ft.system.paths import TOKENIZER_FILES, is_model, make_home, models, part_of_home
 from gptj_ft.system.scratch import scratch_folder
+from gptj_ft.system.units import gigabytes
 
 COPIED = (*TOKENIZER_FILES, GENERATION_CONFIG, "chat_template.jinja")
 
@@ -70,7 +71,7 @@ def initial_model(config: Path, seed: int) -> Path:
     needed, free = 4 * sum(Layout.of(layer).num_parameters for layer in architecture.skeleton), free_disk(models())
     if needed > free:
         raise ResourceError(
-            f"{folder}: the random model needs {needed / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free; set "
+            f"{folder}: the random model needs {gigabytes(needed)}, but {gigabytes(free)} are free; set "
             "GPTJ_FT_HOME to a folder on another disk"
         )
     layers = (initial_layer(architecture, layer, seed) for layer in range(len(architecture.skeleton)))

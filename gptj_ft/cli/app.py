@@ -149,10 +149,12 @@ def _run(stop: StopRequest) -> int:
             return _fail(known, notes_of(error))
         if stop.has_become(error):
             return _fail(Interrupted(STOPPED))
+        _report_unexpected(error)
         raise
     except Exception as error:
         if stop.has_become(error):
             return _fail(Interrupted(STOPPED))
+        _report_unexpected(error)
         raise
     except BaseException as error:
         if panic := panic_in_words(error):
@@ -161,6 +163,12 @@ def _run(stop: StopRequest) -> int:
             return _fail(Interrupted(STOPPED))
         raise
     return 0
+
+
+def _report_unexpected(error: Exception) -> None:
+    """Print an error that is a bug as JSON, if asked for; Python prints its traceback."""
+    if "--json" in sys.argv:
+        print_json({"error": f"{type(error).__name__}: {error}", "exit_code": 1})
 
 
 def _failed_resource(error: Exception) -> ResourceError | None:

@@ -271,7 +271,7 @@ class FieldReader:
         values = {}
         for field, column in self._columns.items():
             cell = row.get(column)
-            if not isinstance(cell, str) or not _is_unicode(cell):
+            if not isinstance(cell, str) or not is_unicode(cell):
                 return None
             text = cell.strip() if field in self._stripped else cell
             values[field] = self._word_for(cell) if field == LABEL and self._words else text
@@ -298,7 +298,7 @@ class FieldReader:
             texts = [self._word_for(label) for label in texts]
         if not texts:
             raise RowSkipped(f"no value for column '{shortened(column)}'")
-        if not all(map(_is_unicode, texts)):
+        if not all(map(is_unicode, texts)):
             raise RowSkipped(f"column '{shortened(column)}': unpaired surrogate (invalid Unicode)")
         return [text.strip() for text in texts] if field in self._stripped else texts
 
@@ -337,7 +337,7 @@ def _read_chat(row: Mapping[str, Any], columns: Mapping[str, str], for_template:
         turns = [{"role": role, "content": text} for role, text in contents.items() if role != SYSTEM or text.strip()]
         conversation = read_conversation(turns, for_template)
     used = drop_trailing_messages(conversation)
-    if not _is_unicode(str([dict(message) for message in used]) if for_template else str(used)):
+    if not is_unicode(str([dict(message) for message in used]) if for_template else str(used)):
         raise RowSkipped("unpaired surrogate (invalid Unicode)")
     dropped = len(conversation) - len(used)
     warnings = ("messages after the assistant's last one, which are left out",) if dropped else ()
@@ -378,7 +378,7 @@ def _answer_at(
     return None
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
     """Tell whether a text is valid Unicode: JSON can spell lone surrogates, which no tokenizer accepts."""
     if text.isascii():
         return True

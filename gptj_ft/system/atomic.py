@@ -101,14 +101,16 @@ def atomic_folder(folder: Path, resume: Mapping[str, Any] | None = None) -> Iter
         keep_folder(draft, SHARED_FOLDER)
         if resume is not None:
             stack.enter_context(locked(draft, "converting into"))
+            if os.path.lexists(folder):
+                raise UsageError(f"output folder {folder} exists: another process has made it meanwhile")
         try:
             _clear_unless(draft, resume)
             yield draft
-            # Removing its file does not release the lock, which belongs to the open descriptor.
-            for own in (PLAN, LOCK):
-                (draft / own).unlink(missing_ok=True)
+            (draft / PLAN).unlink(missing_ok=True)
             sync_path(draft)
             draft.rename(folder)
+            # Not before: a draft without its lock's file would look free to another process, which would clear it.
+            (folder / LOCK).unlink(missing_ok=True)
             sync_path(folder.parent)
         except BaseException as error:
             # KeyboardInterrupt is no Exception: a resumable draft survives Ctrl-C, but not a failure.

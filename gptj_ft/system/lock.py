@@ -66,6 +66,8 @@ def locked(folder: Path, work: str) -> Iterator[None]:
                     "Ctrl-C or SIGTERM, and it saves first"
                 )
             time.sleep(0.01)
+        if not _is_still(descriptor, folder / LOCK):
+            raise UsageError(f"another process has finished or removed {folder} meanwhile; try again")
         note = asdict(Holder(os.getpid(), platform.node(), work))
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, (json.dumps(note) + "\n").encode(), 0)
@@ -75,6 +77,14 @@ def locked(folder: Path, work: str) -> Iterator[None]:
             os.ftruncate(descriptor, 0)  # the folder may be published: remove the host name
     finally:
         os.close(descriptor)
+
+
+def _is_still(descriptor: int, path: Path) -> bool:
+    """Tell whether an open file still has its name."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def take(descriptor: int) -> bool:

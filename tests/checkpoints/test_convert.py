@@ -328,7 +328,7 @@ def test_disk_bit_flip_fails_verification(tmp_path: Path, source: Path, wrap_rea
 
 def test_low_disk_fails_before_writing(tmp_path: Path, source: Path, set_free_space: Callable[[int], None]) -> None:
     set_free_space(1 << 20)
-    with pytest.raises(ResourceError, match=r"needs 0\.0 GB, but .* has 0\.0 GB free"):
+    with pytest.raises(ResourceError, match=r"needs 16.8 MB, but .* has 1.0 MB free"):
         convert(source, tmp_path / "out" / "model")
     assert list((tmp_path / "out").iterdir()) == []
 

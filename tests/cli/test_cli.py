@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from gptj_ft.checkpoints.base_model import tiny_model
+from gptj_ft.cli.app import _run
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.readers.source import identify
+from gptj_ft.system.signals import StopRequest
 
 FINETUNE = "finetune --recipe summarization --model tiny --max-steps 1"
 
@@ -273,3 +275,14 @@ def test_only_download_may_use_the_hub(shell, monkeypatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     assert shell("recipes list").code == 0
     assert os.environ["HF_HUB_OFFLINE"] == "1"
+
+
+def test_unexpected_error_is_json_if_asked_for(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    def broken() -> None:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr("gptj_ft.cli.app.command", broken)
+    monkeypatch.setattr("sys.argv", ["gptj-ft", "runs", "--json"])
+    with pytest.raises(ValueError, match="a bug"), StopRequest(on_first=lambda: None) as stop:
+        _run(stop)
+    assert json.loads(capsys.readouterr().out) == {"error": "ValueError: a bug", "exit_code": 1}

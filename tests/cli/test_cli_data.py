@@ -183,3 +183,10 @@ def test_new_rows_are_not_cut_around_answers(shell) -> None:
     seen = shell("evaluate run --baseline none --data qa.jsonl --show 1 --json")
     assert seen.code == 0
     assert seen.json["model"]["notes"] == []
+
+
+def test_tiny_model_is_made_from_rows_with_lone_surrogates(shell, tmp_path: Path) -> None:
+    rows = [{"document": f"The lift stops at {n}.", "summary": "A lift.", "extra": "\ud800"} for n in range(9)]
+    (tmp_path / "odd.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    done = shell("prepare-data --recipe summarization --data odd.jsonl --model tiny --output rows --json")
+    assert done.code == 0, done.err

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from gptj_ft.errors import UsageError
+from gptj_ft.system import atomic
 from gptj_ft.system.atomic import atomic_files, atomic_folder
 from gptj_ft.system.files import doomed_name, hidden_name, is_leftover, leftovers_in, new_name
 
@@ -66,3 +68,31 @@ def test_every_name_of_something_unfinished_is_known(tmp_path: Path) -> None:
     names = [new_name(path), doomed_name(path), *(hidden_name(path, state) for state in states)]
     assert all(is_leftover(each.name) for each in names)
     assert not any(is_leftover(name) for name in ("model", "metrics.jsonl", "model.safetensors", "step-000120"))
+
+
+def test_draft_stays_locked_until_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = []
+
+    def sync_and_enter(path: Path) -> None:
+        if is_leftover(path.name) and not refused:  # another process comes while the draft is synced
+            with pytest.raises(UsageError, match="is in use") as error, atomic_folder(tmp_path / "new", {"n": 1}):
+                pass
+            refused.append(str(error.value))
+
+    monkeypatch.setattr(atomic, "sync_path", sync_and_enter)
+    with atomic_folder(tmp_path / "new", {"n": 1}) as draft:
+        (draft / "file").write_text("whole")
+    assert len(refused) == 1
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["file"]
+
+
+def test_folder_made_meanwhile_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def locked_late(folder: Path, work: str) -> Iterator[None]:
+        (tmp_path / "new").mkdir()  # another process had the lock until now
+        yield
+
+    monkeypatch.setattr(atomic, "locked", locked_late)
+    with pytest.raises(UsageError, match="another process has made it"), atomic_folder(tmp_path / "new", {"n": 1}):
+        pass
+    assert (tmp_path / "new").is_dir()

@@ -317,6 +317,8 @@ def _require_file(path: Path) -> None:
             f"{path} is a pipe, a device or a socket; rows are read more than once: save them to a file first"
         )
     if not path.exists():
+        if path.is_symlink():
+            raise UsageError(f"{path} is a link to a file that does not exist")
         siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
         hint = did_you_mean(path.name, siblings)
         if (
