@@ -106,11 +106,13 @@ def atomic_folder(folder: Path, resume: Mapping[str, Any] | None = None) -> Iter
         try:
             _clear_unless(draft, resume)
             yield draft
-            (draft / PLAN).unlink(missing_ok=True)
+            if resume is not None:
+                (draft / PLAN).unlink(missing_ok=True)
             sync_path(draft)
             draft.rename(folder)
-            # Not before: a draft without its lock's file would look free to another process, which would clear it.
-            (folder / LOCK).unlink(missing_ok=True)
+            if resume is not None:
+                # Not before: a draft without its lock's file would look free to another process, which would clear it.
+                (folder / LOCK).unlink(missing_ok=True)
             sync_path(folder.parent)
         except BaseException as error:
             # KeyboardInterrupt is no Exception: a resumable draft survives Ctrl-C, but not a failure.
