@@ -106,7 +106,10 @@ def test_canaries_need_room_and_a_tokenizer(tokenizer, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--train 'h.1.*'", "canaries measure how a whole model or an adapter memorizes, and train=h.1.* freezes parameters"),
+        (
+            "--train 'h.1.*'",
+            "canaries measure how a whole model or an adapter memorizes, and train=h.1.* freezes parameters",
+        ),
         ("--recipe classification", "canaries are for language models: a head for 'classification' learns no text"),
     ],
 )
