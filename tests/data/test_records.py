@@ -188,6 +188,14 @@ def test_a_missing_file_names_its_nearest_sibling(write, tmp_path):
         rows(tmp_path / "nowhere" / "a.jsonl")
 
 
+def test_broken_link_is_named(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").symlink_to(tmp_path / "gone.jsonl")
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("rows.jsonl", "loop"):
+        with pytest.raises(UsageError, match=f"{name} is a link to a file that does not exist"):
+            identify(tmp_path / name)
+
+
 def test_a_folder_is_refused(tmp_path):
     with pytest.raises(UsageError, match=r"has no files of rows .* and is not prepared data"):
         rows(tmp_path)

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from support.fork_server import ForkServer, Running
@@ -82,3 +83,25 @@ def test_the_lock_ends_with_an_exception(tmp_path: Path) -> None:
         raise ZeroDivisionError
     with locked(tmp_path, "training"), pytest.raises(UsageError, match="is in use: process"), locked(tmp_path, "x"):
         pass
+
+
+def test_lock_of_a_folder_that_was_renamed_meanwhile_is_refused(tmp_path: Path) -> None:
+    folder, errors = tmp_path / "draft", list[BaseException]()
+    folder.mkdir()
+
+    def wait() -> None:
+        try:
+            with locked(folder, "waiting for"):
+                pass
+        except UsageError as error:
+            errors.append(error)
+
+    with locked(folder, "filling"):
+        waiting = Thread(target=wait)
+        waiting.start()
+        time.sleep(0.1)  # it has opened the file, and tries for half a second
+        folder.rename(tmp_path / "done")
+    waiting.join()
+    assert [str(error) for error in errors] == [
+        f"another process has finished or removed {folder} meanwhile; try again"
+    ]
