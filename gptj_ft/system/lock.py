@@ -50,6 +50,7 @@ def locked(folder: Path, work: str) -> Iterator[None]:
         work: activity for the messages of other processes, as in "training".
 
     Raises:
+        UsageError: another process holds the lock, or has renamed or removed the folder meanwhile.
         DataError: ``run.lock`` is not a regular file.
     """
     descriptor = _open(folder, os.O_RDWR | os.O_CREAT)

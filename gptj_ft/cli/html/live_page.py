@@ -44,11 +44,12 @@ NOTICED, BOUND = 0.02, 0.3  # shares of waiting: one worth a remark; one at whic
 class LivePage(Reporter):
     """Write the page of a run while it trains, ``report.html`` in its folder, and its report at the end.
 
-    A failure to write is reported once; the run continues.
+    A failure to write is reported once; the run continues. `LivePage.of` makes the page of a planned run; to pass it
+    together with another reporter, use `Reporters`.
 
     >>> run = gptj_ft.prepare_run("summarization", data="my.jsonl", model="tiny")
     >>> with gptj_ft.LivePage.of(run, print) as page:
-    ...     result = run.train(gptj_ft.Reporters(page, Losses()))
+    ...     result = run.train(page)
 
     Args:
         setup: the planned run.
