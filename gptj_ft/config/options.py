@@ -320,7 +320,7 @@ class Recipe(Options):
     """
     val_data: Annotated[str | None, FlagSpec(metavar="FILE")] = None
     """validation rows; empty: a fraction of the data is held out"""
-    holdout: Annotated[Fraction, FlagSpec(set_by_presets=True)] = 0.05
+    holdout: Annotated[Decay, FlagSpec(set_by_presets=True)] = 0.05
     """fraction of the rows held out for validation, without val_data"""
     output: Annotated[str | None, FlagSpec(metavar="FOLDER")] = None
     """new run folder; default runs/RECIPE-N"""

@@ -41,6 +41,7 @@ class Conversation(tuple[Mapping[str, Any], ...]):
 
 # Keys of messages that chat templates read, besides role and content.
 KEPT = ("reasoning_content", "reasoning", "thinking", "tool_calls", "tool_call_id", "name")
+WEIGHT = "weight"  # of an answer in OpenAI's files: 0 reads it, but does not train it
 
 
 def is_chat(recipe: Recipe) -> bool:
@@ -83,11 +84,24 @@ def _message(value: Any, for_template: bool) -> dict[str, Any]:
             raise RowSkipped("a message has parts other than text")
         content = "\n".join(part["text"] for part in content)
     kept = {key: value[key] for key in KEPT if value.get(key)} if for_template else {}
+    if role == ASSISTANT:
+        kept |= _weight(value.get(WEIGHT))
     if kept.get("tool_calls") and not content:
         return {"role": role, **kept}
     if not isinstance(content, str) or not content.strip():
         raise RowSkipped("a message is empty")
     return {"role": role, "content": content if for_template else content.strip(), **kept}
+
+
+def _weight(value: Any) -> dict[str, int]:
+    if not isinstance(value, int | float | None) or value not in (None, 0, 1):
+        raise RowSkipped(f"a message has the weight {shortened(repr(value))}, neither 0 nor 1")
+    return {} if value is None or value == 1 else {WEIGHT: 0}
+
+
+def is_target(message: Mapping[str, Any]) -> bool:
+    """Tell whether a message is an answer to train, in a conversation that does not begin with it."""
+    return message["role"] == ASSISTANT and message.get(WEIGHT) != 0
 
 
 def start_conversation(text: str) -> Conversation:
@@ -96,14 +110,17 @@ def start_conversation(text: str) -> Conversation:
 
 
 def drop_trailing_messages(conversation: Conversation) -> Conversation:
-    """Drop the messages after the last answer.
+    """Drop the messages after the last answer to train.
 
     Raises:
-        RowSkipped: there is no answer, or nothing before it.
+        RowSkipped: there is no such answer, or nothing before it.
     """
-    answers = [index for index, message in enumerate(conversation) if message["role"] == ASSISTANT]
+    answers = [index for index, message in enumerate(conversation) if is_target(message)]
     if not answers:
-        raise RowSkipped("no message of the assistant")
+        is_silent = any(message["role"] == ASSISTANT for message in conversation)
+        raise RowSkipped(
+            "each message of the assistant has the weight 0" if is_silent else "no message of the assistant"
+        )
     if answers[-1] == 0:
         raise RowSkipped("nothing comes before the assistant's message")
     return Conversation(conversation[: answers[-1] + 1])
@@ -114,7 +131,7 @@ def render_parts(recipe: Recipe, conversation: Conversation) -> list[tuple[str, 
     done, parts = "", list[tuple[str, bool]]()
     for index, message in enumerate(conversation):
         # A conversation that begins with an answer has no prompt for it: that answer is only input.
-        if message["role"] != ASSISTANT or not index:
+        if not is_target(message) or not index:
             continue
         before = render(recipe.prompt, {MESSAGES: conversation[:index]})
         # Otherwise earlier tokens would depend on later messages, and answers be trained after another prompt than at

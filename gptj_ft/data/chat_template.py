@@ -20,7 +20,7 @@ import numpy as np
 from jinja2 import TemplateError
 
 from gptj_ft.config.options import Recipe
-from gptj_ft.data.chat import ASSISTANT, Conversation
+from gptj_ft.data.chat import ASSISTANT, Conversation, is_target
 from gptj_ft.data.tokenization import NoTokenizer, RowTokenizer, Span, backend_of
 from gptj_ft.errors import RowSkipped, UsageError
 from gptj_ft.system.plain_text import one_line, shortened
@@ -120,7 +120,7 @@ class ChatTemplate:
         self._check(conversation, tools)
         rows: list[RenderedChat] = []
         for index, message in enumerate(conversation):
-            if message["role"] != ASSISTANT or not index:
+            if not is_target(message) or not index:
                 continue
             before = self.render(conversation[:index], tools, to_answer=True).text
             text, marked = self.render(conversation[: index + 1], tools)

@@ -49,6 +49,7 @@ def select(architecture: Architecture, recipe: Recipe) -> Selection:
         scaling = options.alpha / (math.sqrt(options.rank) if options.rslora else options.rank)
         rank = lora.Rank(options.rank, scaling, "trained" if options.dora else None)
         adapters = dict.fromkeys(_targets(architecture, options.targets), rank)
+        _check_rank(architecture, adapters, options.rank)
         return adapted(architecture, adapters, architecture.trained_whole, options.dropout)
     if recipe.method == "sampled" and recipe.train:
         raise UsageError("train selects parameters for --method full; --method sampled trains all, a few at a time")
@@ -56,6 +57,18 @@ def select(architecture: Architecture, recipe: Recipe) -> Selection:
     patterns = recipe.train or ("*",)
     trained = {names[name] for name in (*match(patterns, names, "--train", "parameter"), *architecture.new)}
     return Selection.of(architecture.layers, lambda *position: position in trained)
+
+
+def _check_rank(architecture: Architecture, adapters: Iterable[str], rank: int) -> None:
+    """Refuse a rank above that of every adapted weight: all of its products have a lower one."""
+    modules = lora.linear_layers(architecture)
+    weights = [architecture.skeleton[layer].get_submodule(local) for layer, local in map(modules.__getitem__, adapters)]
+    most = max((min(lora.widths(weight)) for weight in weights), default=rank)
+    if rank > most:
+        raise UsageError(
+            f"lora.rank: {rank:,} is more than any adapted weight of this model can use: at most {most:,}; "
+            "--method full trains whole weights"
+        )
 
 
 def _targets(architecture: Architecture, patterns: Sequence[str]) -> list[str]:

@@ -60,7 +60,7 @@ from gptj_ft.training.halving import (
     rungs_of,
 )
 from gptj_ft.training.inputs import gather
-from gptj_ft.training.loop import Session, open_session, train_until
+from gptj_ft.training.loop import Session, Training, open_session, train_until
 from gptj_ft.training.parallel import ONE_PROCESS, Validated
 from gptj_ft.training.reporter import Reporter
 from gptj_ft.training.retention import go_back
@@ -69,6 +69,7 @@ from gptj_ft.training.run_state import LOSS
 from gptj_ft.training.runs import tidy
 from gptj_ft.training.schedule import Schedule
 from gptj_ft.training.search_space import Candidate, Over, candidates_of
+from gptj_ft.training.setup import TrainSetup
 from gptj_ft.training.trackers import check_tracker
 from gptj_ft.training.validation import ValidationSample
 
@@ -199,6 +200,9 @@ class PreparedSearch:
         keep_folder(self.folder)
         with locked(self.folder, "searching"), self._resumable():
             decisions = self._begin()
+            for decision in decisions:  # a kill may have come before the files were removed
+                self._discard_dropped(decision)
+                _check_kept(decision)
             for step in self.plan.rungs[len(decisions) :]:
                 active = self._active(decisions)
                 needs_rows = self._needs_rows(step, active)
@@ -210,8 +214,7 @@ class PreparedSearch:
                 decisions = [*decisions, self._decide(step, decisions)]
                 self._save(decisions)
                 self._discard_dropped(decisions[-1], reporter)
-            for decision in decisions:  # a kill may have come before the files were removed
-                self._discard_dropped(decision)
+                _check_kept(decisions[-1])
             return self._finish(decisions, start)
 
     def _begin(self) -> list[Decision]:
@@ -295,7 +298,7 @@ class PreparedSearch:
                         training.retention.save_now(training.state)
                     if needs_rows:
                         reporter.on_activity(f"scoring {len(setup.validation):,} validation rows")
-                        scores = score_rows(setup, run, training.offloaded, training.stop_if_asked)
+                        scores = self._score(setup, run, training, step)
                         self._check_score(scores)
                         write_sealed(path, asdict(scores))
                     if step == setup.num_steps:
@@ -304,6 +307,12 @@ class PreparedSearch:
                     training.finish(time.monotonic())
         except NotFinite as error:
             write_sealed(path, {"diverged": one_line(str(error).partition("\n")[0])})
+
+    def _score(self, setup: TrainSetup, run: Run, training: Training, step: int) -> RowScores:
+        try:
+            return score_rows(setup, run, training.offloaded, training.stop_if_asked)
+        except NotFinite as error:
+            raise NotFinite(f"the loss of a validation row is not finite after step {step}") from error
 
     def _figures(self, scores: RowScores) -> Figures:
         train, validation = self.rows
@@ -326,11 +335,7 @@ class PreparedSearch:
         counts = [*(len(each.standings) for each in decisions), len(active)]
         scored = {each.name: self._scored(each, step) for each in active}
         compare = Comparison(plan.by, num_rows_of(plan.recipe, self.rows[1]), plan.recipe.seed)
-        decision = decide(plan.rungs, counts, scored, compare, plan.budget)
-        if not decision.kept:
-            reasons = [each.reason for each in decision.standings]
-            raise NotFinite(f"no candidate is left; {decision.leader.candidate}: {reasons[0]}: search other values")
-        return decision
+        return decide(plan.rungs, counts, scored, compare, plan.budget)
 
     def _own_score(self, candidate: Candidate) -> float | None:
         """Return the deciding score of a finished run by its last validation."""
@@ -591,3 +596,14 @@ def _to_dict(standing: Standing) -> dict[str, Any]:
 def _standing(saved: Mapping[str, Any]) -> Standing:
     difference = Estimate(**saved["difference"]) if saved["difference"] else None
     return Standing(saved["candidate"], saved["fate"], saved["score"], difference, saved["reason"])
+
+
+def _check_kept(decision: Decision) -> None:
+    """Refuse to go on without candidates.
+
+    Raises:
+        NotFinite: all have diverged.
+    """
+    if not decision.kept:
+        first = decision.leader
+        raise NotFinite(f"no candidate is left; {first.candidate}: {first.reason}: search other values")

@@ -58,6 +58,20 @@ def test_every_assistant_answer_is_a_target(tokenizer) -> None:
     assert answers == [" A patient.", " A cough.<|endoftext|>"]
 
 
+def test_answer_with_weight_0_is_read_but_not_trained(tokenizer) -> None:
+    weighted = [{**message, "weight": number} for number, message in enumerate(MESSAGES) if number < 2]
+    weighted += [{**MESSAGES[2], "weight": 0}, MESSAGES[3], {**MESSAGES[4], "weight": 1}]
+    with pytest.raises(RowSkipped, match=r"has the weight 0\.5, neither 0 nor 1"):
+        read({"messages": [*weighted[:4], {**MESSAGES[4], "weight": 0.5}]})
+    text, answers = trained(tokenizer, chat(), read({"messages": weighted}).values)
+    assert text == trained(tokenizer, chat(), read({"messages": MESSAGES}).values)[0]
+    assert answers == [" A cough.<|endoftext|>"]
+    last = [*MESSAGES[:4], {**MESSAGES[4], "weight": 0}]
+    assert trained(tokenizer, chat(), read({"messages": last}).values)[1] == [" A patient.<|endoftext|>"]
+    with pytest.raises(RowSkipped, match="each message of the assistant has the weight 0"):
+        read({"messages": [{**message, "weight": 0} for message in MESSAGES]})
+
+
 def test_inference_prompt_equals_training_prompt(tokenizer) -> None:
     values = read({"messages": MESSAGES}).values
     encoded = encode(chat(), tokenizer, values)

@@ -131,6 +131,16 @@ def test_changed_history_makes_a_row_per_answer(tmp_path) -> None:
     assert texts(tokenizer, no_thinking) == [["A patient.<|im_end|>\n"]]
 
 
+@pytest.mark.parametrize("name", ["qwen3", "llama3"])
+def test_answer_with_weight_0_is_read_but_not_trained(tmp_path, name) -> None:
+    tokenizer = chat_tokenizer(name)
+    first, source = next(at for at, each in enumerate(MORE) if each["role"] == "assistant"), template_named(name)
+    silent = [{**each, "weight": 0} if at == first else each for at, each in enumerate(MORE)]
+    whole, done = (prepared(tmp_path, tokenizer, [rows], source) for rows in (MORE, silent))
+    assert texts(tokenizer, done) == [texts(tokenizer, whole)[-1][-1:]]
+    assert list(done.rows["input_ids"])[-1] == list(whole.rows["input_ids"])[-1]
+
+
 def test_thoughts_of_the_last_answer_are_trained(tmp_path) -> None:
     tokenizer = chat_tokenizer("qwen3")
     thought = [HELLO[0], {**HELLO[1], "reasoning_content": "Hm."}]

@@ -226,6 +226,24 @@ def test_first_bad_json_line_is_named(write):
         rows(path)
 
 
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ('{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' is there twice"),
+        ('{"a": Infinity}', "Infinity is no number"),
+        ('{"a": [-1e999]}', "the number -1e999 is too large"),
+    ],
+)
+def test_json_with_two_meanings_is_rejected(write, name, row, reason):
+    with pytest.raises(DataError, match=rf"{name}:2: not JSON: {reason}"):
+        rows(write(name, f'{{"a": NaN}}\n{row}\n'))
+
+
+def test_nan_is_a_missing_value(write):
+    assert rows(write("a.jsonl", '{"a": NaN, "b": 1e9}\n')) == [(1, {"a": None, "b": 1e9})]
+
+
 def test_json_line_without_object_is_rejected(write):
     with pytest.raises(DataError, match=r"a\.jsonl:1: expected an object \{\.\.\.\}, found a list$"):
         rows(write("a.jsonl", '["x"]\n'))

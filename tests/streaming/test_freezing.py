@@ -202,6 +202,13 @@ def test_patterns_match_at_any_dot() -> None:
         match(("h.2.*", "h.3.atn.*"), names, "--train", "parameter")
 
 
+def test_rank_above_every_adapted_weight_is_refused(tmp_path: Path) -> None:
+    most = small_session(tmp_path / "model", method="lora", lora={"rank": 16, "targets": ["all-linear"]})
+    with pytest.raises(UsageError, match=r"lora.rank: 17 is more than any adapted weight .* at most 16; --method full"):
+        small_session(tmp_path / "again", method="lora", lora={"rank": 17, "targets": ["all-linear"]})
+    assert {rank.rank for rank in most.selection.adapters.values()} == {16}
+
+
 def test_partial_training_resumes_and_verifies(shell, rows_file: Path) -> None:
     options = "--recipe summarization --data rows.jsonl --model tiny --lr 1e-2 --batch-size 8 --max-steps 2"
     done = shell(

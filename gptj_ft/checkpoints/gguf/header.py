@@ -173,5 +173,5 @@ class _Parser:
     def _bytes(self, count: int) -> bytes:
         data = self._file.read(count) if count <= self._size else b""
         if len(data) < count:
-            raise DataError(f"{self.path}: truncated: its header ends after {self._size:,} bytes; get the file again")
+            raise ValueError(f"truncated: it ends after {self._size:,} bytes")
         return data

@@ -6,6 +6,7 @@ An own incremental decoder, because the events of `ijson` carry no line numbers,
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -16,7 +17,29 @@ from gptj_ft.data.readers.source import File
 from gptj_ft.errors import DataError
 from gptj_ft.system.plain_text import shortened
 
-DECODER = json.JSONDecoder()
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object; refuse a key that is there twice, of which Python would keep the last."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key '{shortened(next(key for key in found if keys.count(key) > 1))}' is there twice")
+    return found
+
+
+def _float(digits: str) -> float:
+    if math.isinf(value := float(digits)):
+        raise ValueError(f"the number {shortened(digits)} is too large")
+    return value
+
+
+def _constant(name: str) -> None:
+    """Return null for NaN, which programs write for a missing cell."""
+    if name != "NaN":
+        raise ValueError(f"{name} is no number")
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_float=_float, parse_constant=_constant)
 MESSAGE_KEYS = ({"role"}, {"from", "value"})  # keys of a conversation's message: OpenAI's or ShareGPT's
 LONG_TEXT = 100  # characters; an object with a longer text is a row, not a wrapper of rows
 LISTS_SHOWN = 10
@@ -45,13 +68,13 @@ def _parse_object(line: str) -> dict[str, Any] | str:
     """Return the object in a line, or a description of the problem."""
     text = line.rstrip("\r\n")
     try:
-        value, end = DECODER.raw_decode(text)  # faster than `json.loads`
+        value, end = DECODER.raw_decode(text)  # faster than `decode`
         if end == len(text) and isinstance(value, dict):
             return value
     except (ValueError, RecursionError):
-        pass  # `json.loads` below gives the error message
+        pass  # `decode` below gives the error message
     try:
-        value = json.loads(text)
+        value = DECODER.decode(text)
     except json.JSONDecodeError as error:
         return f"not JSON: {error.msg} (column {error.colno})"
     except (ValueError, RecursionError) as error:
@@ -155,7 +178,6 @@ class JsonText:
     def __init__(self, file: File, chunks: Iterator[str], line: int = 1) -> None:
         self._file, self._chunks = file, chunks
         self._buffer, self._position, self.line = "", 0, line
-        self._decoder = json.JSONDecoder()
         self._more()
         # In minified JSON every row is on line 1: records are counted instead.
         self.is_one_line = "\n" not in self._buffer.strip()
@@ -187,7 +209,7 @@ class JsonText:
         self.peek()
         while True:
             try:
-                value, end = self._decoder.raw_decode(self._buffer, self._position)
+                value, end = DECODER.raw_decode(self._buffer, self._position)
             except json.JSONDecodeError as error:
                 # An unterminated string is reported at its start, which may be far from the end of the buffer.
                 may_go_on = error.msg.startswith("Unterminated") or error.pos >= len(self._buffer) - CUT_OFF
