@@ -16,19 +16,27 @@ from threading import Event
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 
 from gptj_ft.models.attention import attend
-from gptj_ft.models.batch import PackedBatch
+from gptj_ft.models.batch import HeadRows, PackedBatch
+from gptj_ft.models.dropout import Dropout
+from gptj_ft.models.layout import Layout
 from gptj_ft.models.linear import project
+from gptj_ft.models.lora import LoRALinear, Rank
+from gptj_ft.planning.constants import KERNELS_PER_SECOND
+from gptj_ft.planning.layer_cost import Meter, parameters_of
 from gptj_ft.streaming.stores.state_file import digest
 from gptj_ft.system.accelerator import (
+    META,
     deterministic_kernels,
     empty_cache,
     is_accelerator,
     pin,
     shares_memory,
     supports_bf16,
+    synchronize,
     timed,
 )
 from gptj_ft.system.direct_io import open_direct, read_direct, write_bytes
@@ -44,6 +52,7 @@ NEAR_BYTES = 4 * 2**20  # two tensors of this size fit the caches
 HEADS, ATTENDED, HEAD_DIM = 4, 512, 256  # of the measured attention
 HEADS_ON_ACCELERATOR, MOST_DOCUMENTS = 16, 16  # the same on an accelerator, which few heads do not fill
 LONGEST_ATTENTION = 0.05  # seconds
+SUBMITTED_WIDTH, SUBMITTED_LAYERS = 64, 50  # layers so small that only their kernels' submission takes time
 FILE_BYTES = 512 * 2**20
 CHUNK_BYTES = 128 * 2**20
 LONGEST_TRANSFER = 1.5  # seconds; enough to know a slow disk
@@ -66,6 +75,7 @@ class ComputeRates:
     to_device: float  # bytes/s from host memory; on a CPU, of a copy
     from_device: float
     load: float = 0.0  # load per core in the minute before: other programs may have slowed the measurement down
+    kernels: float = KERNELS_PER_SECOND  # that the program submits to an accelerator
 
     @property
     def gain(self) -> float:
@@ -175,10 +185,38 @@ def measure_compute(device: torch.device) -> ComputeRates:
     wide = [matmul_rate(device, dtype) for dtype in dtypes]
     narrow = [matmul_rate(device, dtype, NARROW, 2 * NARROW) for dtype in dtypes]
     block = _block_rates(device, half if is_accelerator(device) else torch.float32)
+    kernels = submission_rate(device, half) if is_accelerator(device) else KERNELS_PER_SECOND
     empty_cache(device)  # torch's cached memory would count as taken
     return ComputeRates(
-        wide[0], wide[1], narrow[0], narrow[1], 2 * copy, 2 * near, *block, to_device, from_device, load
+        wide[0], wide[1], narrow[0], narrow[1], 2 * copy, 2 * near, *block, to_device, from_device, load, kernels
     )
+
+
+def submission_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Measure the kernels that the program submits in a second: a small layer with an adapter, forward and backward."""
+    layer = LoRALinear(nn.Linear(SUBMITTED_WIDTH, SUBMITTED_WIDTH, device="meta"), Rank(8, 1.0), Dropout(0.0))
+    trained = Layout.of(layer, {"lora_A", "lora_B"})
+
+    def train(parameters: dict[str, Tensor], number: int = SUBMITTED_LAYERS) -> None:
+        shape, on = (SUBMITTED_WIDTH, SUBMITTED_WIDTH), parameters["weight"].device
+        for _ in range(number):
+            x_TD = torch.zeros(shape, dtype=dtype, device=on, requires_grad=True)
+            torch.autograd.backward(functional_call(layer, parameters, (x_TD, HeadRows())), x_TD.detach())
+
+    parameters, shapes = (parameters_of(layer, trained, dtype, on) for on in (device, META))
+    with Meter() as meter:
+        train(shapes, 1)
+    train(parameters, 1)
+    seconds = min(_wall_seconds(lambda: train(parameters), device) for _ in range(3))
+    return SUBMITTED_LAYERS * sum(map(len, meter.kernels)) / seconds
+
+
+def _wall_seconds(work: Callable[[], object], device: torch.device) -> float:
+    synchronize(device)
+    start = time.perf_counter()
+    work()
+    synchronize(device)
+    return time.perf_counter() - start
 
 
 def _block_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:

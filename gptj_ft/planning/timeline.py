@@ -22,7 +22,6 @@ from gptj_ft.planning.constants import (
     CHUNK_SECONDS,
     FOLDER_TRANSFERS,
     HOST_TRANSFERS,
-    ISSUE_SECONDS,
     LAUNCH_SECONDS,
     RESTORED,
     ZEROED_ON_CPU,
@@ -377,9 +376,9 @@ class VirtualDevice(UntimedDevice):
             work = self._processor.submit("compute", piece.seconds, earlier)
             self._clock.wait(work)
             return work
-        # The device cannot run ahead of the program: many small kernels take at least the time of their submission.
-        issue = piece.number * ISSUE_SECONDS
-        work = self._processor.submit(stream, max(piece.seconds, issue), earlier)
+        # The device cannot run ahead of the program. While it is behind, the program submits without delaying it.
+        issue = piece.number / self._rates.compute.kernels
+        work = self._processor.submit(stream, piece.seconds, earlier, self._clock.now + issue)
         self._clock.advance(issue)
         return work
 

@@ -180,14 +180,18 @@ class Processor:
         self._ends = 0.0  # time at which the running work ends
         self._updates_until = 0.0
 
-    def submit(self, stream: Stream, seconds: float, after: Sequence[Work] = ()) -> Work:
-        """Queue work on a stream, after other work."""
+    def submit(self, stream: Stream, seconds: float, after: Sequence[Work] = (), issued: float = 0.0) -> Work:
+        """Queue work on a stream, after other work.
+
+        Args:
+            issued: time at which the program has submitted all of its kernels; the work ends no earlier.
+        """
         work = Work(self._clock)
         # A stream is in order: its previous work is a dependency, too.
         earlier = [self.last[stream], *after]
         self.last[stream] = work
         begin = self._compute if stream == "compute" else self._update
-        self._clock.after(earlier, partial(begin, work, seconds))
+        self._clock.after(earlier, lambda: begin(work, max(seconds, issued - self._clock.now)))
         return work
 
     def delay(self, seconds: float) -> None:

@@ -31,9 +31,18 @@ from gptj_ft.errors import ResourceError
 from gptj_ft.models.layout import Layout
 from gptj_ft.models.products import ONEDNN
 from gptj_ft.planning import layer_times, machine_profile, probe
+from gptj_ft.planning.layer_cost import Meter
 from gptj_ft.planning.layer_times import LayerKind, Seconds
 from gptj_ft.planning.machine_profile import choose_dtype, compute_rates, disk_rates, reason_for, with_times
-from gptj_ft.planning.probe import ASSUMED_DISK, DiskRates, Rates, fill_write_cache, matmul_rate, measure_disk
+from gptj_ft.planning.probe import (
+    ASSUMED_DISK,
+    DiskRates,
+    Rates,
+    fill_write_cache,
+    matmul_rate,
+    measure_disk,
+    submission_rate,
+)
 from gptj_ft.planning.resources import Target, inference_dtype
 from gptj_ft.planning.workload import StepTokens, Workload
 from gptj_ft.system.direct_io import write_bytes
@@ -147,6 +156,20 @@ def test_work_of_other_programs_is_metered() -> None:
     start, share = time.perf_counter(), METER_OTHERS()
     subprocess.run([sys.executable, "-S", "-c", spin], check=True)
     assert share() * (time.perf_counter() - start) * (os.cpu_count() or 1) > 0.15
+
+
+def test_submission_rate_counts_the_kernels_of_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = list[int]()
+
+    def two_seconds(work: Callable[[], object], device: torch.device) -> float:
+        with Meter() as meter:
+            work()
+        trained.append(sum(map(len, meter.kernels)))
+        return 2.0
+
+    monkeypatch.setattr(probe, "_wall_seconds", two_seconds)
+    assert submission_rate(torch.device("meta"), torch.bfloat16) == trained[0] / 2.0
+    assert 500 < trained[0] < 2000, "forward, backward and sums of an adapter, 50 times"
 
 
 def test_matmul_rate_counts_two_flops_per_weight() -> None:

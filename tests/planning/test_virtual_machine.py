@@ -91,6 +91,20 @@ def test_concurrent_update_prolongs_the_product() -> None:
     assert processor.busy_seconds == pytest.approx(13.0)
 
 
+def test_work_ends_after_its_submission_unless_the_device_is_behind() -> None:
+    clock = Clock()
+    processor = Processor(clock, lambda: "program")
+    first = processor.submit("compute", 1.0, issued=4.0)
+    first.result()
+    assert clock.now == pytest.approx(4.0), "the program submits its kernels one by one"
+    product = processor.submit("compute", 10.0, issued=5.0)
+    clock.advance(1.0)
+    behind = processor.submit("compute", 1.0, issued=9.0)
+    behind.result()
+    assert product.ended
+    assert clock.now == pytest.approx(15.0), "submitted meanwhile"
+
+
 def test_idle_time_names_the_busy_engine() -> None:
     clock = Clock()
     over = link(clock)
