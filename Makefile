@@ -48,9 +48,9 @@ test: install
 thorough: install
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m "thorough and not slow" -n auto --dist loadfile --no-loadscope-reorder
 
-# On a machine with an NVIDIA GPU: every placement, family and method on it.
+# On a machine with an NVIDIA GPU: every placement, family and method on it. Each process takes half a GB of its memory.
 test-gpu: install
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m gpu -n auto
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m gpu -n auto --maxprocesses 8
 
 lint: install
 	$(BIN)/ruff check .

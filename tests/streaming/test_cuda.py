@@ -24,6 +24,7 @@ pytestmark = [
 ]
 CUDA = torch.device("cuda", 0)
 TESTS = Path(__file__).parents[1]
+PARTS = {"newer": 8, "split": 3, "full": 3, "sampled": 3, "encoder": 2}  # long scenarios, whose groups are shared out
 
 
 def lines(*words: str) -> list[dict[str, Any]]:
@@ -33,10 +34,18 @@ def lines(*words: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
-def test_placement_changes_no_bit_on_cuda(scenario: str) -> None:
+@pytest.mark.parametrize(
+    ("scenario", "part"),
+    [
+        (scenario, f"{part}/{parts}")
+        for scenario in SCENARIOS
+        for parts in [PARTS.get(scenario, 1)]
+        for part in range(parts)
+    ],
+)
+def test_placement_changes_no_bit_on_cuda(scenario: str, part: str) -> None:
     numbers = defaultdict(set)
-    for case in lines("--only", scenario):
+    for case in lines("--only", scenario, "--part", part):
         assert case["error"] is None, case
         numbers[case["group"]].add(case["numbers"])
     assert numbers

@@ -722,7 +722,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--reduced", nargs="+", choices=SCENARIOS, help="these scenarios, some of their cases")
     parser.add_argument("--agreement", action="store_true", help="compare losses with the CPU, and run no cases")
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
-    parser.add_argument("--part", default="0/1", help="I/N: every N-th case from the I-th on")
+    parser.add_argument("--part", default="0/1", help="I/N: every N-th group from the I-th on")
     parser.add_argument("--device", default=DEVICE, help="a real one, as cuda:0, instead of the simulated one")
     chosen = parser.parse_args(arguments)
     faulthandler.enable()
@@ -737,8 +737,11 @@ def main(arguments: Sequence[str]) -> None:
     else:
         cases = reduced(chosen.reduced or list(SCENARIOS), chosen.dtypes)
     first, stride = map(int, chosen.part.split("/"))
+    groups = list(dict.fromkeys((case.scenario, case.group) for case in cases))[first::stride]
     try:
-        for case in cases[first::stride]:
+        for case in cases:
+            if (case.scenario, case.group) not in groups:
+                continue
             print(json.dumps(run_case(case, chosen.device)), flush=True)
         if not (is_whole or chosen.reduced):
             models = product(("gptj", "llama", *ENCODERS), chosen.dtypes)
