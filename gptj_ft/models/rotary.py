@@ -289,17 +289,14 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
 def rotary_freqs(batch: PackedBatch, rotary_dim: int) -> Tensor:
     """Return the frequencies of interleaved pairs: cos + i sin of the angles, complex64 [T, 1, R/2].
 
-    In decoding and on a CPU they are cached for all layers of a pass: computing them takes longer than the rotation.
+    Cached for all layers of a pass: computing them takes longer than the rotation.
     """
-    cached: Tensor | None = batch.rotary_cache.get(rotary_dim)
-    if cached is not None:
-        return cached
-    # In fp32 always: bf16 cannot tell positions above 256 apart.
-    angle_T1R = (batch.positions_T[:, None].float() * _inv_freq(rotary_dim, batch.positions_T.device))[:, None]
-    freqs = torch.complex(angle_T1R.cos(), angle_T1R.sin())
-    if batch.cache is not None or freqs.device.type == "cpu":
-        batch.rotary_cache[rotary_dim] = freqs
-    return freqs
+    if rotary_dim not in batch.rotary_cache:
+        # In fp32 always: bf16 cannot tell positions above 256 apart.
+        angle_T1R = (batch.positions_T[:, None].float() * _inv_freq(rotary_dim, batch.positions_T.device))[:, None]
+        batch.rotary_cache[rotary_dim] = torch.complex(angle_T1R.cos(), angle_T1R.sin())
+    cached: Tensor = batch.rotary_cache[rotary_dim]
+    return cached
 
 
 @lru_cache
@@ -320,7 +317,34 @@ def apply_rotary(x_TNH: Tensor, freqs: Tensor, in_place: bool) -> Tensor:
         pairs = x_TNH[..., :rotary_dim].view(*x_TNH.shape[:-1], -1, 2)
         torch.view_as_complex(pairs).mul_(freqs)
         return x_TNH
-    cos, sin = freqs.real, freqs.imag
-    even, odd = x_TNH[..., :rotary_dim:2].float(), x_TNH[..., 1:rotary_dim:2].float()
-    rotated = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
-    return torch.cat((rotated.to(x_TNH.dtype), x_TNH[..., rotary_dim:]), dim=-1)
+    out: Tensor = _RotatePairs.apply(x_TNH, freqs)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _RotatePairs(torch.autograd.Function):
+    """Rotation in a third of the kernels that autograd takes; the gradient is rotated back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, freqs: Tensor) -> Tensor:
+        ctx.save_for_backward(freqs)
+        return _rotate_pairs(x, freqs, is_back=False)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (freqs,) = ctx.saved_tensors
+        return _rotate_pairs(gradients[0], freqs, is_back=True), None
+
+
+def _rotate_pairs(x: Tensor, freqs: Tensor, is_back: bool) -> Tensor:
+    """Return heads with rotated pairs; products and sums are rounded to fp32 one by one, the sums then to x's type."""
+    cos, sin, width = freqs.real, freqs.imag, 2 * freqs.shape[-1]
+    even, odd = x[..., :width:2], x[..., 1:width:2]
+    if x.device.type == "cpu":  # once; elsewhere the kernels convert what they read
+        even, odd = even.float(), odd.float()
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    of_even, of_odd = (torch.add, torch.sub) if is_back else (torch.sub, torch.add)
+    of_even(even * cos, odd * sin, out=out[..., :width:2])
+    of_odd(odd * cos, even * sin, out=out[..., 1:width:2])
+    if width < x.shape[-1]:
+        out[..., width:] = x[..., width:]
+    return out

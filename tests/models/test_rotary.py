@@ -15,6 +15,29 @@ from gptj_ft.models.batch import PackedBatch, pack
 from gptj_ft.models.rotary import RotarySpec, angles, apply_rotary, rotary_freqs, rotary_spec, rotate_halves
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [12, 7, 6])
+def test_rotated_pairs_have_the_bits_of_plain_operations(dtype: torch.dtype, width: int) -> None:
+    torch.manual_seed(0)
+    freqs = rotary_freqs(pack([[1] * 9, [1] * 40]), 6)
+    values, gradient = (torch.randn(49, 2, width).to(dtype) for _ in range(2))
+    found = []
+    for rotate in (lambda x: apply_rotary(x, freqs, in_place=False), lambda x: plain_rotation(x, freqs)):
+        x = values.clone().requires_grad_()
+        out = rotate(x.view(49, 2, width))
+        found.append((out.detach(), *torch.autograd.grad(out, x, gradient)))
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+
+
+def plain_rotation(x: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
+    """Rotate pairs by operations that autograd knows, as mesh-transformer-jax does."""
+    cos, sin, width = freqs.real, freqs.imag, 2 * freqs.shape[-1]
+    even, odd = x[..., :width:2].float(), x[..., 1:width:2].float()
+    rotated = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
+    return torch.cat((rotated.to(x.dtype), x[..., width:]), dim=-1)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [12, 7])
 def test_rotation_and_gradient_match_pair_arithmetic(dtype: torch.dtype, width: int) -> None:
