@@ -479,6 +479,25 @@ def read_search(folder: Path) -> tuple[SearchPlan, list[Decision]]:
     return SearchPlan.of(saved), decisions
 
 
+def started_runs(folder: Path) -> list[Path]:
+    """Return the run folders of a search's candidates that have started, best candidates of the last rung first.
+
+    Any other folder is returned alone.
+
+    Raises:
+        UsageError: the folder is a search of which no run has started.
+        DataError: a file of the search is damaged.
+    """
+    if not (folder / STATE).is_file():
+        return [folder]
+    plan, decisions = read_search(folder)
+    ranks = {each.candidate: rank for rank, each in enumerate(decisions[-1].standings)} if decisions else {}
+    started = [each for each in plan.candidates if Run(folder / each.folder).recipe_file.is_file()]
+    if not started:
+        raise UsageError(f"{folder}: no run of this search has started")
+    return [folder / each.folder for each in sorted(started, key=lambda each: ranks.get(each.name, len(ranks)))]
+
+
 def choose_search_folder(recipe: Recipe, request: str) -> tuple[Path, bool]:
     """Return the folder of a search, and whether the search is new.
 

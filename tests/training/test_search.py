@@ -29,7 +29,7 @@ from gptj_ft.training import row_scores
 from gptj_ft.training import search as module
 from gptj_ft.training.halving import Budget, plain_counts, rungs_of
 from gptj_ft.training.reporter import Reporter
-from gptj_ft.training.search import SearchPlan, SearchResult, check_time, read_search
+from gptj_ft.training.search import SearchPlan, SearchResult, check_time, read_search, started_runs
 from gptj_ft.training.search_space import Candidate, candidates_of, parse_over
 
 STEPS, RATES = 6, [1e-3, 1e-2, 3e-2]
@@ -241,7 +241,7 @@ def test_same_command_resumes_without_a_name(monkeypatch: pytest.MonkeyPatch) ->
     assert api.search("summarization", lr=RATES, **options).folder == "runs/search-2"
 
 
-def test_diverging_candidate_is_dropped_and_named() -> None:
+def test_diverging_candidate_is_dropped_and_named(shell) -> None:
     result = run_search("s", lr=[1e-2, 1e30, 1e31], clip_norm=None)
     assert result.decisions[-1].leader.score == validations_of(result.run)[-1]["validation_loss"]
     assert result.best == "lr=0.01"
@@ -249,6 +249,9 @@ def test_diverging_candidate_is_dropped_and_named() -> None:
     assert (last.candidate, last.fate) == ("lr=1e+31", "diverged")
     assert "not finite" in last.reason
     assert not (Path("s") / "lr-1e-30" / "checkpoints").exists()
+    watched = shell("watch s --json")
+    assert (watched.code, watched.json["runs"]) == (0, ["s/lr-0.01", "s/lr-1e-30", "s/lr-1e-31"])
+    assert started_runs(Path("elsewhere")) == [Path("elsewhere")]
 
 
 def test_search_of_divergence_alone_fails() -> None:

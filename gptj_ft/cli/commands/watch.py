@@ -30,7 +30,7 @@ def watch(
         list[Path] | None,
         typer.Argument(
             metavar="RUN",
-            help="run folders, several on one page; default: the newest",
+            help="run folders, several on one page, or a search's; default: the newest",
             autocompletion=complete_run,
         ),
     ] = None,
@@ -47,11 +47,12 @@ def watch(
     from gptj_ft.config.run_folder import Run
     from gptj_ft.system.paths import newest_started
     from gptj_ft.system.signals import StopRequest
+    from gptj_ft.training.search import started_runs
 
     named = runs or [run for run in [newest_started()] if run]
     if not named:
         raise UsageError("no runs in runs/; name a run folder: gptj-ft watch RUN")
-    folders = dict.fromkeys(folder.expanduser() for folder in named)
+    folders = dict.fromkeys(run for folder in named for run in started_runs(folder.expanduser()))
     page = WatchedPage.of([Run(folder) for folder in folders], output)
     out = Output(as_json, quiet)
     with StopRequest(on_first=lambda: None) as stop:
