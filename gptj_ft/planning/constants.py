@@ -12,7 +12,7 @@ from gptj_ft.system.direct_io import TRANSFERS
 # That the program submits; measured on an accelerator that is there (probe.py). Between steps of all parameters (1 /
 # 25e-6) and of adapters (1 / 50e-6) on an H200 (gpu.py, gpu_lora.py, doctor).
 KERNELS_PER_SECOND = 1 / 30e-6
-CHUNK_SECONDS = 2e-3  # for the program to request, update and send a chunk; fitted to 4M to 64M elements (gpu.py)
+CHUNK_SECONDS = 2e-3  # for the program to request and send a chunk; fitted to 4M to 64M elements (gpu.py)
 LAUNCH_SECONDS = 3e-6  # for the device to start a kernel
 COPY_SECONDS = 10e-6  # to start a copy over the link
 BACKWARD_PIECES = 6  # of a layer; updates of other layers run between them

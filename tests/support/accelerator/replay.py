@@ -77,7 +77,7 @@ class DeviceRates:
     reached: float = 0.7  # share of the FLOP/s that products reach
     memory_reached: float = 0.85  # share of the memory's rate
     pageable: float = 0.4
-    issue: float = 10e-6  # the program's seconds for an operation
+    issue: float = 30e-6  # the program's seconds for an operation
     launch: float = 3e-6
     copy: float = 10e-6
 
