@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.accelerator.replay import DeviceRates
 from support.fork_server import ForkServer
 
 GHOST = "support.accelerator.ghost_cases"
+PARAMETERS = 6.05e9  # of GPT-J 6B
 
 
 # Both are about the simulator alone; the slow test runs the product on it.
@@ -27,13 +29,16 @@ def test_ghost_ledger_equals_real_ledger(small: list[dict[str, Any]]) -> None:
 
 def test_replay_lasts_as_long_as_busiest_engine(small: list[dict[str, Any]]) -> None:
     for case in small:
-        assert max(case["busy"].values()) <= case["seconds"] <= sum(case["busy"].values()) + 10e-6 * case["operations"]
+        submitting = DeviceRates.issue * case["operations"]
+        assert max(case["busy"].values()) <= case["seconds"] <= sum(case["busy"].values()) + submitting
 
 
 @pytest.mark.slow
 def test_gptj_6b_step_fits_8_gb(server: ForkServer) -> None:
     (found,) = server.run_module(GHOST, "whole")
     assert found["peak"] < 8.5e9, found["at_peak"]
-    for _, _, _, moved in found["steps"].values():  # weights twice, and the state once each way
-        assert 68e9 < moved["h2d"] < 76e9
-        assert 68e9 < moved["d2h"] < 78e9
+    # Once each way: bf16 weights, their low bits, two moments and the gradients, 10 bytes a parameter. The weights of the
+    # blocks are read once more by backward, unless they are still there.
+    for _, _, _, moved in found["steps"].values():
+        assert 10 * PARAMETERS < moved["h2d"] < 12 * PARAMETERS
+        assert moved["d2h"] == pytest.approx(10 * PARAMETERS, rel=0.01)
