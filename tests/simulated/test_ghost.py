@@ -37,7 +37,7 @@ def test_replay_lasts_as_long_as_busiest_engine(small: list[dict[str, Any]]) -> 
 def test_gptj_6b_step_fits_8_gb(server: ForkServer) -> None:
     (found,) = server.run_module(GHOST, "whole")
     assert found["peak"] < 8.5e9, found["at_peak"]
-    # Once each way: bf16 weights, their low bits, two moments and the gradients, 10 bytes a parameter. Backward reads the
+    # Once each way: bf16 weights, their low bits, two moments and gradients, 10 bytes a parameter. Backward reads the
     # weights of the blocks once more, unless they are still there.
     for _, _, _, moved in found["steps"].values():
         assert 10 * PARAMETERS < moved["h2d"] < 12 * PARAMETERS
