@@ -125,7 +125,7 @@ def plan_of_gptj_6b(device: str) -> Plan:
 def test_gptj_6b_step_reaches_its_bound(device: str) -> None:
     timeline = plan_of_gptj_6b(device).timeline
     assert timeline is not None
-    assert timeline.share_by_pass > 0.945  # the program's time for chunks takes 5 % on the fastest cards
+    assert timeline.share_by_pass > 0.935  # the program's time for chunks and launches takes 6 % on the fastest cards
     assert timeline.share_of_bound <= timeline.share_by_pass < 1.0001
     for name, number in asdict(timeline.step).items():
         assert number == pytest.approx(sum(getattr(each, name) for each in (timeline.forward, timeline.backward)))
@@ -144,7 +144,7 @@ def test_suggested_tokens_hide_transfers_of_gptj_6b() -> None:
     assert 0 < plan.tokens_to_hide_stall < 16384
     more = choose(*gptj_6b("RTX 4090 24GB", 16384 + plan.tokens_to_hide_stall)).timeline
     assert more is not None
-    assert more.stall < 0.02
+    assert more.stall < 0.03
 
 
 @pytest.mark.thorough
