@@ -26,7 +26,7 @@ Task = Literal[
 Shape = Literal["linear", "cosine", "constant"]
 NamedShape = Literal[Shape, "inverse_sqrt"]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
+BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 def parse_duration(value: object) -> object:
@@ -194,7 +194,7 @@ class LoRA(Options):
     """multiply by alpha / sqrt(rank) instead, for high ranks"""
     dora: bool = False
     """DoRA (https://arxiv.org/abs/2402.09353): also train the norm of each row of an adapted weight"""
-    dropout: Decay = 0.0
+    dropout: BelowOne = 0.0
     """fraction of an adapter's inputs dropped in training"""
     targets: Names = ("all-linear",)
     """linear layers with adapters, as shell patterns (q_proj,h.2[0-7].mlp.*); all-linear: those of all blocks;
@@ -320,7 +320,7 @@ class Recipe(Options):
     """
     val_data: Annotated[str | None, FlagSpec(metavar="FILE")] = None
     """validation rows; empty: a fraction of the data is held out"""
-    holdout: Annotated[Decay, FlagSpec(set_by_presets=True)] = 0.05
+    holdout: Annotated[BelowOne, FlagSpec(set_by_presets=True)] = 0.05
     """fraction of the rows held out for validation, without val_data"""
     output: Annotated[str | None, FlagSpec(metavar="FOLDER")] = None
     """new run folder; default runs/RECIPE-N"""
@@ -450,7 +450,7 @@ class Recipe(Options):
     """learning rate at the last step, as a fraction of the peak; 0 would be reached a step later, so that each step
     trains
     """
-    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
     """decay rates of Adam's two moments; below 1"""
     eps: float = Field(1e-8, gt=0.0)
     """added to the square root of the second moment (torch's formula)"""
@@ -467,9 +467,9 @@ class Recipe(Options):
     and drop 0.1 before the word labels of decoders, only if anything else is dropped
     """
 
-    dropout: Decay | None = None
+    dropout: BelowOne | None = None
     """fraction of activations dropped in training; null: as in config.json"""
-    attention_dropout: Decay | None = None
+    attention_dropout: BelowOne | None = None
     """fraction of attention weights dropped in training; null: as in config.json, or 0 if dropout is 0"""
     layer_decay: float = Field(1.0, gt=0.0, le=1.0)
     """ratio of the learning rates of one layer and the layer above"""

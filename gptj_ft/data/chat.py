@@ -100,7 +100,7 @@ def _weight(value: Any) -> dict[str, int]:
 
 
 def is_target(message: Mapping[str, Any]) -> bool:
-    """Tell whether a message is an answer to train, in a conversation that does not begin with it."""
+    """Tell whether a message is an answer to train."""
     return message["role"] == ASSISTANT and message.get(WEIGHT) != 0
 
 

@@ -28,8 +28,8 @@ from gptj_ft.system.plain_text import shortened
 
 _ROWS = "rows.arrow"
 # Increase it whenever the same rows and recipe give other tokens or columns, or the folder another layout.
-VERSION = 8
-READABLE = (7, VERSION)  # version 7 differs only for rows with labels
+VERSION = 9
+READABLE = (7, 8, VERSION)  # 7 differs for rows with labels only, 8 for answers of weight 0 and numbers of JSON
 ROWS_DIGESTS = "rows_xxh3_128"  # in the manifest: file of rows -> digest
 FILE_SETTINGS = ("delimiter", "encoding", "sheet")  # matter only while a file is read
 SETTINGS = (  # options that decide how a file becomes rows, and a row tokens

@@ -322,7 +322,7 @@ def apply_rotary(x_TNH: Tensor, freqs: Tensor, in_place: bool) -> Tensor:
 
 
 class _RotatePairs(torch.autograd.Function):
-    """Rotation in a third of the kernels that autograd takes; the gradient is rotated back."""
+    """Rotate pairs in a third of the kernels that autograd takes; backward rotates the gradient by negative angles."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, freqs: Tensor) -> Tensor:
@@ -336,7 +336,13 @@ class _RotatePairs(torch.autograd.Function):
 
 
 def _rotate_pairs(x: Tensor, freqs: Tensor, is_back: bool) -> Tensor:
-    """Return heads with rotated pairs; products and sums are rounded to fp32 one by one, the sums then to x's type."""
+    """Rotate the pairs of each head; products and sums are rounded to fp32, then the sums to x's type.
+
+    Not by `addcmul`, which may fuse the product and the sum, and then rounds once.
+
+    Args:
+        is_back: rotate by negative angles.
+    """
     cos, sin, width = freqs.real, freqs.imag, 2 * freqs.shape[-1]
     even, odd = x[..., :width:2], x[..., 1:width:2]
     if x.device.type == "cpu":  # once; elsewhere the kernels convert what they read

@@ -9,12 +9,12 @@ from gptj_ft.streaming.stores.base import CHUNK_NUMEL
 from gptj_ft.system.direct_io import TRANSFERS
 
 # Seconds. tests/simulated/test_forecasts.py compares with every operation of a step on the simulated device.
-# That the program submits; measured on an accelerator that is there (probe.py). Between steps of all parameters (1 /
-# 25e-6) and of adapters (1 / 50e-6) on an H200 (gpu.py, gpu_lora.py, doctor).
-KERNELS_PER_SECOND = 1 / 30e-6
 CHUNK_SECONDS = 2e-3  # for the program to request and send a chunk; fitted to 4M to 64M elements (gpu.py)
 LAUNCH_SECONDS = 3e-6  # for the device to start a kernel
 COPY_SECONDS = 10e-6  # to start a copy over the link
+# Kernels that the program submits in a second, if no accelerator is there to be measured. On the machine of an H200 it
+# took about 25 us each in steps of all parameters (gpu.py, doctor), 50 to 60 in those of adapters (gpu_lora.py).
+KERNELS_PER_SECOND = 1 / 30e-6
 BACKWARD_PIECES = 6  # of a layer; updates of other layers run between them
 ZEROED_ON_CPU = 5  # passes over a gradient that zeroing takes, page faults included (forecast.py)
 

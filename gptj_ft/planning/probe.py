@@ -75,7 +75,7 @@ class ComputeRates:
     to_device: float  # bytes/s from host memory; on a CPU, of a copy
     from_device: float
     load: float = 0.0  # load per core in the minute before: other programs may have slowed the measurement down
-    kernels: float = KERNELS_PER_SECOND  # that the program submits to an accelerator
+    kernels: float = KERNELS_PER_SECOND  # kernels/s that the program submits to an accelerator; not used on a CPU
 
     @property
     def gain(self) -> float:

@@ -13,6 +13,7 @@ from gptj_ft.system.files import keep_folder, read_text, replace_text
 from gptj_ft.system.plain_text import quoted
 
 RUNS = Path("runs")
+SEARCH = "search.json"  # in the folder of a search
 ADAPTER_CONFIG = "adapter_config.json"
 # Files of a tokenizer in Hugging Face's form.
 TOKENIZER_FILES = (
@@ -113,6 +114,11 @@ def is_adapter(folder: Path) -> bool:
 def is_tuned(folder: Path) -> bool:
     """Tell whether a folder is the result of a run: a model or an adapter."""
     return is_model(folder) or is_adapter(folder)
+
+
+def is_search(folder: Path) -> bool:
+    """Tell whether a folder is that of a search for option values."""
+    return (folder / SEARCH).is_file()
 
 
 def written_at(folder: Path) -> float | None:

@@ -34,7 +34,7 @@ from gptj_ft.system.digests import digest_of, read_sealed, write_sealed
 from gptj_ft.system.files import discard, disk_bytes, files_in, keep_folder, replace_text, sync_path
 from gptj_ft.system.lock import locked
 from gptj_ft.system.machine import choose_device
-from gptj_ft.system.paths import RUNS, is_tuned, remember_run
+from gptj_ft.system.paths import RUNS, SEARCH, is_tuned, remember_run
 from gptj_ft.system.plain_text import command_line, one_line
 from gptj_ft.system.signals import stop_message
 from gptj_ft.system.units import clock, gigabytes
@@ -73,8 +73,8 @@ from gptj_ft.training.setup import TrainSetup
 from gptj_ft.training.trackers import check_tracker
 from gptj_ft.training.validation import ValidationSample
 
-STATE, BEST = "search.json", "best.yaml"  # the first file of a search, and the last
-BEFORE_STATE = {"run", "data", "scores", "search"}  # stems of the files that are older than `STATE`
+BEST = "best.yaml"  # the last file of a search; `SEARCH` is the first
+BEFORE_STATE = {"run", "data", "scores", "search"}  # stems of the files that are older than `SEARCH`
 FEWEST_CANDIDATES, FEWEST_STEPS = 2, 6  # of a search worth proposing
 NOT_IN_BEST = ("output", "max_time")  # options that a later run chooses itself
 
@@ -219,7 +219,7 @@ class PreparedSearch:
 
     def _begin(self) -> list[Decision]:
         """Make the files of a new search; return the decisions of an old one."""
-        if (self.folder / STATE).is_file():
+        if (self.folder / SEARCH).is_file():
             return read_search(self.folder)[1]
         for name, rows in zip(("train", "validation"), self.rows, strict=True):
             if not (self.folder / "data" / name).exists():
@@ -235,7 +235,7 @@ class PreparedSearch:
             {"step": decision.step, "standings": [finite(_to_dict(each)) for each in decision.standings]}
             for decision in decisions
         ]
-        write_sealed(self.folder / STATE, {**self.plan.to_dict(), "decisions": saved})
+        write_sealed(self.folder / SEARCH, {**self.plan.to_dict(), "decisions": saved})
 
     def _active(self, decisions: Sequence[Decision]) -> list[Candidate]:
         kept = decisions[-1].kept if decisions else [each.name for each in self.plan.candidates]
@@ -468,9 +468,9 @@ def read_search(folder: Path) -> tuple[SearchPlan, list[Decision]]:
         UsageError: not the folder of a search.
         DataError: the file is damaged.
     """
-    path = folder / STATE
+    path = folder / SEARCH
     if not path.is_file():
-        raise UsageError(f"{folder} is not the folder of a search: it has no {STATE}")
+        raise UsageError(f"{folder} is not the folder of a search: it has no {SEARCH}")
     saved = checked(SavedSearch, read_sealed(path), path)
     decisions = [
         Decision(each["step"], tuple(_standing(standing) for standing in each["standings"]))
@@ -482,14 +482,10 @@ def read_search(folder: Path) -> tuple[SearchPlan, list[Decision]]:
 def started_runs(folder: Path) -> list[Path]:
     """Return the run folders of a search's candidates that have started, best candidates of the last rung first.
 
-    Any other folder is returned alone.
-
     Raises:
-        UsageError: the folder is a search of which no run has started.
-        DataError: a file of the search is damaged.
+        UsageError: not the folder of a search, or no run has started.
+        DataError: ``search.json`` is damaged.
     """
-    if not (folder / STATE).is_file():
-        return [folder]
     plan, decisions = read_search(folder)
     ranks = {each.candidate: rank for rank, each in enumerate(decisions[-1].standings)} if decisions else {}
     started = [each for each in plan.candidates if Run(folder / each.folder).recipe_file.is_file()]
@@ -512,7 +508,7 @@ def choose_search_folder(recipe: Recipe, request: str) -> tuple[Path, bool]:
                     return folder, False
         return next(path for n in range(1, 10**9) if not (path := RUNS / f"search-{n}").exists()), True
     folder = Path(recipe.output).expanduser()
-    if (folder / STATE).is_file():
+    if (folder / SEARCH).is_file():
         if read_search(folder)[0].request != request:
             raise UsageError(
                 f"{folder} has a search with other options: choose another --output, or `{resume_command(folder)}`"

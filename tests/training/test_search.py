@@ -251,7 +251,9 @@ def test_diverging_candidate_is_dropped_and_named(shell) -> None:
     assert not (Path("s") / "lr-1e-30" / "checkpoints").exists()
     watched = shell("watch s --json")
     assert (watched.code, watched.json["runs"]) == (0, ["s/lr-0.01", "s/lr-1e-30", "s/lr-1e-31"])
-    assert started_runs(Path("elsewhere")) == [Path("elsewhere")]
+    assert started_runs(Path("s"))[0] == Path(result.run)
+    with pytest.raises(UsageError, match="elsewhere is not the folder of a search"):
+        started_runs(Path("elsewhere"))
 
 
 def test_search_of_divergence_alone_fails_and_frees_its_files() -> None:

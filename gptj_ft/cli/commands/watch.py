@@ -47,12 +47,11 @@ def watch(
     from gptj_ft.config.run_folder import Run
     from gptj_ft.system.paths import newest_started
     from gptj_ft.system.signals import StopRequest
-    from gptj_ft.training.search import started_runs
 
     named = runs or [run for run in [newest_started()] if run]
     if not named:
         raise UsageError("no runs in runs/; name a run folder: gptj-ft watch RUN")
-    folders = dict.fromkeys(run for folder in named for run in started_runs(folder.expanduser()))
+    folders = dict.fromkeys(run for folder in named for run in _runs_in(folder.expanduser()))
     page = WatchedPage.of([Run(folder) for folder in folders], output)
     out = Output(as_json, quiet)
     with StopRequest(on_first=lambda: None) as stop:
@@ -65,6 +64,17 @@ def watch(
         if page.is_followed:
             out.notes.print("the page follows the runs until they end, or until Ctrl-C", highlight=False)
             page.follow(partial(_wait, stop))
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    """Return the run folders of a search, or the folder itself."""
+    from gptj_ft.system.paths import is_search
+
+    if not is_search(folder):
+        return [folder]
+    from gptj_ft.training.search import started_runs  # loads torch's and transformers' modules
+
+    return started_runs(folder)
 
 
 def _show(page: Path, link: str, is_open: bool, console: Console) -> None:
