@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from support.accelerator import simulation
 from support.accelerator.memory import is_mapped
 from support.fake_cuda import pretend_cuda
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gptj_ft.system import accelerator
 from gptj_ft.system.accelerator import allow_deterministic_products, deterministic_kernels, pin
@@ -143,3 +148,37 @@ def test_memory_is_unpinned_once_when_asked(runtime: CudaRuntime) -> None:
     assert runtime.was_mapped == [True]
     del values
     assert runtime.was_mapped == [True]
+
+
+class Sleeping(TorchDispatchMode):
+    """Queue a pause before each operation of the thread."""
+
+    def __init__(self, stream: simulation.Stream) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._stream.put(simulation.Operation("sleep", kind="sleep"))
+        return func(*args, **(kwargs or {}))
+
+
+def test_simulated_kernels_run_in_order_under_a_dispatch_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulation, "_now", None)
+    stream = simulation.start("random").defaults[0]
+    values = torch.zeros(20)
+    order: list[int] = []
+
+    def run(number: int) -> None:
+        values[number] = 1  # the mode would see this
+        order.append(number)
+
+    stream.queue.extend(queued(stream, partial(run, number)) for number in range(len(values)))
+    with Sleeping(stream):
+        stream.finish()
+    assert order == list(range(len(values)))
+
+
+def queued(stream: simulation.Stream, run: Callable[[], None]) -> simulation.Operation:
+    operation = simulation.Operation("kernel", run)
+    operation.stream = stream
+    return operation

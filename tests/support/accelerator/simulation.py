@@ -15,11 +15,13 @@ import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any, Literal
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 NAME = "sim"
 LOCK = threading.RLock()
@@ -28,6 +30,11 @@ Site = tuple[tuple[str, int, str], ...]  # file, line and function
 Schedule = Literal["late", "eager", "random", "compute late", "others late"]
 SCHEDULES: tuple[Schedule, ...] = ("late", "eager", "random", "compute late", "others late")
 SITE_FRAMES = 3
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """Disable the thread's dispatch modes; torch's own context manager costs as much as a small operation."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
 def merge(into: Clock, other: Clock) -> None:
@@ -131,7 +138,9 @@ class Stream:
             self.queue.popleft()
             if first.run is not None:
                 try:
-                    with torch.inference_mode(False), torch.no_grad():  # whoever comes by here
+                    # Whoever comes by here: its modes must not reach the kernel. A mode that queues operations of its
+                    # own, as `diagnostics.streams.Shaker` does, would let later kernels overtake this one.
+                    with torch.inference_mode(False), torch.no_grad(), without_modes():
                         first.run()
                 except Exception as error:
                     self.simulation.lose(f"device-side assert triggered by {first}: {error}")
