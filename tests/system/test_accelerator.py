@@ -1,4 +1,7 @@
-"""Configure CUDA devices: deterministic kernels for a step alone, expandable segments of memory, pinned memory."""
+"""Configure CUDA devices: deterministic kernels for a step alone, expandable segments of memory, pinned memory.
+
+The last test is of the simulated device itself: it runs the kernels of a stream in their order.
+"""
 
 from __future__ import annotations
 
@@ -151,7 +154,7 @@ def test_memory_is_unpinned_once_when_asked(runtime: CudaRuntime) -> None:
 
 
 class Sleeping(TorchDispatchMode):
-    """Queue a pause before each operation of the thread."""
+    """Queue a pause on a simulated stream before each aten operation of the thread."""
 
     def __init__(self, stream: simulation.Stream) -> None:
         super().__init__()

@@ -138,8 +138,8 @@ class Stream:
             self.queue.popleft()
             if first.run is not None:
                 try:
-                    # Whoever comes by here: its modes must not reach the kernel. A mode that queues operations of its
-                    # own, as `diagnostics.streams.Shaker` does, would let later kernels overtake this one.
+                    # The thread that waits runs the kernel: its modes must not apply to it. A dispatch mode that queues
+                    # operations, as `diagnostics.streams.Shaker` does, would let later kernels run before this one.
                     with torch.inference_mode(False), torch.no_grad(), without_modes():
                         first.run()
                 except Exception as error:
