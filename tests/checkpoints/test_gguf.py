@@ -68,7 +68,7 @@ def test_dequantized_values_equal_gguf(tmp_path: Path, name: str) -> None:
     assert torch.equal(shard.read("x", 2, 4).float().view(torch.int32), expected[2:4].view(torch.int32))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", MODELS)
 def test_model_survives_gguf_and_back(tmp_path: Path, exported: Callable[[str], tuple[Path, Path]], name: str) -> None:
     folder, file = exported(name)

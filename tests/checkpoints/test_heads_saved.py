@@ -203,7 +203,7 @@ def test_tuned_folder_matches_in_transformers(family: str, task: str, tmp_path: 
         assert model.config.pad_token_id == 210
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("family", "task"), FORMS)
 def test_adapter_with_head_matches_peft(family: str, task: str, tmp_path: Path) -> None:
     base = base_model(tmp_path / "base", family)

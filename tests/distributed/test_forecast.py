@@ -76,7 +76,7 @@ SPLITS = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("method", "splits"), SPLITS)
 def test_ranks_send_forecast_bytes(models, tmp_path, method, splits) -> None:
     model, options = models["gpt2" if method == "tied" else "gptj"], METHODS[method]

@@ -109,6 +109,7 @@ def test_power_cut_at_every_disk_operation(session: TrainSetup, straight, tmp_pa
         check(session, straight, tmp_path, [last])
 
 
+@pytest.mark.thorough
 def test_repeated_power_cuts_during_resume(session: TrainSetup, straight, tmp_path: Path) -> None:
     for cuts in ([70, 1], [70, 9, 9], [90, 30, 2, 50], [100, 25, 25, 25]):
         check(session, straight, tmp_path, cuts)

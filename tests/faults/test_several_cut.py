@@ -106,6 +106,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize(
     "trials", [2, pytest.param(10, marks=pytest.mark.thorough), pytest.param(400, marks=pytest.mark.slow)]

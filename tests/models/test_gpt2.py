@@ -52,6 +52,7 @@ def logits(folder: Path) -> torch.Tensor:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(torch.arange(12)[None]).logits
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("form", ["bin", "safetensors"])
 @pytest.mark.parametrize("prefix", ["transformer.", ""], ids=["whole", "without its head, like Cerebras-GPT 13B"])
 def test_checkpoint_formats_convert_without_loss(tmp_path: Path, model, form: str, prefix: str) -> None:

@@ -79,6 +79,7 @@ def test_padding_is_forecast_on_accelerators_only() -> None:
     assert WorkingMemory(workload).kept_bytes(1) > 1.01 * one
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("model_type", ["gptj", "gpt2"])

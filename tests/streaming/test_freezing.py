@@ -85,7 +85,7 @@ def train_trained(stack, recipe=Recipe(), late: int = 0):
     return curve, [{name: each[name] for name in layout.shapes} for each, layout in zip(weights, layouts, strict=True)]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @BOTH
 def test_ten_partial_training_steps_match_torch(shape: str, patterns, folder: Path, tmp_path: Path) -> None:
     oracle = random_model(shape)

@@ -165,7 +165,7 @@ FORMS += [
 ]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("family", "task"), FORMS)
 def test_losses_and_steps_are_those_of_transformers(family: str, task: str, tmp_path: Path) -> None:
     oracle = make(tmp_path / "model", task, family)
@@ -238,6 +238,7 @@ def test_placement_and_recomputation_keep_dropout_masks(tmp_path: Path) -> None:
             assert all(torch.equal(ours[name], others[name]) for name in others)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("task", ["token-labels", "sentences"])
 def test_dropout_is_independent_of_micro_batches(tmp_path: Path, task: str) -> None:
     make(tmp_path / "model", task, "Bert")

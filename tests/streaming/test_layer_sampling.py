@@ -122,7 +122,7 @@ def layers_by_name(folder: Path) -> dict[str, int]:
     }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("choice", [SAMPLED, ALWAYS], ids=["alternating", "always"])
 def test_sampled_steps_match_torch(family: str, choice: EveryLayer, folders: dict[str, Path], tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def as_peft(shape: str, matrices: dict[str, torch.Tensor], dora: bool):
     return model, trained, start
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     ("shape", "dora"),
     [(shape, False) for shape in (*TARGETS, "llama")]
@@ -332,6 +332,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory):
     return session, run
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("weights", "state"), [("device", "auto"), ("disk", "auto"), ("host", "device"), ("disk", "host")]
 )

@@ -99,6 +99,7 @@ def test_matrix_that_arrives_in_many_pieces_has_the_same_bits(folders, tmp_path:
         assert trained(quantized, tmp_path / place, torch.float32, frozen=place)[0] == curve
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("weights", ["device", "host", "disk"])
 @pytest.mark.parametrize("shape", [shape for shape, _ in FORMS])
 def test_inference_has_the_losses_of_a_plain_model(shape: str, weights: str, folders) -> None:
@@ -200,7 +201,7 @@ def test_merged_model_is_quantized_in_one_command(tmp_path: Path, shell: Shell) 
     assert_same_weights(weights_of(both), weights_of(tmp_path / "after"))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("quantization", ["nf4", "int8"])
 @pytest.mark.parametrize("place", ["disk", "host"])
 def test_run_cut_at_any_write_resumes_to_the_same_adapter(place: str, quantization: str, tmp_path: Path) -> None:

@@ -242,7 +242,7 @@ ROOMS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("family", "weights", "state", "name"),
     [("gptj", *places, "little") for places in itertools.product(PLACES, PLACES)]
@@ -470,6 +470,7 @@ class DigestSpy(LayerStore):
         return self.store.write(span, values, digests)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
 def test_block_digests_match_file_digests(moments, narrow_folder: Path, tmp_path: Path) -> None:
     dtypes = training_dtypes(torch.bfloat16, moments, moments)
@@ -660,7 +661,7 @@ def test_layout_aligns_parameters_with_matrices_first(model_folder: Path) -> Non
         assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(ends))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     ("family", "dtype", "parts", "late"),
     [("gptj", torch.float32, *case) for case in ((3, 0), (12, 4), (30, 4), (160, 0))]

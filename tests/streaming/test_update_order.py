@@ -64,6 +64,7 @@ def open_at(folder: Path, tmp: Path, place: str, recipe: Recipe) -> OffloadedMod
     return stack
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("family", "place", "clip_norm", "late"),
     [

@@ -66,6 +66,7 @@ def test_tiles_give_the_same_bits_everywhere(clip_norm: float | None, case: Fami
         assert_identical(train(case.open_training(tmp_path, place, recipe, budget), recipe), resident)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("clip_norm", [0.2, None])
 def test_sampled_tiles_match_whole_vocabulary(
     clip_norm: float | None, case: FamilyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

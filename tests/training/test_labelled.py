@@ -154,6 +154,7 @@ def test_pair_classification_end_to_end(shell: Any, rows: Path, tmp_path: Path) 
     assert "--pair" in refused.said
 
 
+@pytest.mark.thorough
 def test_multi_label_and_regression_end_to_end(shell: Any, rows: Path, tmp_path: Path) -> None:
     finetune(shell, "multi-label", f"--data rows.csv {PAIRS} --set fields.label=[several] --set holdout=0.25")
     found = shell("evaluate run --json").json["model"]

@@ -75,6 +75,7 @@ def test_layers_of_the_session_change(session: TrainSetup) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stride", [47, pytest.param(1, marks=pytest.mark.slow)])
 def test_power_cuts_resume_bit_equal(stride: int, session: TrainSetup, straight: Run, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -92,7 +93,7 @@ def test_repeated_power_cuts_resume_bit_equal(session: TrainSetup, straight: Run
     assert_same_run(run, straight)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("start", PLACES)
 def test_resume_in_other_places_keeps_bits(start: str, folder: Path, straight: Run, tmp_path: Path) -> None:
     sessions = {name: small_session(folder, STEPS, **{**SAMPLED, **places}) for name, places in PLACES.items()}
