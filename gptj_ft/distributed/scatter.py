@@ -23,7 +23,7 @@ from gptj_ft.system.group import Group
 
 Compute = Callable[[Sequence[Any]], Iterable[Any]]
 """Computes some units. Units and results are JSON values and NumPy arrays."""
-_TENSORS = ("tokens_T", "positions_T", "targets_T", "types_T", "values_SC")
+_TENSORS = ("tokens_T", "positions_T", "targets_T", "types_T", "values_SC", "parents_T")
 
 
 def balance(sizes: Sequence[int], num_ranks: int) -> list[int]:

@@ -10,7 +10,7 @@ import torch
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.batches import Document
-from gptj_ft.evaluation.likelihood import documents_of, label_candidates, log_likelihoods, losses, passes
+from gptj_ft.evaluation.likelihood import label_candidates, log_likelihoods, losses, passes, size_of
 from gptj_ft.evaluation.metrics import Statistic, score
 from gptj_ft.evaluation.metrics.language_model import RowLoss
 from gptj_ft.evaluation.metrics.squad import unanswered
@@ -74,7 +74,7 @@ class Answerer:
         """Group rows that share passes over the weights."""
         if self._labels:
             answers = list(self._labels.values())
-            return passes([sum(map(len, documents_of(prompt, answers))) for prompt in prompts], self._budget.read)
+            return passes([size_of(prompt, answers, self._window) for prompt in prompts], self._budget.read)
         lengths = [len(prompt) for prompt in prompts]
         return batches_by_length(lengths, self._recipe.generation, 1, self._budget.written, self._window)
 
@@ -112,7 +112,7 @@ class Answerer:
         prompts = group.prompts
         if self._labels:
             answers = [list(self._labels.values())] * len(prompts)
-            likelihoods = log_likelihoods(self._offloaded, prompts, answers, self._budget.computed)
+            likelihoods = log_likelihoods(self._offloaded, prompts, answers, self._window, self._budget.computed)
             # max keeps the first of equally likely labels: the order of the recipe decides.
             best = [max(zip(each, self._labels, strict=True), key=lambda pair: pair[0].total) for each in likelihoods]
             return [label for _, label in best], []

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gptj_ft.checkpoints.adapter import base_folder, tokenizer_folder
-from gptj_ft.checkpoints.architecture import vocab_size_of
+from gptj_ft.checkpoints.architecture import context_in, vocab_size_of
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.run_folder import Run
 from gptj_ft.data.batches import Document, Rows
@@ -38,7 +38,7 @@ from gptj_ft.evaluation.leak_report import (
     estimate_leaks,
     warnings_of,
 )
-from gptj_ft.evaluation.likelihood import Query, passes, run_queries, target_spans
+from gptj_ft.evaluation.likelihood import Query, SharedPrompt, passes, run_queries, share_prompt, target_spans
 from gptj_ft.evaluation.metrics.memorization import exposure
 from gptj_ft.evaluation.row_job import Progress, ResultCache, check_complete
 from gptj_ft.evaluation.text_evaluation import DAMAGED, evaluation_settings
@@ -96,7 +96,7 @@ class Probe:
     def query(self) -> Query:
         """Document, and the tokens to score with the positions that predict them."""
         ids = self.document.ids
-        return ids[: self.document.num_inputs], [(at - 1, ids[at]) for at in self.positions]
+        return Query(ids[: self.document.num_inputs], [(at - 1, ids[at]) for at in self.positions])
 
     def read(self, log_probabilities: Sequence[float], is_right: Sequence[bool]) -> RowScores:
         """Sum up the scores of the positions."""
@@ -116,12 +116,14 @@ class LeakJob:
 
     setup: InferenceSetup
     probes: Sequence[Probe]
-    candidates: Sequence[Query]  # secrets to score; empty for the untuned model
+    candidates: Sequence[SharedPrompt]  # secrets to score; empty for the untuned model
     cache: ResultCache
     plan: InferencePlan
 
     @classmethod
-    def of(cls, request: LeakRequest, folder: Path, probes: Sequence[Probe], candidates: Sequence[Query]) -> LeakJob:
+    def of(
+        cls, request: LeakRequest, folder: Path, probes: Sequence[Probe], candidates: Sequence[SharedPrompt]
+    ) -> LeakJob:
         """Plan a pass, or resume an interrupted one.
 
         Raises:
@@ -130,12 +132,14 @@ class LeakJob:
         """
         setup = InferenceSetup.of(folder, request.recipe, workers=request.workers)
         check_writes(setup)
-        queries = [*(probe.query for probe in probes), *candidates]
-        scored = [(list(ids), pairs) for ids, pairs in queries], [dict(probe.spans) for probe in probes]
+        queries = [*(probe.query for probe in probes), *(each.query for each in candidates)]
+        scored = [tuple(map(list, query)) for query in queries], [dict(probe.spans) for probe in probes]
         digest = content_hash(repr(scored).encode())
         used = {"dtype": str(setup.dtype), "device": setup.device.type, "leaks": digest}
         cache = ResultCache({**evaluation_settings(folder, request.recipe), **used})
-        return cls(setup, probes, candidates, cache, setup.plan(home(), documents=[len(ids) for ids, _ in queries]))
+        return cls(
+            setup, probes, candidates, cache, setup.plan(home(), documents=[len(query.ids) for query in queries])
+        )
 
     def run(self, progress: Progress) -> tuple[list[RowScores], list[float]]:
         """Score the rows and the candidates.
@@ -146,23 +150,25 @@ class LeakJob:
             NotFinite: a loss is not finite.
             DataError: a row got no result.
         """
-        queries = [*(probe.query for probe in self.probes), *self.candidates]
+        queries = [*(probe.query for probe in self.probes), *(each.query for each in self.candidates)]
         done, rows = self.cache.of("leaks"), len(self.probes)
         with self.setup.open(self.plan.weights) as (_, offloaded):
-            for span in passes([len(ids) for ids, _ in queries], self.plan.together.read):
+            for span in passes([len(query.ids) for query in queries], self.plan.together.read):
                 # Passes depend on the rows only. A resumed examination skips those that are complete.
                 if not done.keys() >= set(span):
                     self._score(offloaded, queries, span)
                 progress(span.stop, len(queries))
         check_complete(done.keys(), len(queries), lambda row: self.probes[row].place if row < rows else "a canary")
-        return [RowScores(**done[row]) for row in range(rows)], [done[row] for row in range(rows, len(queries))]
+        logs = [log for number in range(rows, len(queries)) for log in done[number]]
+        return [RowScores(**done[row]) for row in range(rows)], logs
 
     def _score(self, offloaded: OffloadedModel, queries: Sequence[Query], span: range) -> None:
         results: dict[int, Any] = {}
         scores = run_queries(offloaded, [queries[number] for number in span], self.plan.together.computed)
         for number, (log_probabilities, is_right) in zip(span, scores, strict=True):
             if number >= len(self.probes):
-                results[number] = math.fsum(log_probabilities.tolist())
+                secrets = self.candidates[number - len(self.probes)].scores
+                results[number] = [math.fsum(log_probabilities[numbers].tolist()) for numbers in secrets]
                 continue
             probe = self.probes[number]
             row = probe.read(log_probabilities.tolist(), is_right.tolist())
@@ -195,13 +201,14 @@ class LeakExamination:
         """
         run = _run_of(request.model)
         trained, own = load_dataset(run.data / "train"), run.recipe()
-        planted, canaries, candidates = dict[int, int](), list[Canary](), list[Query]()
+        planted, canaries, candidates = dict[int, int](), list[Canary](), list[SharedPrompt]()
         if own.canaries:
             tokenizer = load_tokenizer(tokenizer_folder(request.model))
             planted, (drawn, controls) = planted_rows(trained.rows), draw_canaries(own)
             check_planted(trained.rows, planted, drawn, tokenizer)
             canaries = [*drawn, *controls]
-            candidates = _candidates(canaries, tokenizer, trained.rows["input_ids"][0][0], request.recipe.seed)
+            first, context = trained.rows["input_ids"][0][0], context_in(base_folder(request.model))
+            candidates = _candidates(canaries, tokenizer, first, context, request.recipe.seed)
         lengths = (request.prefix or PREFIX, request.length or LENGTH)
         draw = _Draw(request.limit or MOST_ROWS, request.recipe.seed, *lengths)
         own_rows = [row for row in range(len(trained.rows)) if row not in planted]
@@ -349,18 +356,20 @@ def _check_same_tokenizer(baseline: Path, trained: Prepared) -> None:
         raise UsageError(f"{baseline} has another tokenizer than the run: name another --baseline, or none")
 
 
-def _candidates(canaries: Sequence[Canary], tokenizer: PreTrainedTokenizerFast, first: int, seed: int) -> list[Query]:
-    """Build the queries of each canary: its secret, then its alternatives.
+def _candidates(
+    canaries: Sequence[Canary], tokenizer: PreTrainedTokenizerFast, first: int, context: int, seed: int
+) -> list[SharedPrompt]:
+    """Build the documents that score each canary: its secret, then its alternatives.
 
     Args:
         first: first token of a training row; texts start with it if it is BOS.
+        context: tokens of the model's context.
     """
     start = [first] if first == tokenizer.bos_token_id else []
-    queries: list[Query] = []
+    shared = list[SharedPrompt]()
     for canary in canaries:
         secrets = [canary.secret, *alternatives(canary, ALTERNATIVES, seed)]
-        (prefix, *texts) = tokenize(tokenizer, [canary.prefix, *(canary.prefix + secret for secret in secrets)])
-        for text in texts:
-            ids, known = [*start, *text], len(start) + len(prefix)
-            queries.append((ids, [(at - 1, ids[at]) for at in range(known, len(ids))]))
-    return queries
+        texts = tokenize(tokenizer, [canary.prefix, *(canary.prefix + secret for secret in secrets)])
+        known = next((at for at, ids in enumerate(zip(*texts, strict=False)) if len(set(ids)) > 1), len(texts[0]))
+        shared += share_prompt([*start, *texts[0][:known]], [text[known:] for text in texts[1:]], context)
+    return shared

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -26,7 +26,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Score = Callable[[Sequence[PackedBatch], Sequence[TokenQuery]], list[TokenScores]]
-Query = tuple[Sequence[int], Sequence[tuple[int, int]]]  # document; pairs of a position and the token after it to score
+MOST_SHARED = 1024  # tokens of a document with several answers; its mask takes up to 1 MB
+
+
+class Query(NamedTuple):
+    """Tokens of a document to score."""
+
+    ids: Sequence[int]
+    pairs: Sequence[tuple[int, int]]  # position, and the token after it
+    parents: Sequence[int] = ()  # position before each token if it is not the previous one, see `PackedBatch`
 
 
 def passes(sizes: Sequence[int], max_tokens: int) -> Iterator[range]:
@@ -62,7 +70,7 @@ def losses(
     """
     targets = [target_spans(document) for document in documents]
     queries = [
-        (document.ids[: document.num_inputs], [(at - 1, document.ids[at]) for span in spans for at in span])
+        Query(document.ids[: document.num_inputs], [(at - 1, document.ids[at]) for span in spans for at in span])
         for document, spans in zip(documents, targets, strict=True)
     ]
     rows = []
@@ -98,13 +106,67 @@ def label_candidates(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> dict
     return {text.strip(): ids for text, ids in zip(texts, tokens, strict=True)}
 
 
-def documents_of(prompt: Sequence[int], answers: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Build the fewest documents that contain the context of every answer token."""
-    # The last token of an answer is only predicted, never read. So answers of one token need only the prompt, and an
-    # answer whose context starts another one's is scored in that document.
-    contexts = {tuple(answer[:-1]) for answer in answers}
-    longest = [each for each in contexts if not any(each != other and other[: len(each)] == each for other in contexts)]
-    return [[*prompt, *each] for each in sorted(longest)]
+@dataclass(frozen=True)
+class SharedPrompt:
+    """A prompt with answers to score in one document, in which the tokens that they share occur once."""
+
+    last: int  # position of the prompt's last token
+    ids: list[int]
+    parents: list[int]  # position before each token; -1: none
+    rows: dict[tuple[int, int], int]  # position of a token behind another position
+    numbers: dict[tuple[int, int], int]  # of each score, by the position before the token, and the token
+    scores: list[list[int]]  # numbers of each answer's scores
+
+    @classmethod
+    def of(cls, prompt: Sequence[int]) -> SharedPrompt:
+        return cls(len(prompt) - 1, list(prompt), list(range(-1, len(prompt) - 1)), {}, {}, [])
+
+    @property
+    def query(self) -> Query:
+        is_branched = self.parents != list(range(-1, len(self.ids) - 1))
+        return Query(self.ids, list(self.numbers), self.parents if is_branched else ())
+
+    def size_with(self, answer: Sequence[int]) -> int:
+        """Return the number of tokens with another answer."""
+        row, known = self.last, 0
+        for token in answer[:-1]:
+            if (row, token) not in self.rows:
+                break
+            row, known = self.rows[row, token], known + 1
+        return len(self.ids) + len(answer) - 1 - known
+
+    def add(self, answer: Sequence[int]) -> None:
+        """Add an answer."""
+        row, scores = self.last, []
+        for index, token in enumerate(answer):
+            scores.append(self.numbers.setdefault((row, token), len(self.numbers)))
+            if index == len(answer) - 1:  # only predicted, never read
+                break
+            if (row, token) not in self.rows:
+                self.rows[row, token] = len(self.ids)
+                self.ids.append(token)
+                self.parents.append(row)
+            row = self.rows[row, token]
+        self.scores.append(scores)
+
+
+def share_prompt(prompt: Sequence[int], answers: Sequence[Sequence[int]], most_tokens: int) -> list[SharedPrompt]:
+    """Group answers to a prompt, in order, into the documents that score them.
+
+    Args:
+        most_tokens: tokens of a document with several answers.
+    """
+    most_tokens, shared = min(most_tokens, MOST_SHARED), list[SharedPrompt]()
+    for answer in answers:
+        if not shared or shared[-1].size_with(answer) > max(most_tokens, len(shared[-1].ids)):
+            shared.append(SharedPrompt.of(prompt))
+        shared[-1].add(answer)
+    return shared
+
+
+def size_of(prompt: Sequence[int], answers: Sequence[Sequence[int]], most_tokens: int) -> int:
+    """Return the number of tokens that score the answers to a prompt, see `share_prompt`."""
+    return sum(len(each.ids) for each in share_prompt(prompt, answers, most_tokens))
 
 
 @dataclass(frozen=True)
@@ -119,6 +181,7 @@ def log_likelihoods(
     offloaded: OffloadedModel,
     prompts: Sequence[Sequence[int]],
     answers: Sequence[Sequence[Sequence[int]]],
+    most_tokens: int,
     budget_tokens: int,
 ) -> list[list[Likelihood]]:
     """Compute the log-likelihood of each prompt's answers in one pass over the weights.
@@ -126,27 +189,24 @@ def log_likelihoods(
     Args:
         prompts: token ids of each, none empty.
         answers: token ids of the answers to each prompt.
+        most_tokens: tokens of the model's context.
         budget_tokens: tokens computed at once.
     """
-    queries: list[Query] = []
-    places = []  # of each answer to each prompt: number of its document, index of its first score, number of tokens
-    for prompt, own_answers in zip(prompts, answers, strict=True):
-        documents = documents_of(prompt, own_answers)
-        scored: list[list[tuple[int, int]]] = [[] for _ in documents]
-        for answer in own_answers:
-            context = [*prompt, *answer[:-1]]
-            own = next(n for n, document in enumerate(documents) if document[: len(context)] == context)
-            places.append((len(queries) + own, len(scored[own]), len(answer)))
-            # The token before predicts: the prompt's last one predicts the answer's first.
-            scored[own] += [(len(prompt) - 1 + at, token) for at, token in enumerate(answer)]
-        queries += zip(documents, scored, strict=True)
-    scores = run_queries(offloaded, queries, budget_tokens)
-    likelihoods = iter([_likelihood(scores[n], slice(first, first + count)) for n, first, count in places])
-    return [list(islice(likelihoods, len(own_answers))) for own_answers in answers]
+    shared = [share_prompt(*each, most_tokens) for each in zip(prompts, answers, strict=True)]
+    scores = iter(run_queries(offloaded, [one.query for each in shared for one in each], budget_tokens))
+    return [
+        [
+            _likelihood(found, numbers)
+            for one, found in zip(each, islice(scores, len(each)), strict=True)
+            for numbers in one.scores
+        ]
+        for each in shared
+    ]
 
 
-def _likelihood(scores: TokenScores, span: slice) -> Likelihood:
-    return Likelihood(math.fsum(scores.log_probabilities_S[span].tolist()), bool(scores.is_argmax_S[span].all()))
+def _likelihood(scores: TokenScores, numbers: Sequence[int]) -> Likelihood:
+    total = math.fsum(scores.log_probabilities_S[numbers].tolist())
+    return Likelihood(total, bool(scores.is_argmax_S[numbers].all()))
 
 
 def target_spans(document: Document) -> list[range]:
@@ -181,23 +241,26 @@ def run_queries(
     """Score the token queries of each document in one pass over the weights.
 
     Args:
-        queries: documents with their pairs of a position and the token after it.
         budget_tokens: tokens computed at once.
         score: scorer of token queries; default: `score_tokens`.
     """
-    groups = first_fit([len(ids) for ids, _ in queries], budget_tokens)
-    batches, batch_queries = [], []
-    for group in groups:
-        batch = pack([queries[index][0] for index in group], document_ids=group)
-        starts = zip(batch.cu_seqlens, group, strict=False)
-        pairs = [(start + at, token) for start, index in starts for at, token in queries[index][1]]
-        positions_S, tokens_S = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).to(offloaded.device).unbind(1)
-        batches.append(batch.to(offloaded.device))
-        batch_queries.append(TokenQuery(positions_S, tokens_S))
+    groups, batches, batch_queries = list[list[int]](), [], []
+    for is_branched in (False, True):  # apart: with branches, attention has another kernel, so other bits
+        numbers = [number for number, query in enumerate(queries) if bool(query.parents) == is_branched]
+        for places in first_fit([len(queries[number].ids) for number in numbers], budget_tokens):
+            group = [numbers[place] for place in places]
+            parents = [queries[number].parents for number in group] if is_branched else None
+            batch = pack([queries[number].ids for number in group], document_ids=group, parents=parents)
+            starts = zip(batch.cu_seqlens, group, strict=False)
+            pairs = [(start + at, token) for start, number in starts for at, token in queries[number].pairs]
+            positions_S, tokens_S = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).to(offloaded.device).unbind(1)
+            groups.append(group)
+            batches.append(batch.to(offloaded.device))
+            batch_queries.append(TokenQuery(positions_S, tokens_S))
     results: dict[int, TokenScores] = {}
     batch_scores = score(batches, batch_queries) if score else score_tokens(offloaded, batches, batch_queries)
     for group, scores in zip(groups, batch_scores, strict=True):
-        ends = list(accumulate((len(queries[index][1]) for index in group), initial=0))
-        for index, (start, end) in zip(group, pairwise(ends), strict=True):
-            results[index] = TokenScores(scores.log_probabilities_S[start:end], scores.is_argmax_S[start:end])
-    return [results[index] for index in range(len(queries))]
+        ends = list(accumulate((len(queries[number].pairs) for number in group), initial=0))
+        for number, (start, end) in zip(group, pairwise(ends), strict=True):
+            results[number] = TokenScores(scores.log_probabilities_S[start:end], scores.is_argmax_S[start:end])
+    return [results[number] for number in range(len(queries))]

@@ -23,7 +23,7 @@ from gptj_ft.data.tokenization import NoTokenizer, has_tokenizer, load_tokenizer
 from gptj_ft.errors import NotFinite
 from gptj_ft.evaluation.answerer import Answerer, PromptGroup, scores_of
 from gptj_ft.evaluation.comparison import Evaluation, with_warnings
-from gptj_ft.evaluation.likelihood import label_candidates, losses, passes
+from gptj_ft.evaluation.likelihood import label_candidates, losses, passes, share_prompt
 from gptj_ft.evaluation.metrics.language_model import RowLoss, language_model
 from gptj_ft.evaluation.row_job import Progress, ResultCache, check_complete, pending_rounds
 from gptj_ft.generation.generator import InferenceSetup, check_writes
@@ -260,7 +260,8 @@ def plan_on_rows(
     if recipe.metrics and not any(rows.references):  # rows given as tokens or plain text
         rows = replace(rows, notes=(*rows.notes, NO_REFERENCES.format(metrics=", ".join(recipe.metrics))))
         recipe = recipe.model_copy(update={"metrics": ()})
-    writes = tokenizer is not None and recipe.metrics and not label_candidates(recipe, tokenizer)
+    labels = list(label_candidates(recipe, tokenizer).values()) if tokenizer and recipe.metrics else []
+    writes = tokenizer is not None and recipe.metrics and not labels
     if writes:
         rows = with_short_answers(rows, recipe.generation.max_new_tokens, setup.context)
     if recipe.recipe == "custom" and not recipe.metrics:
@@ -270,6 +271,7 @@ def plan_on_rows(
     cache = ResultCache({**rows.facts, **evaluation_settings(folder, recipe), **used})
     prompts = [len(prompt) for prompt in rows.prompts]
     documents = [max(document.num_inputs, prompt) for document, prompt in zip(rows.documents, prompts, strict=True)]
+    documents += [len(each.ids) for prompt in rows.prompts for each in share_prompt(prompt, labels, setup.context)]
     # A resumed evaluation batches the prompts as the first run did, however much memory is free now.
     together = cache.of("together").get(0)
     plan = setup.plan(home(), together, documents=documents, prompts=prompts if writes else ())

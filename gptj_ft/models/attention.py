@@ -93,7 +93,7 @@ def attend(
     window: int | None = None,
     cap: float | None = None,
 ) -> Tensor:
-    """Attend causally within each document; softmax in fp32.
+    """Attend causally within each document, and within its branches; softmax in fp32.
 
     With a cache, queries also see the cached keys of their document.
 
@@ -107,6 +107,8 @@ def attend(
         [T, N, H].
     """
     rule = ScoreRule(q_TNH.shape[-1] ** -0.5 if scale is None else scale, window, cap)
+    if batch.parents_T is not None:
+        return attend_in_branches(q_TNH, k_TKH, v_TKH, batch, rule)
     group = q_TNH.shape[1] // k_TKH.shape[1]
     if dropout is not None and dropout.rate and batch.seeds is not None:
         k_TNH, v_TNH = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k_TKH, v_TKH))
@@ -135,6 +137,42 @@ def attend(
         out = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[-2] > 1, scale=scale)
         outputs.append(out.flatten(0, 1).transpose(0, 1))
     return torch.cat([*outputs, q_TNH.new_zeros(batch.num_fillers, *q_TNH.shape[1:])])
+
+
+def attend_in_branches(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, batch: PackedBatch, rule: ScoreRule) -> Tensor:
+    """Attend from each token to those before it in its branch, one document after another; for scoring only."""
+    documents, dtype = batch.documents, attention_dtype(q_TNH.dtype, q_TNH.device)
+    parts = zip(*(_by_document(x.to(dtype), documents)[:-1] for x in (q_TNH, k_TKH, v_TKH)), strict=True)
+    outputs = []
+    for number, taken in enumerate(parts):
+        q, k, v = _repeat(*taken)
+        seen_LL = _seen_in_branch(batch, number, rule.window)
+        if rule.cap is None:
+            out = F.scaled_dot_product_attention(q, k, v, seen_LL, scale=rule.scale)
+        else:
+            scores = (q * rule.factor @ k.transpose(2, 3)).float().tanh_().mul_(rule.cap)
+            out = scores.masked_fill_(~seen_LL, -math.inf).softmax(-1).to(dtype) @ v
+        outputs.append(out[0].transpose(0, 1).to(q_TNH.dtype))
+    return torch.cat([*outputs, q_TNH.new_zeros(batch.num_fillers, *q_TNH.shape[1:])])
+
+
+def _seen_in_branch(batch: PackedBatch, number: int, window: int | None) -> Tensor:
+    """Return the keys that each token of a document sees, bool [L, L], once for all layers."""
+    documents, key = batch.documents, ("branches", number, window)
+    if key not in documents.hidden:
+        start, end = documents.cu_seqlens[number : number + 2]
+        seen_LL = torch.eye(end - start, dtype=torch.bool)
+        # A token sees what the token before it sees, and itself.
+        for row, parent in enumerate((batch.on_host("parents_T")[start:end] - start).tolist()):
+            if parent >= 0:
+                seen_LL[row] |= seen_LL[parent]
+        if window is not None:
+            positions_L = batch.on_host("positions_T")[start:end]
+            seen_LL &= positions_L[:, None] - positions_L < window
+        documents.hidden[key] = seen_LL.to(documents.device)
+    kept = documents.hidden[key]
+    assert kept is not None
+    return kept
 
 
 class _CausalAttention(torch.autograd.Function):

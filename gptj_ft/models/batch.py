@@ -358,6 +358,10 @@ class PackedBatch:
     seeds: tuple[int, ...] | None = None  # dropout seed of each document; None: no dropout
     types_T: Tensor | None = None  # token types, int64; None: all 0
     values_SC: Tensor | None = None  # target numbers of each mark, fp32
+    parents_T: Tensor | None = None
+    """Row of the token before, int64, -1 for the first of a document, whose branches share their beginning; None: no
+    document has branches. Branches are for scoring: they have neither targets nor dropout.
+    """
     rotary_cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # see `rotary`
 
     @property
@@ -432,6 +436,7 @@ class PackedBatch:
             positions_T=F.pad(self.positions_T, (0, count)),
             targets_T=F.pad(self.targets_T, (0, count), value=NO_TARGET),
             types_T=None if self.types_T is None else F.pad(self.types_T, (0, count)),
+            parents_T=None if self.parents_T is None else F.pad(self.parents_T, (0, count), value=-1),
             rotary_cache={},
         )
 
@@ -471,6 +476,7 @@ class PackedBatch:
         if all(end - start == count for start, end, count in zip(ends, ends[1:], counts, strict=False)):
             return self
         assert self.types_T is None, "documents with token types are never truncated"
+        assert self.parents_T is None, "documents with branches are never truncated"
         # Targets are cut like tokens: the last kept token still predicts the first dropped one.
         kept_T = self.positions_T < torch.tensor(counts).repeat_interleave(torch.tensor(ends).diff())
         tokens_T, positions_T, targets_T = (x[kept_T] for x in (self.tokens_T, self.positions_T, self.targets_T))
@@ -482,7 +488,7 @@ class PackedBatch:
             return self
         # One copy for all tensors: each copy makes the program wait for the device.
         host = [self.tokens_T, self.positions_T, self.targets_T, self.target_positions_T, torch.tensor(self.cu_seqlens)]
-        host += [] if self.types_T is None else [self.types_T]
+        host += [each for each in (self.types_T, self.parents_T) if each is not None]
         if device.type != "cpu":
             table = Documents(self.cu_seqlens, None, device, self.num_fillers).host_table()
             host += [*table, *(() if self.seeds is None else self._host_keys())]
@@ -494,6 +500,7 @@ class PackedBatch:
             positions_T=positions_T,
             targets_T=targets_T,
             types_T=None if self.types_T is None else others.pop(0),
+            parents_T=None if self.parents_T is None else others.pop(0),
             values_SC=None if self.values_SC is None else self.values_SC.to(device),
             rotary_cache={},
         )
@@ -513,6 +520,7 @@ def pack(
     cache: KVCache | None = None,
     masked_spans: Sequence[Sequence[int]] | None = None,
     document_ids: Sequence[int] = (),
+    parents: Sequence[Sequence[int]] | None = None,
 ) -> PackedBatch:
     """Pack documents end to end.
 
@@ -521,6 +529,7 @@ def pack(
         prompt_lengths: untrained tokens at each document's start; ``None``: no targets at all.
         masked_spans: further untrained spans of each, (start, end) pairs in one flat list.
         document_ids: see `PackedBatch`.
+        parents: of documents with branches, the position before each token; -1: none.
     """
     tokens: list[int] = []
     positions: list[int] = []
@@ -539,7 +548,19 @@ def pack(
             targets[cu_seqlens[-1] + left - 1 : cu_seqlens[-1] + right - 1] = [NO_TARGET] * (right - left)
         cu_seqlens.append(len(tokens))
     tokens_T, positions_T, targets_T = (torch.tensor(x, dtype=torch.int64) for x in (tokens, positions, targets))
-    return PackedBatch(tokens_T, positions_T, targets_T, tuple(cu_seqlens), cache, document_ids=tuple(document_ids))
+    batch = PackedBatch(tokens_T, positions_T, targets_T, tuple(cu_seqlens), cache, document_ids=tuple(document_ids))
+    return batch if parents is None else _with_branches(batch, parents)
+
+
+def _with_branches(batch: PackedBatch, parents: Sequence[Sequence[int]]) -> PackedBatch:
+    """Return documents with branches; a token's position is the number of tokens before it in its branch."""
+    positions, rows = list[int](), list[int]()
+    for start, own in zip(batch.cu_seqlens, parents, strict=False):
+        for parent in own:
+            positions.append(positions[start + parent] + 1 if parent >= 0 else 0)
+            rows.append(start + parent if parent >= 0 else -1)
+    positions_T, parents_T = (torch.tensor(values, dtype=torch.int64) for values in (positions, rows))
+    return replace(batch, positions_T=positions_T, parents_T=parents_T)
 
 
 def pack_marked(documents: Sequence[Sequence[int]], marks: Sequence[Marks]) -> PackedBatch:

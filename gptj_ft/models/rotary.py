@@ -176,12 +176,15 @@ def _power(base: Tensor, exponent: Tensor | float) -> Tensor:
 
 
 def _row_lengths(batch: PackedBatch) -> Tensor:
-    """Return the length of each token's row, int64 [T]."""
+    """Return the length of each token's row, int64 [T]; of a row with branches, that of its longest branch."""
     if batch.is_decode_step:
         return batch.positions_T + 1
     ends_T = torch.tensor([*batch.cu_seqlens, len(batch.tokens_T)], device=batch.tokens_T.device)  # with the fillers
-    lengths_T = ends_T.diff()
-    return lengths_T.repeat_interleave(lengths_T, output_size=len(batch.tokens_T))
+    lengths_T = sizes_T = ends_T.diff()
+    if batch.parents_T is not None:
+        rows = batch.positions_T.split_with_sizes(batch.documents.sizes)
+        lengths_T = torch.stack([each.max() + 1 if len(each) else each.new_zeros(()) for each in rows])
+    return lengths_T.repeat_interleave(sizes_T, output_size=len(batch.tokens_T))
 
 
 def _exponents(width: int, device: torch.device) -> Tensor:

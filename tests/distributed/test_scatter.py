@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+import torch
 from conftest import NOTES
 from support.thread_group import Member, together
 
@@ -31,6 +32,7 @@ from gptj_ft.evaluation.evaluate import EvaluateRequest, PairedEvaluation
 from gptj_ft.evaluation.row_job import OutputFile
 from gptj_ft.generation import decoding
 from gptj_ft.generation.generator import GenerationSetup, InferenceSetup
+from gptj_ft.models.batch import pack
 from gptj_ft.planning import inference_plan
 from gptj_ft.system.group import ALONE, Group
 from gptj_ft.training.reporter import Reporter
@@ -133,6 +135,14 @@ def test_long_results_keep_unit_order(monkeypatch: pytest.MonkeyPatch) -> None:
     for found in together(3, work)[0]:
         assert [(at, dtype) for at, dtype, _ in found] == [(n, "<f4") for n in range(7)]
         assert all((values == unit["values"] * 2).all() for (*_, values), unit in zip(found, units, strict=True))
+
+
+def test_batch_keeps_its_branches() -> None:
+    batch = pack([[1, 2], [5, 6, 7, 8]], parents=[[-1, 0], [-1, 0, 1, 1]])
+    restored = scatter.batch_of(scatter._unit_of(batch), torch.device("cpu"))
+    assert restored.parents_T is not None
+    assert restored.parents_T.tolist() == [-1, 0, -1, 2, 3, 3]
+    assert restored.positions_T.tolist() == [0, 1, 0, 1, 2, 2]
 
 
 @pytest.mark.sampled(2)

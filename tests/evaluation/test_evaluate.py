@@ -22,7 +22,7 @@ from gptj_ft.data.batches import Document
 from gptj_ft.data.tokenization import load_tokenizer
 from gptj_ft.errors import Interrupted
 from gptj_ft.evaluation.evaluate import EvaluateRequest, PairedEvaluation
-from gptj_ft.evaluation.likelihood import documents_of, label_candidates, log_likelihoods, losses, passes
+from gptj_ft.evaluation.likelihood import label_candidates, log_likelihoods, losses, passes, share_prompt
 from gptj_ft.evaluation.text_evaluation import make_eval_set
 from gptj_ft.generation import hf_model
 from gptj_ft.streaming.offloaded_model import OffloadedModel
@@ -97,7 +97,7 @@ def test_label_likelihoods_match_transformers(words: list[str], folder: Path, st
     tokenizer = load_tokenizer(folder)
     prompts = [tokenizer.encode(text) for text in TEXTS]
     answers = [tokenizer.encode(word) for word in words]
-    found = log_likelihoods(stack, prompts, [answers] * 2 + [answers[:1]], budget_tokens=40)
+    found = log_likelihoods(stack, prompts, [answers] * 2 + [answers[:1]], 96, budget_tokens=40)
     assert list(map(len, found)) == [len(answers), len(answers), 1]
     for prompt, likely in zip(prompts, found, strict=True):
         for answer, ours in zip(answers, likely, strict=False):
@@ -110,9 +110,22 @@ def test_label_likelihoods_match_transformers(words: list[str], folder: Path, st
             )
 
 
-def test_answers_share_the_fewest_documents() -> None:
-    assert documents_of([1, 2], [[3], [4], [5]]) == [[1, 2]]
-    assert documents_of([1, 2], [[3], [4, 5], [4, 6, 7], [8, 9]]) == [[1, 2, 4, 6], [1, 2, 8]]
+def test_answers_share_the_tokens_of_their_beginnings() -> None:
+    (labels,) = share_prompt([1, 2], [[3], [4], [5]], 64)
+    assert labels.query == ([1, 2], [(1, 3), (1, 4), (1, 5)], ())  # no branch: the last tokens are only predicted
+    (longer,) = share_prompt([1, 2], [[3], [4, 5], [4, 6, 7], [8, 9], [4, 6]], 64)
+    assert longer.query.ids == [1, 2, 4, 6, 8]
+    assert longer.query.parents == [-1, 0, 1, 2, 1]
+    assert [[longer.query.pairs[number] for number in numbers] for numbers in longer.scores] == [
+        [(1, 3)], [(1, 4), (2, 5)], [(1, 4), (2, 6), (3, 7)], [(1, 8), (4, 9)], [(1, 4), (2, 6)],
+    ]  # fmt: skip
+
+
+def test_documents_with_several_answers_stay_within_a_size() -> None:
+    answers = [[3, 4, 5], [3, 6, 7], [8, 9], [3], [8, 9, 1, 2]]
+    shared = share_prompt([1, 2], answers, 5)
+    assert [(each.query.ids, len(each.scores)) for each in shared] == [([1, 2, 3, 4, 6], 2), ([1, 2, 8, 9, 1], 3)]
+    assert [len(each.query.ids) for each in share_prompt([1, 2], answers, 2)] == [4, 4, 3, 5]  # one longer, alone
 
 
 def test_passes_cover_all_rows_in_order() -> None:

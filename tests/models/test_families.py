@@ -32,6 +32,7 @@ from gptj_ft.checkpoints.convert import Conversion, convert
 from gptj_ft.checkpoints.tiny import FAMILIES
 from gptj_ft.config.options import Generation, Recipe
 from gptj_ft.data.batches import micro_batches
+from gptj_ft.evaluation.likelihood import log_likelihoods
 from gptj_ft.generation.decoding import generate_tokens
 from gptj_ft.generation.hf_model import StreamedModel
 from gptj_ft.models.batch import pack
@@ -113,6 +114,21 @@ def test_logits_match_transformers(name: str, built) -> None:
         ours = next_token_logits(stack, pack(docs))
         theirs = torch.stack([case.model(torch.tensor([ids])).logits[0, -1] for ids in docs])
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@every_shape
+def test_answers_to_one_prompt_match_transformers(name: str, built) -> None:
+    case = built(name)
+    answers = [[1, 2, 3, 4], [1, 2, 9], [5], [1, 2, 3, 7, 8], [6, 6, 6]]
+    prompts = [[number % 30 for number in range(size)] for size in (ROW, 3)]
+    with open_for_inference(case.folder, CPU, torch.float32) as (_, stack), torch.no_grad():
+        found = log_likelihoods(stack, prompts, [answers] * 2, most_tokens=64, budget_tokens=60)
+        for prompt, likely in zip(prompts, found, strict=True):
+            for answer, ours in zip(answers, likely, strict=True):
+                logs = case.model(torch.tensor([[*prompt, *answer]])).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
+                theirs = logs.gather(1, torch.tensor(answer)[:, None]).sum()
+                assert ours.total == pytest.approx(float(theirs), rel=1e-5)
+                assert ours.is_argmax == (logs.argmax(-1).tolist() == answer)
 
 
 @every_shape

@@ -244,9 +244,9 @@ def resident(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize(
     ("placement", "budget", "late", "block_numel"),
     [
+        (Placement("host", "host"), BufferBudget(1, 1, 2, 2048, chunks_at_once=3), 1, BLOCK_NUMEL),
         (Placement("disk", "disk", boundaries="disk"), BufferBudget(0, 1, 1, CHUNK), 2, BLOCK_NUMEL),
         (Placement("device", "device"), BufferBudget(chunk_numel=CHUNK), 0, 768),
-        (Placement("host", "host"), BufferBudget(1, 1, 2, 2048, chunks_at_once=3), 1, BLOCK_NUMEL),
         (Placement("device", "host"), PAGES, 2, 1 << 15),
         (Placement("disk", "disk"), PAGES, 0, BLOCK_NUMEL),
         (Placement("host", "disk", in_memory=(1, 3)), BufferBudget(), 1, BLOCK_NUMEL),

@@ -193,7 +193,7 @@ def choice_of(result: SearchResult) -> tuple[Any, ...]:
 TWINS = {**LABELLED, "lr": [1e-3, 1.01e-3], "max_time": "10h"}
 
 
-@pytest.mark.thorough
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("options", [OPTIONS, LABELLED, TWINS])
 def test_killed_search_comes_to_the_same_choice(options: dict[str, Any]) -> None:
     counter = KillAt()

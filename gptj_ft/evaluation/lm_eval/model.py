@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from gptj_ft.config.options import Generation
 from gptj_ft.data.tokenization import tokenize
 from gptj_ft.errors import DataError, NotFinite, UsageError
-from gptj_ft.evaluation.likelihood import Likelihood, documents_of, log_likelihoods, passes
+from gptj_ft.evaluation.likelihood import Likelihood, log_likelihoods, passes, size_of
 from gptj_ft.evaluation.row_job import Progress, ResultCache, pending_rounds
 from gptj_ft.generation.decoding import PromptBatch, generate_batches
 from gptj_ft.generation.hf_model import StreamedModel
@@ -178,13 +178,13 @@ class StreamedLM(TemplateLM):  # type: ignore[misc]
             groups.setdefault(tuple(before), []).append(number)
         contexts, members = list(groups), list(groups.values())
         answers = [[pairs[number][1] for number in numbers] for numbers in members]
-        sizes = [sum(map(len, documents_of(*each))) for each in zip(contexts, answers, strict=True)]
+        sizes = [size_of(*each, self.max_length) for each in zip(contexts, answers, strict=True)]
         for span in passes(sizes, self._budget.read):
             numbers = [number for group in members[span.start : span.stop] for number in group]
             if not score_of.keys() >= set(numbers):
                 part = slice(span.start, span.stop)
                 likelihoods = log_likelihoods(
-                    self.model.offloaded, contexts[part], answers[part], self._budget.computed
+                    self.model.offloaded, contexts[part], answers[part], self.max_length, self._budget.computed
                 )
                 flat = [_checked(each) for group in likelihoods for each in group]
                 cache.add(
