@@ -421,17 +421,21 @@ def encoder(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[Ca
 
 
 def read(dtypes: Sequence[str], schedules: Sequence[Schedule]) -> Iterator[Case]:
-    """Losses of a model in inference, weights in each place."""
+    """Losses of a model in inference, and likelihoods of answers that share a prompt, weights in each place."""
 
     def run(model: str, dtype: str, weights: str) -> Callable[[torch.device], Any]:
         def losses(device: torch.device) -> Any:
             from gptj_ft.data.batches import micro_batches
+            from gptj_ft.evaluation.likelihood import log_likelihoods
             from gptj_ft.streaming.open import open_for_inference
             from gptj_ft.streaming.scoring import evaluate_losses
 
             with open_for_inference(model_folder(model), device, DTYPES[dtype], weights) as (_, stack):
                 batches = [batch.to(device) for batch in micro_batches(documents(), PROMPTS, MICRO_BATCH_TOKENS)]
-                return [loss.total for loss in evaluate_losses(stack, batches) for _ in range(2)]
+                answers = [[[1, 2, 3], [1, 4, 5, 6], [7]]] * 2
+                likely = log_likelihoods(stack, documents((5, 3)), answers, 40, MICRO_BATCH_TOKENS)
+                totals = [loss.total for loss in evaluate_losses(stack, batches) for _ in range(2)]
+                return [*totals, *(each.total for row in likely for each in row)]
 
         return losses
 
