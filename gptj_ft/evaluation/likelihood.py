@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Score = Callable[[Sequence[PackedBatch], Sequence[TokenQuery]], list[TokenScores]]
-MOST_SHARED = 1024  # tokens of a document with several answers; its mask takes up to 1 MB
+MOST_BRANCHED = 1024  # tokens of several answers in a document, each with a row of attention's mask
 
 
 class Query(NamedTuple):
@@ -156,7 +156,7 @@ def share_prompt(prompt: Sequence[int], answers: Sequence[Sequence[int]], most_t
     Args:
         most_tokens: tokens of a document with several answers.
     """
-    most_tokens, shared = min(most_tokens, MOST_SHARED), list[SharedPrompt]()
+    most_tokens, shared = min(most_tokens, len(prompt) + MOST_BRANCHED), list[SharedPrompt]()
     for answer in answers:
         if not shared or shared[-1].size_with(answer) > max(most_tokens, len(shared[-1].ids)):
             shared.append(SharedPrompt.of(prompt))

@@ -142,34 +142,44 @@ def attend(
 def attend_in_branches(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, batch: PackedBatch, rule: ScoreRule) -> Tensor:
     """Attend from each token to those before it in its branch, one document after another; for scoring only."""
     documents, dtype = batch.documents, attention_dtype(q_TNH.dtype, q_TNH.device)
-    parts = zip(*(_by_document(x.to(dtype), documents)[:-1] for x in (q_TNH, k_TKH, v_TKH)), strict=True)
-    outputs = []
-    for number, taken in enumerate(parts):
-        q, k, v = _repeat(*taken)
-        seen_LL = _seen_in_branch(batch, number, rule.window)
+    out_TNH = q_TNH.new_zeros(q_TNH.shape)
+    parts = zip(*(x.split_with_sizes(documents.sizes)[:-1] for x in (q_TNH, k_TKH, v_TKH, out_TNH)), strict=True)
+    for number, (q_LNH, k_LKH, v_LKH, out_LNH) in enumerate(parts):
+        seen_BL = _seen_in_branches(batch, number, rule.window)
+        trunk = len(q_LNH) - len(seen_BL)  # tokens before the first branch
+        attend_forward(out_LNH[:trunk], q_LNH[:trunk], k_LKH[:trunk], v_LKH[:trunk], rule, dtype)
+        q, k, v = _repeat(*(x.to(dtype).transpose(0, 1)[None] for x in (q_LNH[trunk:], k_LKH, v_LKH)))
         if rule.cap is None:
-            out = F.scaled_dot_product_attention(q, k, v, seen_LL, scale=rule.scale)
+            out = F.scaled_dot_product_attention(q, k, v, seen_BL, scale=rule.scale)
         else:
             scores = (q * rule.factor @ k.transpose(2, 3)).float().tanh_().mul_(rule.cap)
-            out = scores.masked_fill_(~seen_LL, -math.inf).softmax(-1).to(dtype) @ v
-        outputs.append(out[0].transpose(0, 1).to(q_TNH.dtype))
-    return torch.cat([*outputs, q_TNH.new_zeros(batch.num_fillers, *q_TNH.shape[1:])])
+            out = scores.masked_fill_(~seen_BL, -math.inf).softmax(-1).to(dtype) @ v
+        out_LNH[trunk:] = out[0].transpose(0, 1)
+    return out_TNH
 
 
-def _seen_in_branch(batch: PackedBatch, number: int, window: int | None) -> Tensor:
-    """Return the keys that each token of a document sees, bool [L, L], once for all layers."""
+def _seen_in_branches(batch: PackedBatch, number: int, window: int | None) -> Tensor:
+    """Return the keys that the last B tokens of a document see, bool [B, L]; those before are in no branch.
+
+    Computed once for all layers.
+    """
     documents, key = batch.documents, ("branches", number, window)
     if key not in documents.hidden:
         start, end = documents.cu_seqlens[number : number + 2]
-        seen_LL = torch.eye(end - start, dtype=torch.bool)
-        # A token sees what the token before it sees, and itself.
-        for row, parent in enumerate((batch.on_host("parents_T")[start:end] - start).tolist()):
-            if parent >= 0:
-                seen_LL[row] |= seen_LL[parent]
+        parents = (batch.on_host("parents_T")[start:end] - start).tolist()
+        trunk = next((row for row, parent in enumerate(parents) if row and parent != row - 1), len(parents))
+        seen_BL = torch.zeros(len(parents) - trunk, len(parents), dtype=torch.bool)
+        for row, parent in enumerate(parents[trunk:]):
+            # A token sees what the token before it sees, and itself.
+            if parent < trunk:
+                seen_BL[row, : parent + 1] = True
+            else:
+                seen_BL[row] = seen_BL[parent - trunk]
+            seen_BL[row, trunk + row] = True
         if window is not None:
             positions_L = batch.on_host("positions_T")[start:end]
-            seen_LL &= positions_L[:, None] - positions_L < window
-        documents.hidden[key] = seen_LL.to(documents.device)
+            seen_BL &= positions_L[trunk:, None] - positions_L < window
+        documents.hidden[key] = seen_BL.to(documents.device)
     kept = documents.hidden[key]
     assert kept is not None
     return kept

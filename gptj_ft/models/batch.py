@@ -529,7 +529,7 @@ def pack(
         prompt_lengths: untrained tokens at each document's start; ``None``: no targets at all.
         masked_spans: further untrained spans of each, (start, end) pairs in one flat list.
         document_ids: see `PackedBatch`.
-        parents: of documents with branches, the position before each token; -1: none.
+        parents: position before each token of documents with branches; -1: none.
     """
     tokens: list[int] = []
     positions: list[int] = []
