@@ -76,7 +76,6 @@ def test_survivor_equals_a_run_of_its_own(options: dict[str, Any], over: dict[st
     assert_same_weights(weights_of(Path(result.model)), weights_of(Path(again.model)))
 
 
-@pytest.mark.thorough
 def test_first_validation_is_shared() -> None:
     result = run_search("s", LABELLED, by="accuracy")
     first = [validations_of(f"s/{each.folder}")[0] for each in result.plan.candidates]
@@ -171,7 +170,6 @@ def test_inseparable_finalists_are_both_kept() -> None:
     assert len(list(Path("s").glob("*/model"))) == 2
 
 
-@pytest.mark.thorough
 def test_no_step_is_computed_twice() -> None:
     class Steps(Reporter):
         count = 0
@@ -193,7 +191,7 @@ def choice_of(result: SearchResult) -> tuple[Any, ...]:
 TWINS = {**LABELLED, "lr": [1e-3, 1.01e-3], "max_time": "10h"}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [OPTIONS, LABELLED, TWINS])
 def test_killed_search_comes_to_the_same_choice(options: dict[str, Any]) -> None:
     counter = KillAt()
