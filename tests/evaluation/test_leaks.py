@@ -152,7 +152,6 @@ def test_exposure_grows_with_repeats(place: Path) -> None:
     assert not any(row.place.startswith("canary") for row in report.rows), "canaries are no rows of the user"
 
 
-@pytest.mark.thorough
 def test_interrupted_report_resumes_to_the_same(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leaks_module, "ALTERNATIVES", 15)
     request = LeakRequest(place / "text" / "model", Recipe(), prefix=PREFIX, length=LENGTH)
