@@ -117,6 +117,7 @@ class LeakJob:
     setup: InferenceSetup
     probes: Sequence[Probe]
     candidates: Sequence[SharedPrompt]  # secrets to score; empty for the untuned model
+    queries: Sequence[Query]  # of the rows, then of the candidates
     cache: ResultCache
     plan: InferencePlan
 
@@ -137,9 +138,8 @@ class LeakJob:
         digest = content_hash(repr(scored).encode())
         used = {"dtype": str(setup.dtype), "device": setup.device.type, "leaks": digest}
         cache = ResultCache({**evaluation_settings(folder, request.recipe), **used})
-        return cls(
-            setup, probes, candidates, cache, setup.plan(home(), documents=[len(query.ids) for query in queries])
-        )
+        plan = setup.plan(home(), documents=[len(query.ids) for query in queries])
+        return cls(setup, probes, candidates, queries, cache, plan)
 
     def run(self, progress: Progress) -> tuple[list[RowScores], list[float]]:
         """Score the rows and the candidates.
@@ -150,21 +150,20 @@ class LeakJob:
             NotFinite: a loss is not finite.
             DataError: a row got no result.
         """
-        queries = [*(probe.query for probe in self.probes), *(each.query for each in self.candidates)]
-        done, rows = self.cache.of("leaks"), len(self.probes)
+        queries, done, rows = self.queries, self.cache.of("leaks"), len(self.probes)
         with self.setup.open(self.plan.weights) as (_, offloaded):
             for span in passes([len(query.ids) for query in queries], self.plan.together.read):
                 # Passes depend on the rows only. A resumed examination skips those that are complete.
                 if not done.keys() >= set(span):
-                    self._score(offloaded, queries, span)
+                    self._score(offloaded, span)
                 progress(span.stop, len(queries))
         check_complete(done.keys(), len(queries), lambda row: self.probes[row].place if row < rows else "a canary")
         logs = [log for number in range(rows, len(queries)) for log in done[number]]
         return [RowScores(**done[row]) for row in range(rows)], logs
 
-    def _score(self, offloaded: OffloadedModel, queries: Sequence[Query], span: range) -> None:
+    def _score(self, offloaded: OffloadedModel, span: range) -> None:
         results: dict[int, Any] = {}
-        scores = run_queries(offloaded, [queries[number] for number in span], self.plan.together.computed)
+        scores = run_queries(offloaded, [self.queries[number] for number in span], self.plan.together.computed)
         for number, (log_probabilities, is_right) in zip(span, scores, strict=True):
             if number >= len(self.probes):
                 secrets = self.candidates[number - len(self.probes)].scores

@@ -108,14 +108,14 @@ def label_candidates(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> dict
 
 @dataclass(frozen=True)
 class SharedPrompt:
-    """A prompt with answers to score in one document, in which the tokens that they share occur once."""
+    """Document that scores answers to one prompt: a trie, in which the tokens that answers begin with occur once."""
 
     last: int  # position of the prompt's last token
     ids: list[int]
     parents: list[int]  # position before each token; -1: none
-    rows: dict[tuple[int, int], int]  # position of a token behind another position
-    numbers: dict[tuple[int, int], int]  # of each score, by the position before the token, and the token
-    scores: list[list[int]]  # numbers of each answer's scores
+    positions: dict[tuple[int, int], int]  # of each answer token that is read, by the position before it and its id
+    numbers: dict[tuple[int, int], int]  # of each score, by the position that predicts the token and its id
+    scores: list[list[int]]  # of each answer, the numbers of its tokens' scores
 
     @classmethod
     def of(cls, prompt: Sequence[int]) -> SharedPrompt:
@@ -128,33 +128,33 @@ class SharedPrompt:
 
     def size_with(self, answer: Sequence[int]) -> int:
         """Return the number of tokens with another answer."""
-        row, known = self.last, 0
+        at, known = self.last, 0
         for token in answer[:-1]:
-            if (row, token) not in self.rows:
+            if (at, token) not in self.positions:
                 break
-            row, known = self.rows[row, token], known + 1
+            at, known = self.positions[at, token], known + 1
         return len(self.ids) + len(answer) - 1 - known
 
     def add(self, answer: Sequence[int]) -> None:
         """Add an answer."""
-        row, scores = self.last, []
+        at, scores = self.last, []
         for index, token in enumerate(answer):
-            scores.append(self.numbers.setdefault((row, token), len(self.numbers)))
+            scores.append(self.numbers.setdefault((at, token), len(self.numbers)))
             if index == len(answer) - 1:  # only predicted, never read
                 break
-            if (row, token) not in self.rows:
-                self.rows[row, token] = len(self.ids)
+            if (at, token) not in self.positions:
+                self.positions[at, token] = len(self.ids)
                 self.ids.append(token)
-                self.parents.append(row)
-            row = self.rows[row, token]
+                self.parents.append(at)
+            at = self.positions[at, token]
         self.scores.append(scores)
 
 
 def share_prompt(prompt: Sequence[int], answers: Sequence[Sequence[int]], most_tokens: int) -> list[SharedPrompt]:
-    """Group answers to a prompt, in order, into the documents that score them.
+    """Build the documents that score the answers to a prompt, in their order.
 
     Args:
-        most_tokens: tokens of a document with several answers.
+        most_tokens: maximum number of tokens of a document with several answers.
     """
     most_tokens, shared = min(most_tokens, len(prompt) + MOST_BRANCHED), list[SharedPrompt]()
     for answer in answers:

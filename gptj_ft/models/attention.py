@@ -140,7 +140,10 @@ def attend(
 
 
 def attend_in_branches(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, batch: PackedBatch, rule: ScoreRule) -> Tensor:
-    """Attend from each token to those before it in its branch, one document after another; for scoring only."""
+    """Attend from each token to those before it in its branch, one document after another; for scoring only.
+
+    Tokens before the first branch need no mask; so the mask has rows for the branches only, however long the prompt is.
+    """
     documents, dtype = batch.documents, attention_dtype(q_TNH.dtype, q_TNH.device)
     out_TNH = q_TNH.new_zeros(q_TNH.shape)
     parts = zip(*(x.split_with_sizes(documents.sizes)[:-1] for x in (q_TNH, k_TKH, v_TKH, out_TNH)), strict=True)
@@ -159,9 +162,9 @@ def attend_in_branches(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, batch: Packe
 
 
 def _seen_in_branches(batch: PackedBatch, number: int, window: int | None) -> Tensor:
-    """Return the keys that the last B tokens of a document see, bool [B, L]; those before are in no branch.
+    """Return the keys that each of the last B tokens of a document sees, bool [B, L], once for all layers.
 
-    Computed once for all layers.
+    The tokens before them follow one another: they see all earlier ones, within the window.
     """
     documents, key = batch.documents, ("branches", number, window)
     if key not in documents.hidden:

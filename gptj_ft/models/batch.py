@@ -183,7 +183,7 @@ class Documents:
     num_fillers: int = 0  # rows behind the last document
     keys_T: Tensor | None = field(default=None, repr=False, compare=False)  # on an accelerator: see `dropout.row_keys`
     indexes: dict[tuple[int, bool], BucketIndex] = field(default_factory=dict, repr=False, compare=False)
-    hidden: dict[Any, Tensor | None] = field(default_factory=dict, repr=False, compare=False)  # see `attention._hidden`
+    hidden: dict[Any, Tensor | None] = field(default_factory=dict, repr=False, compare=False)  # masks of attention
     splits: dict[int, tuple[list[int], list[Bucket]]] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
@@ -359,8 +359,8 @@ class PackedBatch:
     types_T: Tensor | None = None  # token types, int64; None: all 0
     values_SC: Tensor | None = None  # target numbers of each mark, fp32
     parents_T: Tensor | None = None
-    """Row of the token before, int64, -1 for the first of a document, whose branches share their beginning; None: no
-    document has branches. Branches are for scoring: they have neither targets nor dropout.
+    """Row of the token before each token in its branch, int64; -1: first token of a document. None: the documents have
+    no branches. Documents with branches are for scoring: they have neither targets nor dropout.
     """
     rotary_cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # see `rotary`
 

@@ -150,8 +150,8 @@ def _attention_factor(kind: str, values: Mapping[str, float], ratio: float, trai
 def angles(batch: PackedBatch, spec: RotarySpec) -> Tensor:
     """Return the angle of each token and frequency, fp32 [T, F].
 
-    Types that depend on the length use the length of the token's own row, in decoding up to this token; `transformers`
-    uses the longest row of the batch.
+    Types that depend on the length use the length of the token's own row, in decoding up to this token, and with
+    branches that of the longest; `transformers` uses the longest row of the batch.
     """
     positions_T1 = batch.positions_T[:, None].float()
     if not spec.depends_on_length:
