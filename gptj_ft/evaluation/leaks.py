@@ -141,10 +141,10 @@ class LeakJob:
         plan = setup.plan(home(), documents=[len(query.ids) for query in queries])
         return cls(setup, probes, candidates, queries, cache, plan)
 
-    def run(self, progress: Progress) -> tuple[list[RowScores], list[float]]:
+    def run(self, progress: Progress) -> tuple[list[RowScores], dict[int, float]]:
         """Score the rows and the candidates.
 
-        Returns: scores of each row, log-probability of each candidate.
+        Returns: scores of each row, log-probability of each secret by its number.
 
         Raises:
             NotFinite: a loss is not finite.
@@ -158,7 +158,11 @@ class LeakJob:
                     self._score(offloaded, span)
                 progress(span.stop, len(queries))
         check_complete(done.keys(), len(queries), lambda row: self.probes[row].place if row < rows else "a canary")
-        logs = [log for number in range(rows, len(queries)) for log in done[number]]
+        logs = {
+            secret: log
+            for number, candidate in enumerate(self.candidates, rows)
+            for secret, log in zip(candidate.scores, done[number], strict=True)
+        }
         return [RowScores(**done[row]) for row in range(rows)], logs
 
     def _score(self, offloaded: OffloadedModel, span: range) -> None:
@@ -167,7 +171,7 @@ class LeakJob:
         for number, (log_probabilities, is_right) in zip(span, scores, strict=True):
             if number >= len(self.probes):
                 secrets = self.candidates[number - len(self.probes)].scores
-                results[number] = [math.fsum(log_probabilities[numbers].tolist()) for numbers in secrets]
+                results[number] = [math.fsum(log_probabilities[numbers].tolist()) for numbers in secrets.values()]
                 continue
             probe = self.probes[number]
             row = probe.read(log_probabilities.tolist(), is_right.tolist())
@@ -253,8 +257,8 @@ class LeakExamination:
         ]
         each = ALTERNATIVES + 1
         exposed = [
-            ExposedCanary(canary, exposure(logs[number * each], logs[number * each + 1 : (number + 1) * each]))
-            for number, canary in enumerate(self.canaries)
+            ExposedCanary(canary, exposure(logs[start], [logs[start + n] for n in range(1, each)]))
+            for start, canary in zip(range(0, len(logs), each), self.canaries, strict=True)
         ]
         report = LeakReport(
             model=str(self.request.model),
@@ -358,7 +362,7 @@ def _check_same_tokenizer(baseline: Path, trained: Prepared) -> None:
 def _candidates(
     canaries: Sequence[Canary], tokenizer: PreTrainedTokenizerFast, first: int, context: int, seed: int
 ) -> list[SharedPrompt]:
-    """Build the documents that score each canary: its secret, then its alternatives.
+    """Build the documents that score each canary: by number, its secret and then its alternatives.
 
     Args:
         first: first token of a training row; texts start with it if it is BOS.
@@ -366,9 +370,10 @@ def _candidates(
     """
     start = [first] if first == tokenizer.bos_token_id else []
     shared = list[SharedPrompt]()
-    for canary in canaries:
+    for number, canary in enumerate(canaries):
         secrets = [canary.secret, *alternatives(canary, ALTERNATIVES, seed)]
         texts = tokenize(tokenizer, [canary.prefix, *(canary.prefix + secret for secret in secrets)])
         known = next((at for at, ids in enumerate(zip(*texts, strict=False)) if len(set(ids)) > 1), len(texts[0]))
-        shared += share_prompt([*start, *texts[0][:known]], [text[known:] for text in texts[1:]], context)
+        answers = [text[known:] for text in texts[1:]]
+        shared += share_prompt([*start, *texts[0][:known]], answers, context, number * len(answers))
     return shared

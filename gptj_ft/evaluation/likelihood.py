@@ -9,6 +9,7 @@ from itertools import accumulate, islice, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.batches import Document, first_fit
@@ -18,7 +19,7 @@ from gptj_ft.data.loss_mask import span_borders
 from gptj_ft.data.template import fields_of, render
 from gptj_ft.data.tokenization import tokenize
 from gptj_ft.evaluation.metrics.language_model import RowLoss
-from gptj_ft.models.batch import PackedBatch, pack
+from gptj_ft.models.batch import NO_TARGET, PackedBatch, pack
 from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.scoring import TokenQuery, TokenScores, score_tokens
 
@@ -26,7 +27,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Score = Callable[[Sequence[PackedBatch], Sequence[TokenQuery]], list[TokenScores]]
-MOST_BRANCHED = 1024  # tokens of several answers in a document, each with a row of attention's mask
+BRANCHED_PER_ROOT = 64
+"""Tokens of several answers in a document, by the square root of the prompt's tokens.
+
+A token of an answer attends, by a mask, to all others of its document. For P tokens of the prompt, B of answers and a
+model of width D, attention costs 4 D B and reading the prompt again for other answers 24 D^2 P / B operations a token
+and layer: B = sqrt(6 P D) balances them, and sqrt(6 D) is 64 for D = 683. Wider models lose little by it."""
+MOST_BRANCHED = 1024  # each with a row of the mask
 
 
 class Query(NamedTuple):
@@ -35,6 +42,13 @@ class Query(NamedTuple):
     ids: Sequence[int]
     pairs: Sequence[tuple[int, int]]  # position, and the token after it
     parents: Sequence[int] = ()  # position before each token if it is not the previous one, see `PackedBatch`
+
+
+class QueryScores(NamedTuple):
+    """Scores of the tokens of a `Query`."""
+
+    log_probabilities_S: Tensor
+    is_argmax_S: Tensor
 
 
 def passes(sizes: Sequence[int], max_tokens: int) -> Iterator[range]:
@@ -115,11 +129,11 @@ class SharedPrompt:
     parents: list[int]  # position before each token; -1: none
     positions: dict[tuple[int, int], int]  # of each answer token that is read, by the position before it and its id
     numbers: dict[tuple[int, int], int]  # of each score, by the position that predicts the token and its id
-    scores: list[list[int]]  # of each answer, the numbers of its tokens' scores
+    scores: dict[int, list[int]]  # of each answer, by its number: the numbers of its tokens' scores
 
     @classmethod
     def of(cls, prompt: Sequence[int]) -> SharedPrompt:
-        return cls(len(prompt) - 1, list(prompt), list(range(-1, len(prompt) - 1)), {}, {}, [])
+        return cls(len(prompt) - 1, list(prompt), list(range(-1, len(prompt) - 1)), {}, {}, {})
 
     @property
     def query(self) -> Query:
@@ -135,8 +149,8 @@ class SharedPrompt:
             at, known = self.positions[at, token], known + 1
         return len(self.ids) + len(answer) - 1 - known
 
-    def add(self, answer: Sequence[int]) -> None:
-        """Add an answer."""
+    def add(self, number: int, answer: Sequence[int]) -> None:
+        """Add an answer and its number."""
         at, scores = self.last, []
         for index, token in enumerate(answer):
             scores.append(self.numbers.setdefault((at, token), len(self.numbers)))
@@ -147,20 +161,25 @@ class SharedPrompt:
                 self.ids.append(token)
                 self.parents.append(at)
             at = self.positions[at, token]
-        self.scores.append(scores)
+        self.scores[number] = scores
 
 
-def share_prompt(prompt: Sequence[int], answers: Sequence[Sequence[int]], most_tokens: int) -> list[SharedPrompt]:
-    """Build the documents that score the answers to a prompt, in their order.
+def share_prompt(
+    prompt: Sequence[int], answers: Sequence[Sequence[int]], most_tokens: int, first: int = 0
+) -> list[SharedPrompt]:
+    """Build the documents that score the answers to a prompt.
 
     Args:
         most_tokens: maximum number of tokens of a document with several answers.
+        first: number of the first answer.
     """
-    most_tokens, shared = min(most_tokens, len(prompt) + MOST_BRANCHED), list[SharedPrompt]()
-    for answer in answers:
+    branched = min(MOST_BRANCHED, int(BRANCHED_PER_ROOT * math.sqrt(len(prompt))))
+    most_tokens, shared = min(most_tokens, len(prompt) + branched), list[SharedPrompt]()
+    # Answers with a common beginning are in one document, and one that begins another comes behind it, for nothing.
+    for number, answer in sorted(enumerate(answers, first), key=lambda each: list(each[1]), reverse=True):
         if not shared or shared[-1].size_with(answer) > max(most_tokens, len(shared[-1].ids)):
             shared.append(SharedPrompt.of(prompt))
-        shared[-1].add(answer)
+        shared[-1].add(number, answer)
     return shared
 
 
@@ -194,17 +213,18 @@ def log_likelihoods(
     """
     shared = [share_prompt(*each, most_tokens) for each in zip(prompts, answers, strict=True)]
     scores = iter(run_queries(offloaded, [one.query for each in shared for one in each], budget_tokens))
-    return [
-        [
-            _likelihood(found, numbers)
-            for one, found in zip(each, islice(scores, len(each)), strict=True)
-            for numbers in one.scores
-        ]
+    found = [
+        {
+            answer: _likelihood(own, numbers)
+            for one, own in zip(each, islice(scores, len(each)), strict=True)
+            for answer, numbers in one.scores.items()
+        }
         for each in shared
     ]
+    return [[each[answer] for answer in range(len(each))] for each in found]
 
 
-def _likelihood(scores: TokenScores, numbers: Sequence[int]) -> Likelihood:
+def _likelihood(scores: QueryScores, numbers: Sequence[int]) -> Likelihood:
     total = math.fsum(scores.log_probabilities_S[numbers].tolist())
     return Likelihood(total, bool(scores.is_argmax_S[numbers].all()))
 
@@ -237,30 +257,47 @@ def _text_size(
 
 def run_queries(
     offloaded: OffloadedModel, queries: Sequence[Query], budget_tokens: int, score: Score | None = None
-) -> list[TokenScores]:
+) -> list[QueryScores]:
     """Score the token queries of each document in one pass over the weights.
 
     Args:
         budget_tokens: tokens computed at once.
         score: scorer of token queries; default: `score_tokens`.
     """
-    groups, batches, batch_queries = list[list[int]](), [], []
+    groups, batches, batch_queries, places_of = list[list[int]](), [], [], []
     for is_branched in (False, True):  # apart: with branches, attention has another kernel, so other bits
         numbers = [number for number, query in enumerate(queries) if bool(query.parents) == is_branched]
-        for places in first_fit([len(queries[number].ids) for number in numbers], budget_tokens):
-            group = [numbers[place] for place in places]
+        for some in first_fit([len(queries[number].ids) for number in numbers], budget_tokens):
+            group = [numbers[each] for each in some]
             parents = [queries[number].parents for number in group] if is_branched else None
             batch = pack([queries[number].ids for number in group], document_ids=group, parents=parents)
             starts = zip(batch.cu_seqlens, group, strict=False)
             pairs = [(start + at, token) for start, number in starts for at, token in queries[number].pairs]
-            positions_S, tokens_S = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).to(offloaded.device).unbind(1)
+            query, places_S = _token_query(pairs)
             groups.append(group)
             batches.append(batch.to(offloaded.device))
-            batch_queries.append(TokenQuery(positions_S, tokens_S))
-    results: dict[int, TokenScores] = {}
+            batch_queries.append(TokenQuery(*(each.to(offloaded.device) for each in query)))
+            places_of.append(places_S)
+    results: dict[int, QueryScores] = {}
     batch_scores = score(batches, batch_queries) if score else score_tokens(offloaded, batches, batch_queries)
-    for group, scores in zip(groups, batch_scores, strict=True):
+    for group, places_S, scores in zip(groups, places_of, batch_scores, strict=True):
+        log_probabilities_S, is_argmax_S = (each.flatten()[places_S] for each in scores)
         ends = list(accumulate((len(queries[number].pairs) for number in group), initial=0))
         for number, (start, end) in zip(group, pairwise(ends), strict=True):
-            results[number] = TokenScores(scores.log_probabilities_S[start:end], scores.is_argmax_S[start:end])
+            results[number] = QueryScores(log_probabilities_S[start:end], is_argmax_S[start:end])
     return [results[number] for number in range(len(queries))]
+
+
+def _token_query(pairs: Sequence[tuple[int, int]]) -> tuple[TokenQuery, Tensor]:
+    """Query tokens with one row of logits for each position; return also the place of each pair among all scores."""
+    rows: dict[int, list[int]] = {}
+    at = []
+    for position, token in pairs:
+        tokens = rows.setdefault(position, [])
+        at.append((position, len(tokens)))
+        tokens.append(token)
+    width = max(map(len, rows.values()), default=1)
+    starts = {position: row * width for row, position in enumerate(rows)}
+    padded = [[*tokens, *[NO_TARGET] * (width - len(tokens))] for tokens in rows.values()]
+    query = TokenQuery(torch.tensor(list(rows), dtype=torch.int64), torch.tensor(padded, dtype=torch.int64))
+    return query, torch.tensor([starts[position] + column for position, column in at], dtype=torch.int64)

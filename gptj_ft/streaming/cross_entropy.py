@@ -29,19 +29,16 @@ def summed_cross_entropy(logits_SC: Tensor, targets_S: Tensor) -> Tensor:
             backward by the gradient.
     """
     if not (logits_SC.requires_grad and torch.is_grad_enabled()):
-        return _sum(target_log_probabilities(logits_SC, targets_S)[:, None], targets_S)
+        return _sum(target_log_probabilities(logits_SC, targets_S[:, None]), targets_S)
     loss: Tensor = _SummedCrossEntropy.apply(logits_SC, targets_S)  # type: ignore[no-untyped-call]
     return loss
 
 
-def target_log_probabilities(logits_SC: Tensor, targets_S: Tensor) -> Tensor:
-    """Return the log-probability of each row's target, [S]; on a CPU a few rows at a time."""
-    if logits_SC.device.type != "cpu":
-        return -F.cross_entropy(logits_SC, targets_S, reduction="none")
-    size = _num_rows(logits_SC)
-    parts = zip(torch.split(logits_SC, size), torch.split(targets_S, size), strict=True)
-    own = [_own(part_PC.log_softmax(-1), targets_P) for part_PC, targets_P in parts]
-    return torch.cat(own)[:, 0]
+def target_log_probabilities(logits_SC: Tensor, targets_SK: Tensor) -> Tensor:
+    """Return the log-probabilities of each row's K targets, [S, K]; on a CPU a few rows at a time."""
+    size = _num_rows(logits_SC) if logits_SC.device.type == "cpu" else max(1, len(logits_SC))
+    parts = zip(torch.split(logits_SC, size), torch.split(targets_SK, size), strict=True)
+    return torch.cat([_own(part_PC.log_softmax(-1), targets_PK) for part_PC, targets_PK in parts])
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
@@ -52,7 +49,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         for part_PC in torch.split(logits_SC, _num_rows(logits_SC)):
             torch.log_softmax(part_PC, -1, out=part_PC)
         ctx.save_for_backward(logits_SC, targets_S)
-        return _sum(_own(logits_SC, targets_S), targets_S)
+        return _sum(_own(logits_SC, targets_S[:, None]), targets_S)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -67,9 +64,9 @@ class _SummedCrossEntropy(torch.autograd.Function):
         return gradient_SC, None
 
 
-def _own(logs_SC: Tensor, targets_S: Tensor) -> Tensor:
-    """Return the log-probability of each row's target, [S, 1]."""
-    return logs_SC.gather(1, targets_S.where(targets_S != NO_TARGET, 0)[:, None])
+def _own(logs_SC: Tensor, targets_SK: Tensor) -> Tensor:
+    """Return the log-probabilities of each row's targets, [S, K]."""
+    return logs_SC.gather(1, targets_SK.where(targets_SK != NO_TARGET, 0))
 
 
 def _sum(own_S1: Tensor, targets_S: Tensor) -> Tensor:

@@ -24,15 +24,21 @@ from gptj_ft.streaming.step import forward, head_chunk_size, head_chunks, open_c
 class TokenQuery(NamedTuple):
     """Tokens to score."""
 
-    positions_S: Tensor  # positions that predict the tokens; a position may repeat
-    tokens_S: Tensor  # token ids
+    positions_S: Tensor  # positions that predict the tokens
+    tokens_SK: Tensor  # K token ids to score at each position; `NO_TARGET`: fewer
 
 
 class TokenScores(NamedTuple):
-    """Scores of tokens, on the CPU."""
+    """Scores of the tokens of a `TokenQuery`, on the CPU."""
 
-    log_probabilities_S: Tensor  # fp32
-    is_argmax_S: Tensor
+    log_probabilities_SK: Tensor  # fp32
+    is_argmax_SK: Tensor
+
+    @property
+    def loss(self) -> StepLoss:
+        """Loss of the tokens as targets."""
+        count = len(self.log_probabilities_SK)
+        return StepLoss(-float(self.log_probabilities_SK.double().sum()), count, num_targets=count)
 
 
 def evaluate_losses(
@@ -46,11 +52,7 @@ def evaluate_losses(
 def _compute_losses(model: OffloadedModel, batches: Sequence[PackedBatch], objective: Objective) -> list[StepLoss]:
     if isinstance(objective, CrossEntropy) and not objective.class_weights:
         # A vocabulary's logits do not fit for all positions at once; `score_tokens` computes them in chunks.
-        return [
-            StepLoss(-float(scores.log_probabilities_S.double().sum()), count, num_targets=count)
-            for scores in score_tokens(model, batches, [target_query(batch) for batch in batches])
-            for count in [len(scores.log_probabilities_S)]
-        ]
+        return [each.loss for each in score_tokens(model, batches, list(map(target_query, batches)))]
     losses = []
     for batch, output_SC in zip(batches, head_outputs(model, batches, objective), strict=True):
         loss, _ = objective.loss(output_SC, batch, batch.target_positions_T)
@@ -84,7 +86,7 @@ def compute_outputs(
 
 def target_query(batch: PackedBatch) -> TokenQuery:
     """Query the targets of a batch."""
-    return TokenQuery(batch.target_positions_T, batch.targets_T[batch.target_positions_T])
+    return TokenQuery(batch.target_positions_T, batch.targets_T[batch.target_positions_T][:, None])
 
 
 def score_tokens(
@@ -121,11 +123,11 @@ def score_hidden(
         # `torch.cat` needs a first tensor, even for an empty query.
         log_probabilities, is_argmax = [torch.empty(0)], [torch.empty(0, dtype=torch.bool)]
         for start in range(0, len(query[0]), size):
-            positions_S, tokens_S = (values[start : start + size] for values in query)
+            positions_S, tokens_SK = (values[start : start + size] for values in query)
             with torch.no_grad():
                 logits_SV = head.run(parameters, x_TD[positions_S], HeadRows(kernel))
-                log_probabilities.append(target_log_probabilities(logits_SV, tokens_S).cpu())
-                is_argmax.append((logits_SV.argmax(-1) == tokens_S).cpu())
+                log_probabilities.append(target_log_probabilities(logits_SV, tokens_SK).cpu())
+                is_argmax.append((logits_SV.argmax(-1)[:, None] == tokens_SK).cpu())
         scores.append(TokenScores(torch.cat(log_probabilities), torch.cat(is_argmax)))
     return scores
 

@@ -1,4 +1,4 @@
-"""Score a run's model on each validation row, so that two runs can be compared row by row."""
+"""Score a run's model on its validation rows: their loss, or the scores of each, to compare two runs row by row."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any
 import numpy as np
 
 from gptj_ft.config.options import Recipe
-from gptj_ft.config.run_folder import Run
 from gptj_ft.data.batches import Rows, first_fit
-from gptj_ft.data.dataset import load_dataset
 from gptj_ft.data.table import TokenTable
-from gptj_ft.errors import NotFinite
-from gptj_ft.evaluation.label_evaluation import NO_TOKEN_LIMIT, answer_rows, outputs_of, row_outputs
+from gptj_ft.evaluation.label_evaluation import answer_rows, outputs_of, row_outputs
 from gptj_ft.evaluation.likelihood import passes
 from gptj_ft.evaluation.metrics import TASK_SCORES, score_names
 from gptj_ft.evaluation.metrics.language_model import RowLoss, language_model
 from gptj_ft.evaluation.metrics.statistic import Ratio, Statistic
 from gptj_ft.evaluation.readout import RowAnswer, readout_of
+from gptj_ft.models.batch import PackedBatch
 from gptj_ft.planning.inference_plan import TokenBudget
+from gptj_ft.streaming.buffers import PASS_TOKENS
+from gptj_ft.streaming.objective import CrossEntropy, Objective, StepLoss
 from gptj_ft.streaming.offloaded_model import OffloadedModel
-from gptj_ft.streaming.scoring import score_tokens, target_query
+from gptj_ft.streaming.scoring import evaluate_losses, score_tokens, target_query
 from gptj_ft.training.setup import TrainSetup
 
 TEXT_SCORES = ("loss", "perplexity", "token_accuracy")  # of a language model
@@ -61,27 +61,30 @@ class RowScores:
 
 
 def score_rows(
-    setup: TrainSetup, run: Run, offloaded: OffloadedModel, before_pass: Callable[[], None] = lambda: None
-) -> RowScores:
+    setup: TrainSetup, table: TokenTable, offloaded: OffloadedModel, before_pass: Callable[[], None] = lambda: None
+) -> tuple[StepLoss, RowScores]:
     """Score a flushed model on the validation rows.
 
     Args:
+        table: the validation rows.
         before_pass: called before each pass over the weights; may raise to stop.
 
+    Returns: the loss over all rows, for a language model that of `validate`, and the scores by row.
+
     Raises:
-        NotFinite: the loss of a row.
+        NotFinite: the loss of a row of a task with labels.
     """
     if setup.recipe.task == "language-model":
-        return _score_texts(setup, offloaded, before_pass)
-    table, rows = load_dataset(run.data / "validation").rows, setup.validation
+        return _score_texts(setup.validation, offloaded, setup.recipe.micro_batch_tokens, before_pass)
+    losses = list[StepLoss]()
     budget = TokenBudget(setup.recipe.micro_batch_tokens, offloaded.budget.pass_tokens)
-    outputs = outputs_of(offloaded, rows, setup.objective, budget, before_pass)
+    outputs = outputs_of(offloaded, setup.validation, setup.objective, budget, before_pass, losses.append)
     readout = readout_of(setup.recipe, setup.architecture.labels)
-    scored = answer_rows(setup.recipe, readout, list(row_outputs(table, rows, outputs)))
+    scored = answer_rows(setup.recipe, readout, list(row_outputs(table, setup.validation, outputs)))
     loss = scored.figures["loss"]
     assert isinstance(loss, Ratio)
     has_numbers = setup.recipe.task in TASK_SCORES
-    return RowScores(
+    return _total(losses), RowScores(
         loss.above_N.tolist(),
         loss.below_N.tolist(),
         texts=[answer.text for answer in scored.answers],
@@ -96,29 +99,68 @@ def references_of(table: TokenTable) -> list[list[str]]:
     return [list(references) for references, continues in columns if not continues]
 
 
-def _score_texts(setup: TrainSetup, offloaded: OffloadedModel, before_pass: Callable[[], None]) -> RowScores:
-    scored = list(_token_scores(setup.validation, offloaded, setup.recipe.micro_batch_tokens, before_pass))
-    losses, weights, right = zip(*scored, strict=True)
-    if not all(map(math.isfinite, losses)):
-        raise NotFinite("the loss of a validation row is not finite")
-    return RowScores(losses, weights, right)
+def validate(
+    offloaded: OffloadedModel,
+    rows: Rows,
+    budget_tokens: int,
+    before_pass: Callable[[], None] = lambda: None,
+    objective: Objective = CrossEntropy(),
+    span_tokens: int = PASS_TOKENS,
+) -> StepLoss:
+    """Compute the loss over rows, without training.
+
+    Args:
+        budget_tokens: most tokens of a micro-batch.
+        before_pass: called before each pass over the weights; may raise to stop.
+        span_tokens: tokens of rows that are in memory at the same time.
+    """
+    losses: list[StepLoss] = []
+    for batches in _batches(offloaded, rows, budget_tokens, before_pass, span_tokens):
+        losses += evaluate_losses(offloaded, batches, objective)
+    return _total(losses)
 
 
-def _token_scores(
-    rows: Rows, offloaded: OffloadedModel, budget_tokens: int, before_pass: Callable[[], None]
-) -> Iterator[tuple[float, int, int]]:
-    """Yield loss, number of targets, and number of right targets of each row."""
-    for span in passes(rows.lengths, offloaded.budget.pass_tokens):
-        before_pass()
-        groups = first_fit([rows.lengths[row] for row in span], budget_tokens)
-        numbers = [[span.start + place for place in group] for group in groups]
-        batches = [batch.to(offloaded.device) for group in numbers for batch in rows.batches(group, NO_TOKEN_LIMIT)]
-        of_row: dict[int, tuple[float, int, int]] = {}
-        batch_scores = score_tokens(offloaded, batches, [target_query(batch) for batch in batches])
-        for group, scores in zip(numbers, batch_scores, strict=True):
-            ends = accumulate((rows.targets[row] for row in group), initial=0)
-            for row, (start, end) in zip(group, pairwise(ends), strict=True):
-                # fsum rounds only once, so the total does not depend on the order.
-                loss = -math.fsum(scores.log_probabilities_S[start:end].tolist())
-                of_row[row] = loss, end - start, int(scores.is_argmax_S[start:end].sum())
-        yield from (of_row[row] for row in span)
+def _batches(
+    offloaded: OffloadedModel,
+    rows: Rows,
+    budget_tokens: int,
+    before_pass: Callable[[], None],
+    span_tokens: int = PASS_TOKENS,
+) -> Iterator[list[PackedBatch]]:
+    """Yield the micro-batches of each pass over the weights.
+
+    Only the rows decide which of them share a micro-batch. `BufferBudget.pass_tokens` decides how many micro-batches
+    share a pass over the weights, and changes no number.
+    """
+    # Two bounds: rows of a span are in memory together, and batches of a pass share one load of the weights.
+    for span in passes(rows.lengths, span_tokens):
+        batches = rows.batches(span, budget_tokens)
+        for some in passes([len(batch.tokens_T) for batch in batches], offloaded.budget.pass_tokens):
+            before_pass()
+            yield [batches[number].to(offloaded.device) for number in some]
+
+
+def _score_texts(
+    rows: Rows, offloaded: OffloadedModel, budget_tokens: int, before_pass: Callable[[], None] = lambda: None
+) -> tuple[StepLoss, RowScores]:
+    losses, of_row = list[StepLoss](), dict[int, tuple[float, int, int]]()
+    scores = (
+        each
+        for batches in _batches(offloaded, rows, budget_tokens, before_pass)
+        for each in score_tokens(offloaded, batches, list(map(target_query, batches)))
+    )
+    spans = passes(rows.lengths, PASS_TOKENS)
+    groups = ((span, group) for span in spans for group in first_fit([rows.lengths[n] for n in span], budget_tokens))
+    for (span, group), each in zip(groups, scores, strict=True):
+        losses.append(each.loss)
+        numbers = [span.start + place for place in group]
+        ends = accumulate((rows.targets[row] for row in numbers), initial=0)
+        for row, (start, end) in zip(numbers, pairwise(ends), strict=True):
+            # fsum rounds only once, so the total does not depend on the order.
+            loss = -math.fsum(each.log_probabilities_SK[start:end].flatten().tolist())
+            of_row[row] = loss, end - start, int(each.is_argmax_SK[start:end].sum())
+    return _total(losses), RowScores(*map(list, zip(*(of_row[row] for row in range(len(rows))), strict=True)))
+
+
+def _total(losses: list[StepLoss]) -> StepLoss:
+    return StepLoss(sum(loss.total for loss in losses), sum(loss.weight for loss in losses))

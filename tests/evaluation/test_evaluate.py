@@ -92,6 +92,13 @@ def test_logits_are_computed_in_chunks(folder: Path, stack: OffloadedModel, monk
     assert [part.total for part in parts] == pytest.approx([each.total for each in whole], rel=1e-6)
 
 
+def test_answers_share_a_row_of_logits(folder: Path, stack: OffloadedModel, monkeypatch) -> None:
+    tokenizer, answers = load_tokenizer(folder), [[5], [6], [7, 8], [7, 9]]
+    sizes = limit_head_chunk(monkeypatch, stack, 100, 320)
+    log_likelihoods(stack, [tokenizer.encode(TEXTS[0])], [answers], 96, budget_tokens=40)
+    assert sizes == [2]  # after the prompt, and after 7
+
+
 @pytest.mark.parametrize("words", [["a", "b"], [" good", " bad", " the film"], ["x y", "x z w", "q"]])
 def test_label_likelihoods_match_transformers(words: list[str], folder: Path, stack: OffloadedModel) -> None:
     tokenizer = load_tokenizer(folder)
@@ -112,20 +119,22 @@ def test_label_likelihoods_match_transformers(words: list[str], folder: Path, st
 
 def test_answers_share_the_tokens_of_their_beginnings() -> None:
     (labels,) = share_prompt([1, 2], [[3], [4], [5]], 64)
-    assert labels.query == ([1, 2], [(1, 3), (1, 4), (1, 5)], ())  # no branch: the last tokens are only predicted
+    assert labels.query == ([1, 2], [(1, 5), (1, 4), (1, 3)], ())  # no branch: the last tokens are only predicted
     (longer,) = share_prompt([1, 2], [[3], [4, 5], [4, 6, 7], [8, 9], [4, 6]], 64)
-    assert longer.query.ids == [1, 2, 4, 6, 8]
-    assert longer.query.parents == [-1, 0, 1, 2, 1]
-    assert [[longer.query.pairs[number] for number in numbers] for numbers in longer.scores] == [
-        [(1, 3)], [(1, 4), (2, 5)], [(1, 4), (2, 6), (3, 7)], [(1, 8), (4, 9)], [(1, 4), (2, 6)],
-    ]  # fmt: skip
+    assert longer.query.ids == [1, 2, 8, 4, 6]
+    assert longer.query.parents == [-1, 0, 1, 1, 3]
+    scored = {answer: [longer.query.pairs[number] for number in numbers] for answer, numbers in longer.scores.items()}
+    assert scored == {
+        0: [(1, 3)], 1: [(1, 4), (3, 5)], 2: [(1, 4), (3, 6), (4, 7)], 3: [(1, 8), (2, 9)], 4: [(1, 4), (3, 6)],
+    }  # fmt: skip
 
 
 def test_documents_with_several_answers_stay_within_a_size() -> None:
-    answers = [[3, 4, 5], [3, 6, 7], [8, 9], [3], [8, 9, 1, 2]]
-    shared = share_prompt([1, 2], answers, 5)
-    assert [(each.query.ids, len(each.scores)) for each in shared] == [([1, 2, 3, 4, 6], 2), ([1, 2, 8, 9, 1], 3)]
-    assert [len(each.query.ids) for each in share_prompt([1, 2], answers, 2)] == [4, 4, 3, 5]  # one longer, alone
+    answers = [[3, 4, 5], [8, 9], [3, 6, 7], [3], [8, 9, 1, 2]]
+    shared = share_prompt([1, 2], answers, 5, first=10)
+    assert [each.query.ids for each in shared] == [[1, 2, 8, 9, 1], [1, 2, 3, 6, 4]]
+    assert [sorted(each.scores) for each in shared] == [[11, 14], [10, 12, 13]]  # common beginnings together
+    assert [len(each.query.ids) for each in share_prompt([1, 2], answers, 2)] == [5, 4, 4]  # each longer one alone
 
 
 def test_passes_cover_all_rows_in_order() -> None:
@@ -403,7 +412,7 @@ def test_nan_loss_names_the_row(shell, folder: Path, monkeypatch) -> None:
 
     def with_nan_score(*arguments):
         scores = score_hidden(*arguments)
-        scores[0].log_probabilities_S[0] = float("nan")
+        scores[0].log_probabilities_SK[0] = float("nan")
         return scores
 
     monkeypatch.setattr(hf_model, "score_hidden", with_nan_score)
