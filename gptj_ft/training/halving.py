@@ -52,7 +52,7 @@ class Budget:
     seconds_per_step: float
     seconds_per_rung: float  # of a candidate: fill the stores, score the validation rows, save
     seconds_at_start: float  # the validation of the initial model
-    seconds_per_end: float  # of a candidate: the last validation, and the export
+    seconds_per_end: float  # of a candidate: the export
     limit: float | None  # ``max_time``; None: the cost of keeping a third
 
     def seconds(self, rungs: Sequence[int], counts: Sequence[int]) -> float:

@@ -48,6 +48,8 @@ class Session:
     """Whether signals may end the process; else only the first Ctrl-C is handled, see `StopRequest`."""
     start_validation: Validated | None = None
     """Validation before the first step, if another run has measured the same model on the same rows."""
+    scores_rows: bool = False
+    """Whether validation leaves `Validator.row_scores` of a language model, too."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ def open_session(setup: TrainSetup, run: Run, reporter: Reporter, session: Sessi
         return_freed_memory()  # loading and training use buffers of different sizes
         recent = RecentSteps(setup.num_steps, state.step, setup.plan.costs.seconds_per_step)
         retention = CheckpointRetention(setup, run, offloaded, optimizer)
-        validator = Validator(setup, run, session.start_validation)
+        validator = Validator(setup, run, session.start_validation, session.scores_rows)
         is_first = setup.parallel.world.rank == 0
         tracked = setup.recipe if is_first else setup.recipe.model_copy(update={"report_to": "none"})
         with (

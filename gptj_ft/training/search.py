@@ -69,7 +69,6 @@ from gptj_ft.training.run_state import LOSS
 from gptj_ft.training.runs import tidy
 from gptj_ft.training.schedule import Schedule
 from gptj_ft.training.search_space import Candidate, Over, candidates_of
-from gptj_ft.training.setup import TrainSetup
 from gptj_ft.training.trackers import check_tracker
 from gptj_ft.training.validation import ValidationSample
 
@@ -289,6 +288,7 @@ class PreparedSearch:
         path = self._scores_file(candidate, step)
         prepared = self._prepare(candidate, reporter)
         setup = prepared.setup
+        session = replace(session, scores_rows=needs_rows)
         try:
             with opened_run(prepared, reporter, session) as run:
                 with open_session(setup, run, reporter, session) as training:
@@ -297,8 +297,9 @@ class PreparedSearch:
                     if step < setup.num_steps:
                         training.retention.save_now(training.state)
                     if needs_rows:
-                        reporter.on_activity(f"scoring {len(setup.validation):,} validation rows")
-                        scores = self._score(setup, run, training, step)
+                        # The last validation has scored the rows.
+                        last = training.validator.row_scores if step == setup.num_steps else None
+                        scores = last or self._score(training, reporter)
                         self._check_score(scores)
                         write_sealed(path, asdict(scores))
                     if step == setup.num_steps:
@@ -308,11 +309,16 @@ class PreparedSearch:
         except NotFinite as error:
             write_sealed(path, {"diverged": one_line(str(error).partition("\n")[0])})
 
-    def _score(self, setup: TrainSetup, run: Run, training: Training, step: int) -> RowScores:
+    def _score(self, training: Training, reporter: Reporter) -> RowScores:
+        rows, step = self.rows[1].rows, training.state.step
+        reporter.on_activity(f"scoring {len(rows):,} validation rows")
         try:
-            return score_rows(setup, run, training.offloaded, training.stop_if_asked)
+            losses, scores = score_rows(training.setup, rows, training.offloaded, training.stop_if_asked)
         except NotFinite as error:
             raise NotFinite(f"the loss of a validation row is not finite after step {step}") from error
+        if not math.isfinite(losses.total):
+            raise NotFinite(f"the loss of a validation row is not finite after step {step}")
+        return scores
 
     def _figures(self, scores: RowScores) -> Figures:
         train, validation = self.rows
@@ -543,8 +549,7 @@ def budget_of(plan: Plan, limit: float | None) -> Budget:
     # Before and after a run come two; those between are part of the steps.
     between = max(0, validations.number - 2) * validations.seconds / (costs.num_steps or 1)
     per_rung = costs.start.seconds + validations.seconds + costs.checkpoints.seconds
-    per_end = validations.seconds + costs.end.seconds
-    return Budget(costs.seconds_per_step + between, per_rung, validations.seconds, per_end, limit)
+    return Budget(costs.seconds_per_step + between, per_rung, validations.seconds, costs.end.seconds, limit)
 
 
 def check_disk(plan: Plan, num_candidates: int) -> None:

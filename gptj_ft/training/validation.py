@@ -12,18 +12,16 @@ from gptj_ft.config.run_folder import Run
 from gptj_ft.data.batches import Rows
 from gptj_ft.data.dataset import load_dataset
 from gptj_ft.data.split import select_rows
+from gptj_ft.data.table import TokenTable
 from gptj_ft.data.tokenization import load_tokenizer
 from gptj_ft.errors import NotFinite, ResourceError
-from gptj_ft.evaluation.likelihood import passes
 from gptj_ft.evaluation.metrics.statistic import values
-from gptj_ft.planning.inference_plan import InferenceWorkload, TokenBudget, token_budget_within
-from gptj_ft.streaming.buffers import PASS_TOKENS
-from gptj_ft.streaming.objective import CrossEntropy, Objective, StepLoss
+from gptj_ft.planning.inference_plan import InferenceWorkload, token_budget_within
 from gptj_ft.streaming.offloaded_model import OffloadedModel
-from gptj_ft.streaming.scoring import evaluate_losses
 from gptj_ft.system.files import keep_folder, replace_text
 from gptj_ft.training.nonfinite import explain_loss
 from gptj_ft.training.parallel import Validated
+from gptj_ft.training.row_scores import RowScores, references_of, score_rows, validate
 from gptj_ft.training.setup import TrainSetup
 
 
@@ -41,15 +39,18 @@ class Validator:
 
     Args:
         start: known result of the validation before the first step.
+        by_row: whether to set `row_scores` for a language model, too.
     """
 
-    def __init__(self, setup: TrainSetup, run: Run, start: Validated | None = None) -> None:
+    def __init__(self, setup: TrainSetup, run: Run, start: Validated | None = None, by_row: bool = False) -> None:
         self._setup, self._start = setup, start
-        self._labelled: LabelledValidation | None = None
+        self._table: TokenTable | None = None
         self._samples: ValidationSamples | None = None
-        if len(setup.validation) and setup.recipe.task != "language-model":
-            self._labelled = LabelledValidation(setup, run)
-        elif len(setup.validation) and setup.recipe.sample_rows:
+        self.row_scores: RowScores | None = None  # of the latest validation
+        has_labels = setup.recipe.task != "language-model"
+        if len(setup.validation) and (has_labels or by_row):
+            self._table = load_dataset(run.data / "validation").rows
+        if len(setup.validation) and setup.recipe.sample_rows and not has_labels:
             self._samples = ValidationSamples(setup, run)
 
     def validate(
@@ -73,9 +74,8 @@ class Validator:
         """Validate the model of this rank."""
         setup, tokens = self._setup, self._setup.recipe.micro_batch_tokens
         measure = partial(validate, offloaded, setup.validation, tokens, objective=setup.objective)
-        sample = None
-        if self._labelled is not None:
-            losses, sample = self._labelled.measure(offloaded, before_pass)
+        if self._table is not None:
+            losses, self.row_scores = score_rows(setup, self._table, offloaded, before_pass)
         else:
             losses = measure(before_pass)
         loss = losses.mean
@@ -83,65 +83,16 @@ class Validator:
             if setup.parallel.world.size > 1:  # locating the tensor takes passes that all ranks would have to join
                 raise NotFinite(f"the validation loss after step {step} is not finite")
             raise explain_loss("validation loss", step, setup, offloaded, measure)
-        return loss, self._samples.take(offloaded, step) if self._samples else sample
+        return loss, self._samples.take(offloaded, step) if self._samples else self._labelled_sample()
 
-
-def validate(
-    offloaded: OffloadedModel,
-    rows: Rows,
-    budget_tokens: int,
-    before_pass: Callable[[], None] = lambda: None,
-    objective: Objective = CrossEntropy(),
-    span_tokens: int = PASS_TOKENS,
-) -> StepLoss:
-    """Compute the loss over rows, without training.
-
-    Only the rows decide which of them share a micro-batch. `BufferBudget.pass_tokens` decides how many micro-batches
-    share a pass over the weights, and changes no number.
-
-    Args:
-        budget_tokens: most tokens of a micro-batch.
-        before_pass: called before each pass over the weights; may raise to stop.
-        span_tokens: tokens of rows that are in memory at the same time.
-    """
-    losses: list[StepLoss] = []
-    # Two bounds: rows of a span are in memory together, and batches of a pass share one load of the weights.
-    for span in passes(rows.lengths, span_tokens):
-        batches = rows.batches(span, budget_tokens)
-        for some in passes([len(batch.tokens_T) for batch in batches], offloaded.budget.pass_tokens):
-            before_pass()
-            losses += evaluate_losses(offloaded, [batches[number].to(offloaded.device) for number in some], objective)
-    return _total(losses)
-
-
-def _total(losses: list[StepLoss]) -> StepLoss:
-    return StepLoss(sum(loss.total for loss in losses), sum(loss.weight for loss in losses))
-
-
-class LabelledValidation:
-    """Compute loss and scores of a task with labels on all validation rows, in one pass."""
-
-    def __init__(self, setup: TrainSetup, run: Run) -> None:
-        from gptj_ft.evaluation.readout import readout_of
-
-        self._setup = setup
-        self._table = load_dataset(run.data / "validation").rows
-        self._readout = readout_of(setup.recipe, setup.architecture.labels)
-
-    def measure(self, offloaded: OffloadedModel, before_pass: Callable[[], None]) -> tuple[StepLoss, ValidationSample]:
-        """Return the loss and the scores; ``before_pass`` may raise to stop."""
-        from gptj_ft.evaluation.label_evaluation import answer_rows, outputs_of, row_outputs
-
-        setup, rows, losses = self._setup, self._setup.validation, list[StepLoss]()
-        budget = TokenBudget(setup.recipe.micro_batch_tokens, offloaded.budget.pass_tokens)
-        outputs = outputs_of(offloaded, rows, setup.objective, budget, before_pass, losses.append)
-        answered = answer_rows(setup.recipe, self._readout, list(row_outputs(self._table, rows, outputs)))
-        scores = values(answered.figures, len(answered.answers))
-        expected = " | ".join(answered.references[0]) if answered.references[0] else ""
-        sample = ValidationSample(
-            {name: value for name, value in scores.items() if name != "loss"}, expected, answered.answers[0].text
-        )
-        return _total(losses), sample
+    def _labelled_sample(self) -> ValidationSample | None:
+        """Return the scores of a task with labels on all rows; None for a language model."""
+        if self._table is None or self.row_scores is None or self._setup.recipe.task == "language-model":
+            return None
+        references = references_of(self._table)
+        figures = self.row_scores.figures(self._setup.recipe, self._setup.architecture.labels, references)
+        scores = {name: value for name, value in values(figures, len(references)).items() if name != "loss"}
+        return ValidationSample(scores, " | ".join(references[0]), self.row_scores.texts[0])
 
 
 class ValidationSamples:

@@ -23,6 +23,7 @@ from gptj_ft.data.batches import Rows
 from gptj_ft.data.dataset import load_dataset
 from gptj_ft.errors import DataError, Interrupted, NotFinite, OutOfTime, ResourceError, UsageError
 from gptj_ft.models.batch import PackedBatch
+from gptj_ft.streaming.scoring import TokenScores
 from gptj_ft.system.digests import write_sealed
 from gptj_ft.system.lock import locked
 from gptj_ft.training import row_scores
@@ -118,18 +119,20 @@ def test_row_losses_sum_to_the_validation_loss() -> None:
 
 
 def test_row_losses_are_in_the_order_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    def score(_: object, batches: Sequence[PackedBatch], queries: object) -> Iterator[SimpleNamespace]:
+    def score(_: object, batches: Sequence[PackedBatch], queries: object) -> Iterator[TokenScores]:
         for batch in batches:  # each token of row n is n + 1: so is the loss of each of its targets
             ends = list(itertools.pairwise(batch.cu_seqlens))
             losses = torch.cat([batch.tokens_T[start : end - 1] for start, end in ends]).float()
-            yield SimpleNamespace(log_probabilities_S=-losses, is_argmax_S=losses > 0)
+            yield TokenScores(-losses[:, None], losses[:, None] > 0)
 
     monkeypatch.setattr(row_scores, "score_tokens", score)
     lengths = (3, 9, 2, 8, 4)
     rows = Rows([[row + 1] * length for row, length in enumerate(lengths)], [1] * len(lengths))
     offloaded: Any = SimpleNamespace(device=torch.device("cpu"), budget=SimpleNamespace(pass_tokens=1000))
-    found = list(row_scores._token_scores(rows, offloaded, 10, lambda: None))
-    assert found == [((row + 1.0) * (length - 1), length - 1, length - 1) for row, length in enumerate(lengths)]
+    total, scores = row_scores._score_texts(rows, offloaded, 10)
+    expected = [((row + 1.0) * (length - 1), length - 1, length - 1) for row, length in enumerate(lengths)]
+    assert list(zip(scores.losses, scores.weights, scores.right, strict=True)) == expected
+    assert (total.total, total.weight) == (sum(loss for loss, *_ in expected), sum(count for _, count, _ in expected))
 
 
 class KillAt(Reporter):
@@ -170,17 +173,23 @@ def test_inseparable_finalists_are_both_kept() -> None:
     assert len(list(Path("s").glob("*/model"))) == 2
 
 
-def test_no_step_is_computed_twice() -> None:
+def test_nothing_is_computed_twice() -> None:
     class Steps(Reporter):
-        count = 0
+        count = num_scored = 0
 
         def on_step(self, *_: object) -> None:
             self.count += 1
+
+        def on_activity(self, text: str) -> None:
+            self.num_scored += text.startswith("scoring")
 
     for folder, options in (("one", OPTIONS), ("two", TWINS)):
         steps = Steps()
         result = run_search(folder, options, reporter=steps)
         assert steps.count == result.num_steps
+        scored = [len(each.standings) for each in result.decisions]
+        assert len(list(Path(folder, "scores").iterdir())) == sum(scored)
+        assert steps.num_scored == sum(scored[:-1]), "the last validation scores the rows, too"
 
 
 def choice_of(result: SearchResult) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ from gptj_ft.data.batches import Rows
 from gptj_ft.errors import UsageError
 from gptj_ft.training.restore import open_state
 from gptj_ft.training.retention import check_keep, is_better
-from gptj_ft.training.validation import validate
+from gptj_ft.training.row_scores import validate
 
 LINE = (
     "finetune --recipe summarization --data rows.jsonl --model tiny --lr 5e-3 --batch-size 8 --max-steps 4 "
