@@ -366,8 +366,8 @@ class Recipe(Options):
     fields: dict[str, tuple[str, ...]] = {"text": ("text", "content", "body", "article", "document")}
     """column names recognised for each template field, best first"""
     labels: dict[str, str] = {}
-    """values of the field {label} and the word to train on; other rows are left out. For a task with labels: their
-    names in order; empty: as in the rows
+    """values of the field {label} and the word to train on, instead of the preset's; other rows are left out. For a
+    task with labels: their names in order; empty: as in the rows
     """
     no_answer: str = ""
     """answer for rows without one (SQuAD v2.0); empty: such rows are left out"""

@@ -200,12 +200,13 @@ def dump_recipe(recipe: Recipe, origins: Mapping[str, str]) -> str:
 
 
 def _assign(merged: dict[str, Any], key: str, value: Any) -> None:
-    """Set ``key`` or ``group.key``; a mapping changes only its own keys of a group."""
+    """Set ``key`` or ``group.key``; a mapping changes only its own keys of a group, and replaces all labels."""
     group, dot, rest = key.partition(".")
     if dot:
         value, key = {rest: value}, group
     nested = merged.get(key)
-    if isinstance(value, dict) and isinstance(nested, dict):
+    # Labels are the answers to choose among: with those of a preset, a model could choose one that no row has.
+    if isinstance(value, dict) and isinstance(nested, dict) and (dot or key != "labels"):
         merged[key] = {**nested, **value}
     else:
         merged[key] = value

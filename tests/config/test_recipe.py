@@ -338,3 +338,13 @@ def test_random_yaml_never_crashes(text: str) -> None:
 
 def as_options(value: object) -> dict[str, object]:
     return {str(key): each for key, each in value.items()} if isinstance(value, dict) else {"lr": value}
+
+
+def test_labels_replace_those_of_a_preset() -> None:
+    own = {"0": "bad", "1": "good"}
+    replaced = resolve({"recipe": "sentiment"}, assignments=['labels={"0": bad, "1": good}'])
+    assert replaced.recipe.labels == own
+    one = resolve({"recipe": "sentiment"}, assignments=["labels.neutral=mixed"]).recipe
+    assert one.labels == {**load_preset("sentiment")["labels"], "neutral": "mixed"}
+    named = resolve({"recipe": "sentiment"}, assignments=["fields={label: [mood]}"]).recipe
+    assert set(named.fields) == {"text", "label"}
