@@ -489,7 +489,7 @@ def test_other_recipes_train_and_evaluate(recipe: str, shell) -> None:
 def test_validation_reads_one_pass_of_rows(tmp_path: Path, monkeypatch) -> None:
     from gptj_ft.data.batches import Rows
     from gptj_ft.streaming.open import open_for_inference
-    from gptj_ft.training import validation
+    from gptj_ft.training import row_scores
 
     class Read(list):
         """Rows that know how many of their tokens were read."""
@@ -504,20 +504,20 @@ def test_validation_reads_one_pass_of_rows(tmp_path: Path, monkeypatch) -> None:
     generator = torch.Generator().manual_seed(2)
     documents = Read(torch.randint(1, 40, (5 + n % 9,), generator=generator).tolist() for n in range(60))
     rows = Rows(documents, [2] * 60, known_lengths=[5 + n % 9 for n in range(60)])
-    most, measured = [], validation.evaluate_losses
+    most, measured = [], row_scores.evaluate_losses
 
     def watch(stack, batches, *objective):
         most.append((Read.tokens, sum(len(batch.tokens_T) for batch in batches)))
         return measured(stack, batches, *objective)
 
-    monkeypatch.setattr(validation, "evaluate_losses", watch)
+    monkeypatch.setattr(row_scores, "evaluate_losses", watch)
     with open_for_inference(tmp_path, session.device, torch.float32, "disk") as (_, stack):
         losses = []
         for pass_tokens in (30, 90, 10**6):
             most.clear()
             Read.tokens, computed = 0, 0
             stack.budget = replace(stack.budget, pass_tokens=pass_tokens)
-            losses.append(validation.validate(stack, rows, 20, span_tokens=100))
+            losses.append(row_scores.validate(stack, rows, 20, span_tokens=100))
             for read, tokens in most:
                 assert tokens <= max(pass_tokens, 20)
                 assert read <= computed + 100, "more rows were read than the next pass needs"
