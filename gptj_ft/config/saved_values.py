@@ -316,6 +316,7 @@ class _Decision(Saved):
 
     step: Step
     standings: Annotated[list[_Standing], Field(min_length=1, max_length=100)]
+    has_learned: bool = True
 
 
 class SavedSearch(Saved):

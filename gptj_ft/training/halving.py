@@ -19,6 +19,9 @@ from gptj_ft.evaluation.metrics.statistic import Estimate, PairedEstimates, Stat
 # third of the candidates, at least two, train to the end. Six cost 41 % of the steps of training all to the end.
 RUNG_SHARES = (1 / 9, 1.0)
 KEPT_SHARE, FEWEST_KEPT = 3, 2
+# Gain over the untrained model, as a share of its score, below which a rung says little. A small GPT-2 that had been
+# trained on the same rows had gained 0.01 % at the rung, by a low rate, and ended best with the rate that was worst.
+LEAST_GAIN = 0.01
 MARGIN = 1.1  # factor on forecasts, as in `deadline`
 Fate = Literal["best", "kept", "worse", "budget", "diverged"]
 Figures = Mapping[str, Statistic]
@@ -100,6 +103,7 @@ class Decision:
 
     step: int
     standings: tuple[Standing, ...]  # best first
+    has_learned: bool = True  # whether the leader is better than the untrained model, see `Comparison.has_learned`
 
     @property
     def leader(self) -> Standing:
@@ -117,12 +121,16 @@ def decide(
     scored: Mapping[str, Figures | str],
     compare: Comparison,
     budget: Budget,
+    start: Figures | None = None,
 ) -> Decision:
     """Compare candidates at a rung. The best third trains on; others do if inseparable, as far as the budget goes.
+
+    If no candidate has learned, being worse says nothing, and is no reason to drop one either.
 
     Args:
         counts: candidates that have trained to each rung so far.
         scored: statistics of each candidate, or the reason of its divergence.
+        start: statistics of the untrained model; None: unknown.
     """
     diverged = [Standing(name, "diverged", reason=each) for name, each in scored.items() if isinstance(each, str)]
     figures = {name: each for name, each in scored.items() if not isinstance(each, str)}
@@ -131,15 +139,19 @@ def decide(
     for name, score in ranked[1:]:
         difference = compare.difference(figures[name], figures[ranked[0][0]])
         standings.append(Standing(name, "worse" if compare.is_worse(difference) else "kept", score, difference))
+    has_learned = True
     if len(counts) < len(rungs):
+        if start is not None and ranked:
+            has_learned = compare.has_learned(figures[ranked[0][0]], start)
         # The interval covers the choice of rows, not the steps to come: a third stays even if it is clearly worse.
         third = min(len(standings), plain_counts(counts[0], len(rungs))[len(counts)])
-        others = [place for place in range(third, len(standings)) if standings[place].fate != "worse"]
+        is_worse = [each.fate == "worse" for each in standings]
+        others = [place for place in range(third, len(standings)) if not (is_worse[place] and has_learned)]
         room = budget.num_kept(rungs, counts, third + len(others)) - third
-        fates: dict[int, Fate] = dict.fromkeys(range(1, third), "kept")
-        fates |= dict.fromkeys(others[room:], "budget")
+        fates: dict[int, Fate] = dict.fromkeys((*range(1, third), *others[:room]), "kept")
+        fates |= {place: "budget" for place in others[room:] if not is_worse[place]}
         standings = [replace(each, fate=fates.get(place, each.fate)) for place, each in enumerate(standings)]
-    return Decision(rungs[len(counts) - 1], (*standings, *diverged))
+    return Decision(rungs[len(counts) - 1], (*standings, *diverged), has_learned)
 
 
 @dataclass(frozen=True)
@@ -167,6 +179,12 @@ class Comparison:
         if low is None or high is None:
             return math.isnan(difference.value)
         return low > 0.0 if self.by in LOWER_IS_BETTER else high < 0.0
+
+    def has_learned(self, leader: Figures, start: Figures) -> bool:
+        """Tell whether a candidate is better than the untrained model, by more than its interval and `LEAST_GAIN`."""
+        untrained, gain = self._estimate(start, {}).scores[self.by].value, self.difference(start, leader)
+        is_clear = self.is_worse(gain)
+        return is_clear and not abs(gain.value) < LEAST_GAIN * abs(untrained)
 
     def _estimate(self, figures: Figures, baseline: Figures) -> PairedEstimates:
         one, other = ({self.by: each[self.by]} if each else {} for each in (figures, baseline))

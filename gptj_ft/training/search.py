@@ -5,7 +5,7 @@ checkpoint, so a candidate that reaches the end has the bits of a run of its own
 
     search.json     options, rungs, budget, and the decision at each rung; replaced atomically
     data/           rows, shared by all candidates
-    scores/         validation rows scored by each candidate at each rung
+    scores/         validation rows scored by the untrained model, and by each candidate at each rung
     lr-1e-05/ ...   runs
     best.yaml       recipe of the chosen run
 """
@@ -161,6 +161,18 @@ class SearchResult:
         return list(last.values())
 
     @property
+    def warnings(self) -> list[str]:
+        """Reasons to doubt the choice."""
+        everything = self.plan.budget.seconds(self.plan.rungs, [len(self.plan.candidates)] * len(self.plan.rungs))
+        return [
+            f"after step {each.step} the best candidate was hardly better than the untrained model, so one that was "
+            "dropped there may end better, above all a higher rate; to train all to the end, add "
+            f"--max-time {math.ceil(everything / 60)}m and a new --output"
+            for each in self.decisions
+            if not each.has_learned and len(each.kept) < len(each.standings)
+        ]
+
+    @property
     def num_steps(self) -> int:
         """Optimizer steps of all candidates."""
         return num_steps(self.plan.rungs, [len(each.standings) for each in self.decisions])
@@ -173,6 +185,7 @@ class SearchResult:
         ]
         steps = {"steps": self.num_steps, "steps_of_all": len(self.plan.candidates) * self.plan.num_steps}
         facts = {**own, "by": self.plan.by, "rungs": list(self.plan.rungs), **steps, "candidates": table}
+        facts |= {"warnings": self.warnings}
         return finite(facts)  # type: ignore[no-any-return]
 
 
@@ -231,7 +244,11 @@ class PreparedSearch:
 
     def _save(self, decisions: Sequence[Decision]) -> None:
         saved = [
-            {"step": decision.step, "standings": [finite(_to_dict(each)) for each in decision.standings]}
+            {
+                "step": decision.step,
+                "standings": [finite(_to_dict(each)) for each in decision.standings],
+                "has_learned": decision.has_learned,
+            }
             for decision in decisions
         ]
         write_sealed(self.folder / SEARCH, {**self.plan.to_dict(), "decisions": saved})
@@ -246,6 +263,10 @@ class PreparedSearch:
     def _scores_file(self, candidate: Candidate, step: int) -> Path:
         return self.folder / "scores" / f"{candidate.folder}-step-{step:06d}.json"
 
+    @property
+    def _start_file(self) -> Path:
+        return self.folder / "scores" / "start.json"
+
     def _is_at(self, candidate: Candidate, step: int, needs_rows: bool) -> bool:
         """Tell whether a candidate has reached a rung, or diverged; its state was saved before its scores."""
         path, run = self._scores_file(candidate, step), self._run_of(candidate)
@@ -257,13 +278,17 @@ class PreparedSearch:
 
     def _start_validation(self, candidate: Candidate) -> Validated | None:
         """Return the validation of the initial model, if another candidate has measured the same numbers."""
-        if "class_weights" in candidate.values or self.plan.recipe.sample_rows:
+        if not self._shares_start(candidate) or self.plan.recipe.sample_rows or not self._start_file.is_file():
             return None
         lines = (line for each in self.plan.candidates for line in self._run_of(each).metrics()[:1])
         line = next((line for line in lines if line["step"] == 0 and LOSS in line), None)
         if line is None:
             return None
         return line[LOSS], ValidationSample(line["scores"], "", "") if "scores" in line else None
+
+    def _shares_start(self, candidate: Candidate) -> bool:
+        """Tell whether the loss of the initial model is that of the other candidates."""
+        return "class_weights" not in candidate.values
 
     def _prepare(self, candidate: Candidate, reporter: Reporter) -> PreparedRun:
         """Plan a candidate's run, or the rest of it."""
@@ -293,6 +318,9 @@ class PreparedSearch:
             with opened_run(prepared, reporter, session) as run:
                 with open_session(setup, run, reporter, session) as training:
                     train_until(training, step)
+                    start = training.validator.start_scores
+                    if start is not None and self._shares_start(candidate):
+                        write_sealed(self._start_file, asdict(start))
                     training.flush()
                     if step < setup.num_steps:
                         training.retention.save_now(training.state)
@@ -328,9 +356,8 @@ class PreparedSearch:
         if self.plan.by not in (figures := self._figures(scores)):
             raise UsageError(f"--by {self.plan.by}: these rows have no such score; choose from {', '.join(figures)}")
 
-    def _scored(self, candidate: Candidate, step: int) -> Figures | str:
+    def _scored(self, path: Path) -> Figures | str:
         """Return the statistics of a candidate at a rung, or the reason of its divergence."""
-        path = self._scores_file(candidate, step)
         saved = checked(SavedRowScores, read_sealed(path), path)
         return str(saved["diverged"]) if saved.get("diverged") else self._figures(RowScores(**saved))
 
@@ -339,9 +366,10 @@ class PreparedSearch:
         if not self._needs_rows(step, active) and not self._scores_file(active[0], step).is_file():
             return Decision(step, (Standing(active[0].name, "best", self._own_score(active[0])),))
         counts = [*(len(each.standings) for each in decisions), len(active)]
-        scored = {each.name: self._scored(each, step) for each in active}
+        scored = {each.name: self._scored(self._scores_file(each, step)) for each in active}
         compare = Comparison(plan.by, num_rows_of(plan.recipe, self.rows[1]), plan.recipe.seed)
-        return decide(plan.rungs, counts, scored, compare, plan.budget)
+        start = self._scored(self._start_file) if self._start_file.is_file() else None
+        return decide(plan.rungs, counts, scored, compare, plan.budget, None if isinstance(start, str) else start)
 
     def _own_score(self, candidate: Candidate) -> float | None:
         """Return the deciding score of a finished run by its last validation."""
@@ -370,7 +398,11 @@ class PreparedSearch:
         run = self._run_of(candidate)
         known = {line["step"] for line in run.metrics() if LOSS in line}
         for rung in self.plan.rungs:
-            if rung <= step and rung not in known and not isinstance(figures := self._scored(candidate, rung), str):
+            if (
+                rung <= step
+                and rung not in known
+                and not isinstance(figures := self._scored(self._scores_file(candidate, rung)), str)
+            ):
                 loss = values({"loss": figures["loss"]}, num_rows_of(self.plan.recipe, self.rows[1]))["loss"]
                 run.append_metrics({"step": rung, LOSS: loss})
 
@@ -479,7 +511,7 @@ def read_search(folder: Path) -> tuple[SearchPlan, list[Decision]]:
         raise UsageError(f"{folder} is not the folder of a search: it has no {SEARCH}")
     saved = checked(SavedSearch, read_sealed(path), path)
     decisions = [
-        Decision(each["step"], tuple(_standing(standing) for standing in each["standings"]))
+        Decision(each["step"], tuple(_standing(standing) for standing in each["standings"]), each["has_learned"])
         for each in saved["decisions"]
     ]
     return SearchPlan.of(saved), decisions

@@ -47,6 +47,7 @@ class Validator:
         self._table: TokenTable | None = None
         self._samples: ValidationSamples | None = None
         self.row_scores: RowScores | None = None  # of the latest validation
+        self.start_scores: RowScores | None = None  # of the validation before the first step
         has_labels = setup.recipe.task != "language-model"
         if len(setup.validation) and (has_labels or by_row):
             self._table = load_dataset(run.data / "validation").rows
@@ -66,7 +67,10 @@ class Validator:
         parallel = self._setup.parallel
         # Other replicas wait for the loss, and cannot agree on a stop before it.
         before_pass = stop_if_asked if parallel.replicas.size == 1 else lambda: None
-        return parallel.validate(self._setup, offloaded, partial(self._compute, offloaded, step, before_pass))
+        result = parallel.validate(self._setup, offloaded, partial(self._compute, offloaded, step, before_pass))
+        if step == 0:
+            self.start_scores = self.row_scores
+        return result
 
     def _compute(
         self, offloaded: OffloadedModel, step: int, before_pass: Callable[[], None]

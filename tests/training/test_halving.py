@@ -21,10 +21,12 @@ def losses(shift: float, seed: int | None = None) -> dict[str, object]:
     return {"loss": mean(5.0 + noise + shift), "accuracy": mean(90.0 - noise - shift)}
 
 
-def decided(shifts: Sequence[object], counts: Sequence[int], by: str = "loss", limit: float | None = None) -> Decision:
+def decided(
+    shifts: Sequence[object], counts: Sequence[int], by: str = "loss", limit: float | None = None, start: float = 9.0
+) -> Decision:
     scored = {f"c{n}": shift if isinstance(shift, str | dict) else losses(shift) for n, shift in enumerate(shifts)}
     budget = Budget(1.0, 0.0, 0.0, 0.0, limit)
-    return decide(RUNGS, counts, scored, Comparison(by, 200, 0), budget)  # type: ignore[arg-type]
+    return decide(RUNGS, counts, scored, Comparison(by, 200, 0), budget, losses(start))  # type: ignore[arg-type]
 
 
 def fates(decision: Decision) -> dict[str, str]:
@@ -69,6 +71,20 @@ def test_better_score_leads(by: str) -> None:
 def test_third_stays_though_clearly_worse() -> None:
     decision = decided([0.0, 1.0, 2.0, 3.0, 4.0, 5.0], [6])
     assert [each.fate for each in decision.standings] == ["best", "kept", *["worse"] * 4]
+
+
+@pytest.mark.parametrize("by", ["loss", "accuracy"])
+def test_being_worse_says_nothing_before_anything_is_learned(by: str) -> None:
+    shifts, all_to_the_end = [0.0, 0.1, 0.2, 0.3, 0.4, 0.5], 1.1 * 6 * 90
+    learned = decided(shifts, [6], by, all_to_the_end, start=1.0)
+    assert learned.has_learned
+    assert [each.fate for each in learned.standings] == ["best", "kept", *["worse"] * 4]
+    for start in (-0.1, 0.0, 0.04):  # worse, equal, and a gain below a hundredth: 0.04 of 5.04, or of 89.96
+        nothing = decided(shifts, [6], by, all_to_the_end, start=start)
+        assert not nothing.has_learned
+        assert [each.fate for each in nothing.standings] == ["best", *["kept"] * 5]
+        cheap = decided(shifts, [6], by, start=start)
+        assert [each.fate for each in cheap.standings] == ["best", "kept", *["worse"] * 4], "no time for more"
 
 
 def test_inseparable_candidates_stay_within_a_third() -> None:

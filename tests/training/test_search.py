@@ -30,7 +30,7 @@ from gptj_ft.training import row_scores
 from gptj_ft.training import search as module
 from gptj_ft.training.halving import Budget, plain_counts, rungs_of
 from gptj_ft.training.reporter import Reporter
-from gptj_ft.training.search import SearchPlan, SearchResult, check_time, read_search, started_runs
+from gptj_ft.training.search import SearchPlan, SearchResult, check_time, read_search, resume_search, started_runs
 from gptj_ft.training.search_space import Candidate, candidates_of, parse_over
 
 STEPS, RATES = 6, [1e-3, 1e-2, 3e-2]
@@ -167,6 +167,21 @@ def test_kill_between_score_and_export() -> None:
     assert len(list(Path("s").glob("*/model"))) == 2
 
 
+def test_search_that_learns_nothing_drops_nobody_in_time() -> None:
+    options = {**OPTIONS, "lr": [1e-9, 2e-9, 3e-9]}
+    cheap = run_search("cheap", options)
+    assert [len(each.standings) for each in cheap.decisions] == [3, 2]
+    (warning,) = cheap.warnings
+    assert "after step 1 the best candidate was hardly better than the untrained model" in warning
+    long = run_search("long", {**options, "max_time": "10h"})
+    assert [len(each.standings) for each in long.decisions] == [3, 3]
+    assert long.warnings == []
+    again = resume_search(Path("cheap")).run()
+    assert (again.warnings, choice_of(again)) == (cheap.warnings, choice_of(cheap))
+    learning = run_search("learning", OPTIONS)
+    assert learning.warnings == []
+
+
 def test_inseparable_finalists_are_both_kept() -> None:
     result = run_search("s", TWINS)
     assert [each.fate for _, each in result.standings] == ["best", "kept"]
@@ -188,7 +203,7 @@ def test_nothing_is_computed_twice() -> None:
         result = run_search(folder, options, reporter=steps)
         assert steps.count == result.num_steps
         scored = [len(each.standings) for each in result.decisions]
-        assert len(list(Path(folder, "scores").iterdir())) == sum(scored)
+        assert len(list(Path(folder, "scores").iterdir())) == 1 + sum(scored), "the untrained model once"
         assert steps.num_scored == sum(scored[:-1]), "the last validation scores the rows, too"
 
 

@@ -59,6 +59,7 @@ def show_search(console: Console, result: SearchResult, page: str) -> None:
         ("page", page),
         ("steps", f"{result.num_steps:,}, {share:.0%} of all candidates to the end"),
         ("time", f"{clock(result.seconds)} in this session"),
+        *(("warning", text) for text in result.warnings),
     ]
     panel(console, "Search", [fact for fact in facts if fact[1]])
     next_steps(console, command_line("evaluate", result.run), command_line("finetune", "--config", result.config))
