@@ -169,7 +169,7 @@ class SearchResult:
             "dropped there may end better, above all a higher rate; to train all to the end, add "
             f"--max-time {math.ceil(everything / 60)}m and a new --output"
             for each in self.decisions
-            if not each.has_learned and len(each.kept) < len(each.standings)
+            if not each.has_learned and any(standing.fate in ("worse", "budget") for standing in each.standings)
         ]
 
     @property
@@ -398,11 +398,10 @@ class PreparedSearch:
         run = self._run_of(candidate)
         known = {line["step"] for line in run.metrics() if LOSS in line}
         for rung in self.plan.rungs:
-            if (
-                rung <= step
-                and rung not in known
-                and not isinstance(figures := self._scored(self._scores_file(candidate, rung)), str)
-            ):
+            if rung > step or rung in known:
+                continue
+            figures = self._scored(self._scores_file(candidate, rung))
+            if not isinstance(figures, str):
                 loss = values({"loss": figures["loss"]}, num_rows_of(self.plan.recipe, self.rows[1]))["loss"]
                 run.append_metrics({"step": rung, LOSS: loss})
 
