@@ -31,7 +31,7 @@ from gptj_ft.errors import Interrupted, ResourceError
 from gptj_ft.system import signals
 from gptj_ft.system.signals import SIGNALS, StopRequest
 from gptj_ft.system.streams import LastingStream, open_missing
-from gptj_ft.training import compute, export, loop, restore, retention, validation
+from gptj_ft.training import compute, export, loop, restore, retention, row_scores
 from gptj_ft.training.finetune import saved_state_in_errors
 from gptj_ft.training.nonfinite import LossWatch
 from gptj_ft.training.setup import TrainSetup
@@ -43,12 +43,12 @@ DONE = "stopped; all steps are done, and the tuned model is in"
 # Where in a run the signal comes: the function that is called there, which time, and what is said then.
 POINTS = {
     "placing weights": (restore, "load_weights", 1, BEFORE),
-    "first validation": (validation, "evaluate_losses", 1, "stopped before the first step; nothing was trained yet"),
-    "a validation": (validation, "evaluate_losses", 2, "stopped after step 1 of 3; everything is saved; resume with"),
+    "first validation": (row_scores, "evaluate_losses", 1, "stopped before the first step; nothing was trained yet"),
+    "a validation": (row_scores, "evaluate_losses", 2, "stopped after step 1 of 3; everything is saved; resume with"),
     "a step": (compute, "train_step", 2, "stopped after step 2 of 3; everything is saved"),
     "the last step": (compute, "train_step", 3, "stopped after step 3 of 3; everything is saved"),
     "saving": (retention.CheckpointRetention, "save_if_due", 1, "stopped after step 1 of 3; everything is saved"),
-    "the last validation": (validation, "evaluate_losses", 4, "stopped after step 3 of 3; everything is saved"),
+    "the last validation": (row_scores, "evaluate_losses", 4, "stopped after step 3 of 3; everything is saved"),
     "export": (export, "write_outcome", 1, DONE),
     "after export": (loop, "remember_run", 1, DONE),
 }
