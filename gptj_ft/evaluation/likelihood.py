@@ -28,12 +28,13 @@ if TYPE_CHECKING:
 
 Score = Callable[[Sequence[PackedBatch], Sequence[TokenQuery]], list[TokenScores]]
 BRANCHED_PER_ROOT = 64
-"""Tokens of several answers in a document, by the square root of the prompt's tokens.
+"""Most answer tokens in a document with several answers, divided by the square root of the prompt's tokens.
 
-A token of an answer attends, by a mask, to all others of its document. For P tokens of the prompt, B of answers and a
-model of width D, attention costs 4 D B and reading the prompt again for other answers 24 D^2 P / B operations a token
-and layer: B = sqrt(6 P D) balances them, and sqrt(6 D) is 64 for D = 683. Wider models lose little by it."""
-MOST_BRANCHED = 1024  # each with a row of the mask
+Attention computes the scores of all pairs of answer tokens and masks those of different answers; but each further
+document computes the prompt again. With P prompt tokens, B answer tokens and width D, a layer spends 4 D B operations
+an answer token on attention, and 24 D^2 P / B on the prompt: equal at B = sqrt(6 P D), which is 64 sqrt(P) for D = 683.
+"""
+MOST_BRANCHED = 1024  # most answer tokens however long the prompt is: the mask has a row for each
 
 
 class Query(NamedTuple):
@@ -175,7 +176,8 @@ def share_prompt(
     """
     branched = min(MOST_BRANCHED, int(BRANCHED_PER_ROOT * math.sqrt(len(prompt))))
     most_tokens, shared = min(most_tokens, len(prompt) + branched), list[SharedPrompt]()
-    # Answers with a common beginning are in one document, and one that begins another comes behind it, for nothing.
+    # Sorted, so that answers with a common beginning are in one document; longer ones first, since an answer that is
+    # itself the beginning of another one then adds no token.
     for number, answer in sorted(enumerate(answers, first), key=lambda each: list(each[1]), reverse=True):
         if not shared or shared[-1].size_with(answer) > max(most_tokens, len(shared[-1].ids)):
             shared.append(SharedPrompt.of(prompt))
@@ -289,7 +291,7 @@ def run_queries(
 
 
 def _token_query(pairs: Sequence[tuple[int, int]]) -> tuple[TokenQuery, Tensor]:
-    """Query tokens with one row of logits for each position; return also the place of each pair among all scores."""
+    """Query the tokens of all pairs, one row of logits a position; return also the index of each pair's score."""
     rows: dict[int, list[int]] = {}
     at = []
     for position, token in pairs:

@@ -25,7 +25,7 @@ class TokenQuery(NamedTuple):
     """Tokens to score."""
 
     positions_S: Tensor  # positions that predict the tokens
-    tokens_SK: Tensor  # K token ids to score at each position; `NO_TARGET`: fewer
+    tokens_SK: Tensor  # up to K token ids to score at each position; the rest is `NO_TARGET`
 
 
 class TokenScores(NamedTuple):

@@ -19,8 +19,8 @@ from gptj_ft.evaluation.metrics.statistic import Estimate, PairedEstimates, Stat
 # third of the candidates, at least two, train to the end. Six cost 41 % of the steps of training all to the end.
 RUNG_SHARES = (1 / 9, 1.0)
 KEPT_SHARE, FEWEST_KEPT = 3, 2
-# Gain over the untrained model, as a share of its score, below which a rung says little. A small GPT-2 that had been
-# trained on the same rows had gained 0.01 % at the rung, by a low rate, and ended best with the rate that was worst.
+# Least gain over the untuned model, as a share of its score, for a rung to predict the end. A small GPT-2 that had been
+# trained on the same rows before had gained 0.01 %, by a low rate, and ended best with the rate that looked worst.
 LEAST_GAIN = 0.01
 MARGIN = 1.1  # factor on forecasts, as in `deadline`
 Fate = Literal["best", "kept", "worse", "budget", "diverged"]
@@ -103,7 +103,7 @@ class Decision:
 
     step: int
     standings: tuple[Standing, ...]  # best first
-    has_learned: bool = True  # whether the leader is better than the untrained model, see `Comparison.has_learned`
+    has_learned: bool = True  # whether the leader is better than the untuned model, see `Comparison.has_learned`
 
     @property
     def leader(self) -> Standing:
@@ -125,12 +125,12 @@ def decide(
 ) -> Decision:
     """Compare candidates at a rung. The best third trains on; others do if inseparable, as far as the budget goes.
 
-    If no candidate has learned, being worse says nothing, and is no reason to drop one either.
+    If no candidate has learned yet, a worse score predicts nothing, and worse candidates count as inseparable.
 
     Args:
         counts: candidates that have trained to each rung so far.
         scored: statistics of each candidate, or the reason of its divergence.
-        start: statistics of the untrained model; None: unknown.
+        start: statistics of the untuned model; None: unknown.
     """
     diverged = [Standing(name, "diverged", reason=each) for name, each in scored.items() if isinstance(each, str)]
     figures = {name: each for name, each in scored.items() if not isinstance(each, str)}
@@ -181,10 +181,10 @@ class Comparison:
         return low > 0.0 if self.by in LOWER_IS_BETTER else high < 0.0
 
     def has_learned(self, leader: Figures, start: Figures) -> bool:
-        """Tell whether a candidate is better than the untrained model, by more than its interval and `LEAST_GAIN`."""
-        untrained, gain = self._estimate(start, {}).scores[self.by].value, self.difference(start, leader)
-        is_clear = self.is_worse(gain)
-        return is_clear and not abs(gain.value) < LEAST_GAIN * abs(untrained)
+        """Tell whether a candidate is better than the untuned model, by more than its interval and `LEAST_GAIN`."""
+        least, gain = LEAST_GAIN * abs(self._estimate(start, {}).scores[self.by].value), self.difference(start, leader)
+        # The gain is the lead of the candidate: the untuned model is the worse one. Its score may be undefined.
+        return self.is_worse(gain) and not abs(gain.value) < least
 
     def _estimate(self, figures: Figures, baseline: Figures) -> PairedEstimates:
         one, other = ({self.by: each[self.by]} if each else {} for each in (figures, baseline))

@@ -1,4 +1,4 @@
-"""Score a run's model on its validation rows: their loss, or the scores of each, to compare two runs row by row."""
+"""Compute the loss of a run's model on its validation rows, and the scores of each row, to compare two runs."""
 
 from __future__ import annotations
 
@@ -150,6 +150,7 @@ def _score_texts(
         for each in score_tokens(offloaded, batches, list(map(target_query, batches)))
     )
     spans = passes(rows.lengths, PASS_TOKENS)
+    # The rows of each micro-batch, as `micro_batches` groups them.
     groups = ((span, group) for span in spans for group in first_fit([rows.lengths[n] for n in span], budget_tokens))
     for (span, group), each in zip(groups, scores, strict=True):
         losses.append(each.loss)

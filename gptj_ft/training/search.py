@@ -5,7 +5,7 @@ checkpoint, so a candidate that reaches the end has the bits of a run of its own
 
     search.json     options, rungs, budget, and the decision at each rung; replaced atomically
     data/           rows, shared by all candidates
-    scores/         validation rows scored by the untrained model, and by each candidate at each rung
+    scores/         validation rows scored by the untuned model, and by each candidate at each rung
     lr-1e-05/ ...   runs
     best.yaml       recipe of the chosen run
 """
@@ -165,7 +165,7 @@ class SearchResult:
         """Reasons to doubt the choice."""
         everything = self.plan.budget.seconds(self.plan.rungs, [len(self.plan.candidates)] * len(self.plan.rungs))
         return [
-            f"after step {each.step} the best candidate was hardly better than the untrained model, so one that was "
+            f"after step {each.step} the best candidate was hardly better than the untuned model, so one that was "
             "dropped there may end better, above all a higher rate; to train all to the end, add "
             f"--max-time {math.ceil(everything / 60)}m and a new --output"
             for each in self.decisions

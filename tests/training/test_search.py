@@ -172,7 +172,7 @@ def test_search_that_learns_nothing_drops_nobody_in_time() -> None:
     cheap = run_search("cheap", options)
     assert [len(each.standings) for each in cheap.decisions] == [3, 2]
     (warning,) = cheap.warnings
-    assert "after step 1 the best candidate was hardly better than the untrained model" in warning
+    assert "after step 1 the best candidate was hardly better than the untuned model" in warning
     long = run_search("long", {**options, "max_time": "10h"})
     assert [len(each.standings) for each in long.decisions] == [3, 3]
     assert long.warnings == []
@@ -180,6 +180,14 @@ def test_search_that_learns_nothing_drops_nobody_in_time() -> None:
     assert (again.warnings, choice_of(again)) == (cheap.warnings, choice_of(cheap))
     learning = run_search("learning", OPTIONS)
     assert learning.warnings == []
+
+
+def test_doubtful_choice_is_said(shell: Any) -> None:
+    run_search("s", {**OPTIONS, "lr": [1e-9, 2e-9, 3e-9]})
+    shown = shell("search --resume s")
+    assert "hardly better than the untuned model" in " ".join(shown.out.split())
+    assert "--max-time" in shown.out
+    assert shell("search --resume s --json").json["warnings"]
 
 
 def test_inseparable_finalists_are_both_kept() -> None:
@@ -203,7 +211,7 @@ def test_nothing_is_computed_twice() -> None:
         result = run_search(folder, options, reporter=steps)
         assert steps.count == result.num_steps
         scored = [len(each.standings) for each in result.decisions]
-        assert len(list(Path(folder, "scores").iterdir())) == 1 + sum(scored), "the untrained model once"
+        assert len(list(Path(folder, "scores").iterdir())) == 1 + sum(scored), "the untuned model once"
         assert steps.num_scored == sum(scored[:-1]), "the last validation scores the rows, too"
 
 
@@ -424,7 +432,7 @@ def test_command_line_end_to_end(shell: Any) -> None:
     )
     plan = shell(f"{line} --dry-run --json").json
     assert plan["rungs"] == [1, 6]
-    assert plan["plan"]["seconds_per_step"] == plan["plan"]["seconds_per_step"] > 0
+    assert plan["plan"]["seconds_per_step"] > 0
     assert plan["most_candidates"] == [3, 2]
     assert not Path("s").exists()
     found = shell(f"{line} --json").json
