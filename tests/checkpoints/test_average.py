@@ -32,6 +32,7 @@ def sources(tmp_path: Path, dtype: torch.dtype = torch.float32, count: int = 3) 
     ], states
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("dtype", "options", "stored"), [
     (torch.float32, "", torch.float32), (torch.bfloat16, "", torch.bfloat16),
     (torch.bfloat16, "--dtype fp32", torch.float32), (torch.float32, "--to huggingface --dtype bf16", torch.bfloat16),

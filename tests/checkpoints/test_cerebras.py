@@ -53,6 +53,7 @@ def same(folder: Path, state: State) -> bool:
         )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("prefix", ["model.", "model.model."])
 def test_mdl_converts_to_identical_bits(
@@ -65,6 +66,7 @@ def test_mdl_converts_to_identical_bits(
     assert (raw["n_inner"], raw["layer_norm_epsilon"], raw["activation_function"]) == (64, 1e-5, "gelu_new")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("positions", ["position_embeddings.weight", "position_embeddings.embed.weight"])
 def test_gpt2_mdl_converts_to_identical_bits(tmp_path: Path, is_tied: bool, positions: str) -> None:

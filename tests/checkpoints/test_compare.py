@@ -91,6 +91,7 @@ def test_swapped_tensors_are_reported(shell, good: Path, bad: Path) -> None:
     assert f"{v} differs" in done.err
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
@@ -111,6 +112,7 @@ def test_different_config_is_reported(shell, good: Path, bad: Path, fields: dict
     assert reason in done.err
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [

@@ -115,6 +115,7 @@ def test_fp16_overflow_is_rejected(tmp_path: Path, state: State) -> None:
     assert list((tmp_path / "out").iterdir()) == []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shard_bytes", [10**9, 3000])
 def test_hugging_face_round_trip_keeps_every_bit(

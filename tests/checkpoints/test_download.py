@@ -73,6 +73,7 @@ def test_bin_is_fallback_for_safetensors(hub: Hub, repository: Path) -> None:
     assert names(download().folder) == {*SMALL, "pytorch_model.bin", "source.json"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("stem", "suffix"), [("model", "safetensors"), ("pytorch_model", "bin")])
 def test_shards_are_fetched_with_index(hub: Hub, repository: Path, stem: str, suffix: str) -> None:
     for name in ("model.safetensors", "pytorch_model.bin"):
@@ -157,6 +158,7 @@ def test_server_down_is_network_error(hub: Hub, tmp_path: Path) -> None:
         download(DownloadRequest(endpoint=other.url))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("status", "code", "message"),
     [

@@ -90,7 +90,7 @@ def trunk_of(folder: Path) -> dict[str, Tensor]:
         return {name: checkpoint.read(name) for name in checkpoint.names if name.startswith("bert.")}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("form", ["safetensors", "bin"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_base_checkpoint_layouts_open_in_transformers(shape: str, form: str, tmp_path: Path) -> None:

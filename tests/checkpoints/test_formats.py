@@ -39,6 +39,7 @@ def source(tmp_path: Path, state: State) -> Path:
     return write_source(tmp_path / "source", state)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_every_layout_keeps_logits(tmp_path: Path, state: State, form: str) -> None:
     source = write_source(tmp_path / "source", state, form)

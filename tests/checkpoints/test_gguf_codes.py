@@ -65,6 +65,7 @@ def test_values_of_random_codes_equal_gguf(name: str) -> None:
     assert bits == pytest.approx(size * 8 / block, rel=0.03)  # the integers of K types have 8 bits instead of 6
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("model", "kinds"),
     [("llama", ["Q4_K", "Q6_K", "Q5_K"]), ("gpt2", ["Q8_0", "Q4_0"]), ("gpt_neox", ["Q4_1", "Q5_0", "Q5_1"])],
@@ -143,6 +144,7 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_codes_are_named_in_one_line(damage: str, plain, tmp_path: Path) -> None:
     change, message = DAMAGES[damage]

@@ -185,7 +185,7 @@ def assert_equal(ours: list[Tensor], theirs: list[Tensor], bound: float) -> None
         torch.testing.assert_close(one, other, rtol=bound, atol=bound)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("family", "task"), FORMS)
 def test_tuned_folder_matches_in_transformers(family: str, task: str, tmp_path: Path) -> None:
     folder = tune(base_model(tmp_path / "base", family), tmp_path / "tuned", family, task)
@@ -203,7 +203,7 @@ def test_tuned_folder_matches_in_transformers(family: str, task: str, tmp_path: 
         assert model.config.pad_token_id == 210
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize(("family", "task"), FORMS)
 def test_adapter_with_head_matches_peft(family: str, task: str, tmp_path: Path) -> None:
     base = base_model(tmp_path / "base", family)
@@ -230,6 +230,7 @@ def test_adapter_with_head_matches_peft(family: str, task: str, tmp_path: Path) 
             assert model.config.id2label == dict(enumerate(LABELS))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("family", "task"), [("bert", "classification"), ("gpt2", "classification"), ("bert", "spans"),
     ("gpt2", "token-labels"), ("roberta", "classification"), ("roberta", "token-labels")])  # fmt: skip
 def test_peft_adapters_open_with_head(family: str, task: str, tmp_path: Path) -> None:
@@ -403,6 +404,7 @@ def test_encoder_adapter_works_from_command_line(shell, tmp_path: Path) -> None:
     assert (done.code, "predict" in done.err) == (2, True)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("family", "task", "padding"),
     [("gpt2", "classification", None), ("gpt2", "token-labels", None), ("llama", "classification", "<pad>")],

@@ -31,6 +31,7 @@ def write_config(folder: Path, model_type: str = "gpt2", **fields: Any) -> Path:
     return config
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_initial_weights_are_distributed_as_in_transformers(model_type: str, tmp_path: Path, own_home: Path) -> None:
     padding = {} if model_type == "gptj" else {"pad_token_id": 1}

@@ -54,7 +54,7 @@ def canonical(shards: list[Leaves]) -> list[Leaves]:
     return result
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("form", ["slim", "full", "its parent", "tar", "tar.zst"])
 def test_checkpoint_keeps_logits_of_its_shards(tmp_path: Path, shards: list[Leaves], config: Path, form: str) -> None:
     source = reference.write(tmp_path / "mesh", shards, moments=(shards, shards) if form == "full" else ())
@@ -67,6 +67,7 @@ def test_checkpoint_keeps_logits_of_its_shards(tmp_path: Path, shards: list[Leav
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("count", [1, 2])
 def test_any_shard_count_is_read(tmp_path: Path, config: Path, count: int) -> None:
     shards = reference.random_shards(1, count)
@@ -85,6 +86,7 @@ def test_bf16_sums_widen_when_inexact(tmp_path: Path, shards: list[Leaves], conf
         assert np.array_equal(rows.t().contiguous().view(torch.uint16).numpy(), halves)
 
 
+@pytest.mark.thorough
 def test_fortran_order_is_read(tmp_path: Path, shards: list[Leaves], config: Path) -> None:
     turned = [{key: np.asfortranarray(array) for key, array in leaves.items()} for leaves in shards]
     convert(reference.write(tmp_path / "a", turned), tmp_path / "model-a", Conversion(config=config))
@@ -122,6 +124,7 @@ def test_written_mesh_keeps_logits_and_shape(tmp_path: Path) -> None:
         assert all(torch.equal(model.read(name), tensor) for name, tensor in state.items())
 
 
+@pytest.mark.thorough
 def test_shard_count_and_step_are_kept(tmp_path: Path, shards: list[Leaves], config: Path) -> None:
     source = reference.write(tmp_path / "mesh", canonical(shards), step=383500)
     convert(source, tmp_path / "two", Conversion(config=config, to="mesh", mesh_shards=2))
@@ -168,6 +171,7 @@ def test_missing_config_assumes_gptj_6b(
     convert(source, tmp_path / "model")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

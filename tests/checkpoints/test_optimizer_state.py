@@ -128,7 +128,7 @@ def write_moments_mdl(path: Path, named: tuple[State, State, State], form: str, 
     return path
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("model", "form"),
     [

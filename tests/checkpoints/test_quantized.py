@@ -48,6 +48,7 @@ def values_of(folder: Path) -> dict[str, torch.Tensor]:
         return {name: checkpoint.read(name) for name in checkpoint.names}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("quantization", ["nf4", "int8"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_values_read_are_those_of_the_codec(family: str, quantization: str, folders, tmp_path: Path) -> None:
@@ -185,6 +186,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_folder_is_rejected_in_one_line(damage: str, folders, tmp_path: Path) -> None:
     folder = quantized(folders["llama"], "nf4", tmp_path)

@@ -44,7 +44,7 @@ def write(folder: Path, state: dict[str, Tensor], **options: Any) -> Path:
     return write_bundle(folder / "bert_model.ckpt", named, **options).parent
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize(("num_files", "block_entries"), [(1, 1000), (3, 7)])
 def test_google_folder_opens_in_transformers(kind: str, num_files: int, block_entries: int, tmp_path: Path) -> None:

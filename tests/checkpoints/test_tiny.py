@@ -84,6 +84,7 @@ def test_transformers_opens_roberta_like_encoder(tmp_path: Path, family: str) ->
         assert model(**tokenizer("nurse " * 900, truncation=True, return_tensors="pt")).pooler_output.shape == (1, 96)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", DECODERS)
 def test_transformers_opens_model_and_tokenizer(tmp_path: Path, family: str) -> None:
     folder = make_tiny(tmp_path / "tiny", TEXTS, 0, model_type=family)

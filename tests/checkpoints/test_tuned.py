@@ -131,6 +131,7 @@ def test_other_tools_read_the_folder(base: Path, tmp_path: Path) -> None:
     assert set(index["weight_map"].values()) == {path.name for path in folder.glob("*.safetensors")}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "line"),
     [

@@ -189,6 +189,7 @@ def test_an_unwritable_output_folder_is_refused(shell, model: Path, rows_file: P
     assert Path("file").read_text() == "not a folder"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", ["device", "disk"])
 def test_every_suggested_option_makes_it_fit(place: str, shell, rows_file: Path, monkeypatch) -> None:
     from gptj_ft.system import machine

@@ -300,6 +300,7 @@ def test_cut_shortens_only_the_document(tokenizer, document, side, max_length):
     assert document.startswith(part) if side == "end" else document.endswith(part)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("document", [*LONG_DOCUMENTS, "the\n" * 60, "a\n\n\nb" * 40, "\n \n\n\nx" * 40])
 def test_cut_keeps_longest_part_that_fits(tokenizer, document, monkeypatch):
     monkeypatch.setattr("gptj_ft.data.truncation.WORD_TOKENS", 0)

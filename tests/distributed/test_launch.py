@@ -352,6 +352,7 @@ def test_idle_strangers_are_dropped_for_ranks() -> None:
         first.result().close(KeyboardInterrupt())
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "line", [b"", b'{"nonce": "x"}\n', b'{"nonce": "x"}\n{"proof": "\xff"}\n', b"[1]\n", b"[" * 9000]
 )
@@ -592,6 +593,7 @@ def _same_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("_same_threads")
 @pytest.mark.parametrize("meets_in", ["a file", "a socket"])
 def test_waiting_rank_heeds_signal(meets_in: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

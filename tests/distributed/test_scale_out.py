@@ -111,6 +111,7 @@ def test_mirrors_double_checkpoint_space(six_b: Workload) -> None:
             assert mirrored - first == pytest.approx(times * state, rel=0.1)
 
 
+@pytest.mark.thorough
 def test_only_shared_layers_divide_state(six_b: Workload) -> None:
     on_disk = {"weights": "disk", "optimizer_state": "disk", "boundaries": "device"}
     have = replace(FREE, device=60 * GB, host=60 * GB)
@@ -142,6 +143,7 @@ def test_only_shared_layers_divide_state(six_b: Workload) -> None:
     assert rows.nodes[0].host_bytes == whole.host_bytes + 4 * largest
 
 
+@pytest.mark.thorough
 def test_step_bytes_count_hops_and_replicas(six_b: Workload) -> None:
     tokens, parameters = 32 * 1024, 6_050_882_784
     for stages in (2, 4, 7):

@@ -182,7 +182,7 @@ def test_sampled_layers_keep_bits(models, tmp_path, name, share, place, clip) ->
     assert_same_run(tmp_path / "3", tmp_path / "1")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("place", "mirror"), [("device", True), ("disk", False)])
 def test_sampled_layers_migrate_between_disks(models, tmp_path, place, mirror) -> None:
     options = {**SAMPLED, **PLACES[place], "max_steps": 6, "save_every": 1}
@@ -248,6 +248,7 @@ def test_replicas_of_shared_layers_keep_bits(models, tmp_path, method, place, cl
         assert not [*(tmp_path / str(size)).glob("replica-*"), *(tmp_path / str(size)).glob("state*")]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("clip", "num_overlapping"), [(1.0, 7), (None, 0)])
 def test_all_reduce_overlaps_next_layer(models, tmp_path, monkeypatch, clip, num_overlapping) -> None:
     """Seven layers overlap: head and six blocks. Without clipping, updates in backward prevent it."""
@@ -442,7 +443,7 @@ def test_migrated_bytes_match_forecast(models, tmp_path, method, place, clip) ->
     assert_same_run(tmp_path / "0", tmp_path / "alone")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", ["device", "disk"])
 def test_nothing_migrates_on_shared_disk(models, tmp_path, place) -> None:
     options = {**PLACES[place], "share": "layers", "save_every": 1, "max_steps": 6}
@@ -774,7 +775,7 @@ def test_impossible_split_is_rejected(models, tmp_path, size, options, message) 
         setup_of(models["gptj"], tmp_path, Member(hub_of(size), 0), **options)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("size", "options", "ways"),
     [
@@ -827,6 +828,7 @@ def test_rank_error_ends_others(models, tmp_path, monkeypatch) -> None:
     assert_same_run(tmp_path / "run", tmp_path / "alone")
 
 
+@pytest.mark.thorough
 def test_errors_on_two_ranks_end_both(models, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(training, "COMMIT_SECONDS", 0.2)
     commit, gather, waits = checkpoint.commit_together, Member.gather, []

@@ -99,6 +99,7 @@ def test_answers_share_a_row_of_logits(folder: Path, stack: OffloadedModel, monk
     assert sizes == [2]  # after the prompt, and after 7
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("words", [["a", "b"], [" good", " bad", " the film"], ["x y", "x z w", "q"]])
 def test_label_likelihoods_match_transformers(words: list[str], folder: Path, stack: OffloadedModel) -> None:
     tokenizer = load_tokenizer(folder)

@@ -91,6 +91,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("ties", [False, True])
 def test_answers_follow_run_qa(settings: SpanSettings, ties: bool) -> None:

@@ -122,10 +122,17 @@ def check(session: TrainSetup, straight, folder: Path, cuts: list[int]) -> None:
     shutil.rmtree(run.folder)
 
 
-@pytest.fixture(scope="module", params=["disk", "host", "device", "split", "disk bf16", "host bf16"])
+TYPES: dict[str, dict[str, str]] = {
+    "": {"precision": "fp32"},
+    "bf16": {"precision": "bf16"},
+    "int8": {"precision": "bf16", "moments": "int8", "gradients": "bf16"},
+}
+
+
+@pytest.fixture(scope="module", params=["disk", "host", "device", "split", "disk bf16", "host bf16", "disk int8"])
 def keeping_session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TrainSetup:
     """Return a run that validates and keeps checkpoints; without all state on disk it checkpoints after each step."""
-    place, _, precision = request.param.partition(" ")
+    place, _, types = request.param.partition(" ")
     weights, state = ("device", "disk") if place == "split" else (place, place)
     session = small_session(
         tmp_path_factory.mktemp("model"),
@@ -133,9 +140,9 @@ def keeping_session(request: pytest.FixtureRequest, tmp_path_factory: pytest.Tem
         keep="best,1",
         validate_every=1,
         save_every=2 if place == "disk" else 1,
-        precision=precision or "fp32",
         weights=weights,
         optimizer_state=state,
+        **TYPES[types],
     )
     if place != "split":
         return session
@@ -203,7 +210,7 @@ def count_lossy_operations(session: TrainSetup, folder: Path) -> int:
     return power.count
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(7)
 def test_lost_unflushed_writes_cost_no_commit(keeping_session: TrainSetup, kept: Run, tmp_path: Path) -> None:
     total = count_lossy_operations(keeping_session, tmp_path)
     for last in range(1, total, 86):
@@ -219,6 +226,7 @@ def test_second_power_loss_during_resume(keeping_session: TrainSetup, kept: Run,
         lose_power_and_resume(keeping_session, kept, tmp_path, cuts, seed)
 
 
+@pytest.mark.sampled(3)
 def test_commit_name_is_durable_before_resume_message(
     keeping_session: TrainSetup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,6 +274,20 @@ ONE_FAULT = [
 def test_failed_write_exits_4_and_resumes(
     code: int, stride: int, session: TrainSetup, straight, tmp_path: Path
 ) -> None:
+    check_failed_writes(code, stride, session, straight, tmp_path)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("code", "stride"), [(errno.ENOSPC, 17), pytest.param(errno.EIO, 3, marks=pytest.mark.slow)])
+def test_failed_write_of_int8_moments_resumes(code: int, stride: int, tmp_path: Path) -> None:
+    session = small_session(tmp_path / "model", **TYPES["int8"])
+    train(session, run := new_run(tmp_path))
+    straight = weights_of(run.model)
+    shutil.rmtree(run.folder)
+    check_failed_writes(code, stride, session, straight, tmp_path)
+
+
+def check_failed_writes(code: int, stride: int, session: TrainSetup, straight, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         total = count_faultable(patch, session, tmp_path)
     for number in range(1, total, stride):

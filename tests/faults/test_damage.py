@@ -9,6 +9,7 @@ import random
 import shutil
 import subprocess
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,11 +36,13 @@ PLACES = {
     "host": "--weights host --optimizer-state host",
     "lora": "--weights host --optimizer-state disk --method lora",
 }
+# Damaged by the thousand only.
+MORE_PLACES = {"int8": "--weights disk --optimizer-state disk --precision bf16 --set moments=int8 --set gradients=bf16"}
 
 
-def make(folder: Path) -> None:
+def make(folder: Path, places: Mapping[str, str] = PLACES) -> None:
     """Create, for each placement, a run stopped after 3 of 4 steps and the same run completed."""
-    make_runs(folder, {place: f"{OPTIONS} {options}" for place, options in PLACES.items()}, steps=3)
+    make_runs(folder, {place: f"{OPTIONS} {options}" for place, options in places.items()}, steps=3)
 
 
 @pytest.fixture(scope="module")
@@ -288,7 +291,7 @@ def test_sealed_file_rejects_any_change(tmp_path: Path) -> None:
 
 
 # Attacks, trials of each, and the command on the damaged files: resume a run, use a cache, prompt a model.
-CAMPAIGN = {"disk": 190, "host": 130, "lora": 110, "cache": 60, "disk-done": 90, "lora-done": 70}
+CAMPAIGN = {"disk": 190, "host": 130, "lora": 110, "int8": 150, "cache": 60, "disk-done": 90, "lora-done": 70}
 ODD_VALUES = (None, "x", -1, 0, 10**9, float("nan"), 1e308, [], {}, [[1]], True, "\u0000")
 
 
@@ -433,12 +436,19 @@ def compare_models(trial: Trial, expected: object) -> str:
     if trial.outcome == expected:
         return "same"
     # Only people read the metrics of finished steps; they are warned.
-    is_told = trial.attack in PLACES and trial.outcome[1:] == expected[1:] and "metrics.jsonl" in trial.output
+    is_told = (
+        trial.attack in (*PLACES, *MORE_PLACES)
+        and trial.outcome[1:] == expected[1:]
+        and "metrics.jsonl" in trial.output
+    )
     return "told" if is_told and trial.codes[0] else "SILENT"
 
 
 @pytest.mark.slow
-def test_600_damages_change_no_result_silently(made: Path, tmp_path: Path) -> None:
+def test_800_damages_change_no_result_silently(tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    made.mkdir()
+    make(made, PLACES | MORE_PLACES)
     campaign = Campaign(made, tmp_path)
     counts: Counter[tuple[str, str]] = Counter()
     failures = []

@@ -82,6 +82,7 @@ def alone(oracle, prompt: list[int], **settings: object) -> list[int]:
     return tokens[: tokens.index(0)] if 0 in tokens else tokens
 
 
+@pytest.mark.sampled(2)
 @two_shapes
 def test_greedy_decoding_matches_transformers(oracle, streamed) -> None:
     ours = generate_tokens(streamed, Words(), PROMPTS, Generation(max_new_tokens=10))
@@ -97,7 +98,7 @@ def test_every_search_matches_transformers(oracle, resident, name: str) -> None:
     assert ours == [alone(oracle, prompt, max_new_tokens=12, do_sample=False, **options) for prompt in PROMPTS]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @one_shape
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_sampling_matches_transformers(oracle, resident, name: str) -> None:
@@ -124,7 +125,7 @@ def test_ragged_sampling_matches_a_padded_batch(oracle, resident) -> None:
     assert ours == [row[: row.index(0)] if 0 in row else row for row in theirs]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @two_shapes
 @pytest.mark.parametrize("num_return", [1, 3])
 def test_beam_search_matches_transformers(oracle, streamed, num_return: int) -> None:
@@ -135,6 +136,7 @@ def test_beam_search_matches_transformers(oracle, streamed, num_return: int) -> 
         assert streamed.generate(ids, **given).tolist() == oracle.generate(ids, **given).tolist()
 
 
+@pytest.mark.sampled(2)
 @two_shapes
 def test_prompt_lookup_changes_no_token(oracle, streamed) -> None:
     for prompt in ([5, 9, 3, 5, 9, 3, 5], [6, 6, 6, 6]):
@@ -144,6 +146,7 @@ def test_prompt_lookup_changes_no_token(oracle, streamed) -> None:
         ]
 
 
+@pytest.mark.sampled(2)
 def test_logits_match_transformers_for_every_placement(oracle, model_folder) -> None:
     ids = torch.tensor([[3, 1, 4, 1, 5], [0, 0, 9, 2, 6]])
     mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
@@ -217,6 +220,7 @@ def test_shared_beams_keep_their_own_logits(resident) -> None:
         torch.testing.assert_close(ours, apart, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sampled(3)
 @one_shape
 def test_sampling_repeats_with_its_seed(streamed) -> None:
     def sample(seed: int) -> list[list[int]]:

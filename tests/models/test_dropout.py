@@ -106,6 +106,7 @@ def correlation(*masks: Tensor) -> float:
     return float(product.mean() / product.std() * math.sqrt(product.numel()))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rate", [0.1, 0.5])
 def test_hashed_elements_are_independent(rate: float) -> None:
     noise = hashed(*(whole(seed, 128) for seed in range(8)))

@@ -116,6 +116,7 @@ def test_logits_match_transformers(name: str, built) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sampled(2)
 @every_shape
 def test_answers_to_one_prompt_match_transformers(name: str, built) -> None:
     case = built(name)
@@ -255,7 +256,7 @@ def adapters_of(case: FamilyModel, stack: OffloadedModel, kind: str = "weight") 
     return found
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @shapes(["gpt_neox", "llama"])
 @pytest.mark.parametrize("method", ["full", pytest.param("lora", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
@@ -289,7 +290,7 @@ def test_searches_match_transformers(name: str, beams: int, built) -> None:
         assert tokens == (output[: output.index(0)] if 0 in output else output)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @every_shape
 def test_folder_returns_the_same_bits(name: str, built, tmp_path: Path) -> None:
     case = built(name)

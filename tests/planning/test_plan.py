@@ -678,7 +678,7 @@ def test_plan_knows_published_models_offline(shell) -> None:
     assert shell("plan --recipe summarization --model cerebras/Cerebras-GPT-112M").code == 2
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("codec", ["nf4", "int8"])
 @pytest.mark.parametrize("rows", ["", "--data rows.jsonl"])
 def test_forecast_of_quantizing_is_that_of_the_converted_model(rows: str, codec: str, shell, tmp_path: Path) -> None:

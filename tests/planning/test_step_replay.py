@@ -97,6 +97,7 @@ def test_resident_gradients_need_no_buffers() -> None:
     assert not steps.model.pools.allocated
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("num_chunks", [4, 5, 40])  # the smallest layer has 4 chunks; all have 31
 def test_count_equals_replay_in_chunks(num_chunks: int) -> None:
     layouts = tuple(replace(Layout.of(nn.Linear(1, 1)), numel=numel) for numel in (64, 100, 110, 100, 96))

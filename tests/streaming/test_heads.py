@@ -301,6 +301,7 @@ WORD_RATES = [
 WORD_RATES += [("GPTNeoX", {"classifier_dropout": 0.3}, None)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("family", "fields", "option"), WORD_RATES, ids=str)
 def test_word_labels_drop_like_transformers(family, fields, option, tmp_path: Path, monkeypatch) -> None:
     oracle = make(tmp_path / "model", "token-labels", family, **fields)

@@ -191,7 +191,7 @@ def with_seeds(batches, *key: int):
     ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(21)
 @pytest.mark.parametrize(
     ("shape", "dropout", "dora"),
     [("narrow", 0.3, False), ("gpt2", 0.3, False), ("gpt2", 0.3, True)]
@@ -200,8 +200,9 @@ def with_seeds(batches, *key: int):
         for each in (("narrow", 0.0, False), ("gpt2", 0.0, False), ("narrow", 0.3, True), ("narrow", 0.0, True))
     ],
 )
+@pytest.mark.parametrize("part", range(3))
 def test_placement_and_recomputation_change_no_bit(
-    shape: str, dropout: float, dora: bool, folders, tmp_path: Path
+    shape: str, dropout: float, dora: bool, part: int, folders, tmp_path: Path
 ) -> None:
     batches_of = (lambda *rest: with_seeds(micro_batches(*rest))) if dropout else micro_batches
     recipe = lora(shape, dropout=dropout, dora=dora)
@@ -214,13 +215,14 @@ def test_placement_and_recomputation_change_no_bit(
             (("host", "host"), {"frozen": "device"}, replace(LITTLE, num_kept_layers=3), 2),
             (("disk", "disk"), {"frozen": "disk", "in_memory": (1, 3), "memory": "device"}, LITTLE, 0),
             (("disk", "disk"), {"frozen": "disk", "in_memory": (2,)}, LITTLE, 0),
-        ]
+        ][part::3]
     ):
         stack = open_training(folders[shape], tmp_path / str(number), recipe, placement, budget, **places)
         # an embedding off the device is read by rows
         assert_identical(expected, train(stack, recipe, late=late, batches_of=batches_of))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("read_ahead", [0, 1, 2])
 def test_frozen_bytes_read_match_forecast(folders, tmp_path: Path, read_ahead: int) -> None:
     recipe = lora()
@@ -332,7 +334,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory):
     return session, run
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("weights", "state"), [("device", "auto"), ("disk", "auto"), ("host", "device"), ("disk", "host")]
 )
@@ -354,6 +356,7 @@ def test_lora_placements_agree_without_weight_writes(weights: str, state: str, s
         assert session.plan.costs.disk_bytes_written_per_step == 16 * trained
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 def test_kept_activations_return_free_heap(tmp_path: Path) -> None:
     def resident_bytes() -> int:
@@ -381,6 +384,7 @@ def test_kept_activations_return_free_heap(tmp_path: Path) -> None:
     assert found[0] < 1.4 * kept, (found, kept)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stride", [23, pytest.param(1, marks=pytest.mark.slow)])
 def test_run_cut_anywhere_resumes_to_same_adapter(stride: int, straight, tmp_path: Path) -> None:
     session = small_session(straight[0].model, **LORA)
@@ -432,7 +436,7 @@ def test_peft_adapters_give_equal_logits(foreign) -> None:
     assert relative(theirs, logits_of(base, docs)) > 0.1, "the adapter does too little for this test to see"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.thorough
 def test_convert_merges_an_adapter_tensor_by_tensor(foreign, shell, tmp_path: Path) -> None:
     model, folder, base = foreign
     done = shell("convert --json --merge", folder, base, tmp_path / "merged")

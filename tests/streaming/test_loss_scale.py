@@ -204,7 +204,7 @@ def test_fp16_placements_agree_bit_for_bit(
     assert 3 < skips[-1] < STEPS - 3, "of both kinds there are some"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("family", "places", "dtypes"),
     [

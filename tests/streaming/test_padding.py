@@ -74,7 +74,7 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return turn_off
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(21)
 @pytest.mark.parametrize(
     ("objective", "seeds", "num_kept"),
     [

@@ -81,16 +81,20 @@ PLACES = ({"frozen": "device"}, {"frozen": "host"}, {"frozen": "disk"}, {"frozen
 @pytest.mark.sampled(20)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("shape", [shape for shape, _ in FORMS])
-def test_training_has_the_bits_of_a_plain_model_in_every_place(shape: str, dtype, folders, tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", range(2))
+def test_training_has_the_bits_of_a_plain_model_in_every_place(
+    shape: str, dtype, part: int, folders, tmp_path: Path
+) -> None:
     quantized, plain = folders[shape]
     curve, weights = trained(plain, tmp_path / "plain", dtype, frozen="device")
-    for number, places in enumerate(PLACES):
+    for number, places in enumerate(PLACES[part::2]):
         ours, found = trained(quantized, tmp_path / str(number), dtype, **places)
         assert ours == curve, places
         assert len(found) == len(weights)
         assert all(map(torch.equal, found, weights)), places
 
 
+@pytest.mark.thorough
 def test_matrix_that_arrives_in_many_pieces_has_the_same_bits(folders, tmp_path: Path, monkeypatch) -> None:
     quantized, plain = folders["narrow"]
     curve, _ = trained(plain, tmp_path / "plain", torch.float32, frozen="device")
@@ -99,6 +103,7 @@ def test_matrix_that_arrives_in_many_pieces_has_the_same_bits(folders, tmp_path:
         assert trained(quantized, tmp_path / place, torch.float32, frozen=place)[0] == curve
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("weights", ["device", "host", "disk"])
 @pytest.mark.parametrize("shape", [shape for shape, _ in FORMS])
 def test_inference_has_the_losses_of_a_plain_model(shape: str, weights: str, folders) -> None:

@@ -149,7 +149,7 @@ def with_fp32_master(folders: dict[str, Path], tmp_path_factory: pytest.TempPath
     return {}
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("place", PLACEMENTS)
 @pytest.mark.parametrize("case", CASES)
 def test_split_master_changes_no_bit(

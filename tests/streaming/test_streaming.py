@@ -106,6 +106,7 @@ def test_logits_match_transformers(oracle, model_folder: Path) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sampled(2)
 def test_loss_and_gradients_match_transformers(oracle, model_folder: Path, tmp_path: Path) -> None:
     docs = documents(oracle.config.vocab_size)
     expected = oracle_loss(oracle, docs)
@@ -119,6 +120,7 @@ def test_loss_and_gradients_match_transformers(oracle, model_folder: Path, tmp_p
     assert_same_gradients(stack, model_folder, oracle)
 
 
+@pytest.mark.sampled(2)
 def test_full_window_loss_matches_transformers(oracle, model_folder: Path, tmp_path: Path) -> None:
     window = oracle.config.n_positions
     generator = torch.Generator().manual_seed(1)
@@ -147,6 +149,7 @@ def assert_same_gradients(stack, folder: Path, oracle) -> None:
     assert compared == len(theirs)
 
 
+@pytest.mark.sampled(2)
 def test_z_loss_gradients_match_autograd(oracle, model_folder: Path, tmp_path: Path) -> None:
     docs, z_loss = documents(oracle.config.vocab_size), 0.1
     plain = oracle_loss(oracle, docs).item()
@@ -182,7 +185,7 @@ def test_zero_weight_computes_no_z_loss(weight: float, narrow_folder: Path, tmp_
     assert ("logsumexp" in calls.names) == (loss.z_mean != 0.0) == (weight != 0.0)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_ten_adamw_steps_with_clipping_match_torch(oracle, model_folder: Path, tmp_path: Path) -> None:
     recipe = Recipe(clip_norm=0.2, weight_decay=0.1)
     curve, weights = train(open_training(model_folder, tmp_path, recipe=recipe), recipe, steps=STEPS)
@@ -242,7 +245,7 @@ ROOMS = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     ("family", "weights", "state", "name"),
     [("gpt2", "disk", "disk", "large")]
@@ -262,7 +265,7 @@ def test_placement_and_room_never_change_a_bit(
 SPLITS = (Placement("device", "disk"), Placement("host", "disk"), Placement("disk", "host"))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.thorough
 @pytest.mark.parametrize("memory", ["device", "host"])
 @both_families
 def test_layers_in_memory_change_no_bit(memory: Any, narrow_folder: Path, resident_run, tmp_path: Path) -> None:
@@ -321,7 +324,7 @@ def test_two_threads_change_no_bit_between_placements(
     assert expected[0][-1] == pytest.approx(resident_run[0][-1], rel=1e-5)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("family", "place", "room", "late"),
     [
@@ -346,7 +349,7 @@ def test_only_deferred_updates_are_applied_twice(narrow_folder: Path, tmp_path: 
     stack.close()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("family", "place", "kept", "late"),
     [
@@ -397,7 +400,7 @@ def test_kept_graphs_find_moved_weights(narrow_folder: Path, tmp_path: Path) -> 
     stack.close()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("kept", "budget"), [(0, 40), (1, 1000)])
 @pytest.mark.parametrize("placement", [("device", "device", "host"), ("device", "device", "disk"), ("disk",) * 3])
 def test_layer_inputs_kept_elsewhere_change_no_bit(
@@ -471,6 +474,7 @@ class DigestSpy(LayerStore):
         return self.store.write(span, values, digests)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
 def test_block_digests_match_file_digests(moments, narrow_folder: Path, tmp_path: Path) -> None:
     dtypes = training_dtypes(torch.bfloat16, moments, moments)
@@ -485,7 +489,7 @@ def test_block_digests_match_file_digests(moments, narrow_folder: Path, tmp_path
         assert StateFile(layout, kinds, stack.budget.chunk_numel).damage(path) == []
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.thorough
 @both_families
 @pytest.mark.parametrize("placement", [("device", "device"), ("disk", "disk")])
 def test_bf16_state_agrees_in_every_placement(placement, narrow_folder: Path, resident_run, tmp_path: Path) -> None:
@@ -498,7 +502,7 @@ def test_bf16_state_agrees_in_every_placement(placement, narrow_folder: Path, re
     assert expected[0][-1][0] == pytest.approx(resident_run[0][-1][0], rel=1e-2)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("family", "place"), [("gptj", "device"), ("gptj", "disk"), ("gpt2", "host"), ("gpt2", "disk")]
 )
@@ -522,6 +526,7 @@ def test_bf16_placements_agree_and_keep_master(narrow_folder: Path, resident_run
     assert expected[0][-1][0] == pytest.approx(resident_run[0][-1][0], rel=2e-2)
 
 
+@pytest.mark.sampled(2)
 def test_packed_documents_equal_separate_documents(model_folder: Path) -> None:
     with open_for_inference(model_folder, CPU, torch.float32) as (architecture, stack):
         docs = documents(architecture.config.vocab_size)
@@ -688,6 +693,7 @@ def test_step_bytes_match_forecast(tmp_path: Path, family: str, dtype: torch.dty
     assert moved == (sum(each.read["disk"] for each in passes), sum(each.written["disk"] for each in passes))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", ["host", "disk"])
 def test_boundaries_of_many_layers_come_back(place: str, tmp_path: Path) -> None:
     random_gptj(**{**SHAPES["narrow"], "n_layer": 2 * NUM_BUFFERS}).save_pretrained(tmp_path / "deep")
@@ -775,6 +781,7 @@ def test_cancelled_chunk_read_holds_its_slot(narrow_folder: Path, tmp_path: Path
     stack.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", ["host", "disk"])
 def test_closed_model_leaves_no_thread_or_buffer(place: str, narrow_folder: Path, tmp_path: Path) -> None:
     alive: weakref.WeakSet[Buffer] = weakref.WeakSet()

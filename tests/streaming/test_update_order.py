@@ -64,7 +64,7 @@ def open_at(folder: Path, tmp: Path, place: str, recipe: Recipe) -> OffloadedMod
     return stack
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("family", "place", "clip_norm", "late"),
     [
@@ -135,6 +135,7 @@ def overlap(one: slice, other: slice) -> bool:
     return one.start < other.stop and other.start < one.stop
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("clip_norm", "late"), [(CLIPPED, 0), (CLIPPED, 2), (AT_ONCE, 0)])
 def test_updated_layer_is_read_after_its_commit(clip_norm, late, folders, tmp_path: Path, events) -> None:
     recipe = Recipe(clip_norm=clip_norm)
@@ -160,6 +161,7 @@ def test_updated_layer_is_read_after_its_commit(clip_norm, late, folders, tmp_pa
         assert sum(event.what == "update" for event in own) >= 2 * FEW_STEPS  # several chunks
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("clip_norm", [CLIPPED, AT_ONCE])
 def test_update_starts_after_the_layers_gradient(clip_norm, folders, tmp_path: Path, events) -> None:
     recipe = Recipe(clip_norm=clip_norm)

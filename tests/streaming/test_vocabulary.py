@@ -37,6 +37,7 @@ def tiny_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "TILE_ALIGNMENT", 2048)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("z_loss", [0.0, 0.01])
 def test_tiled_gradients_match_transformers(z_loss: float, case: FamilyModel, tmp_path: Path) -> None:
     docs = documents(101)
@@ -66,7 +67,7 @@ def test_tiles_give_the_same_bits_everywhere(clip_norm: float | None, case: Fami
         assert_identical(train(case.open_training(tmp_path, place, recipe, budget), recipe), resident)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("clip_norm", [0.2, None])
 def test_sampled_tiles_match_whole_vocabulary(
     clip_norm: float | None, case: FamilyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -97,7 +97,7 @@ def begun_run(session: TrainSetup, folder: Path) -> Run:
     return run
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("point", "place", "number"),
     [*FAST, *(pytest.param(*each, marks=pytest.mark.slow) for each in ALL if each not in FAST)],
@@ -368,6 +368,7 @@ def test_swallowed_signal_is_raised_again(lose: Callable[[], None], capsys: pyte
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("lose", LOSERS)
 def test_swallowed_signal_reaches_inner_handler(lose: Callable[[], None]) -> None:
     asked: list[bool] = []

@@ -126,6 +126,7 @@ def test_finished_run_leaves_only_its_records(shell, rows_file: Path) -> None:
     assert "held out from it" in page
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", ["device", "disk"])
 def test_metrics_and_summary_contain_rates(place: str, shell, rows_file: Path) -> None:
     done = shell(
@@ -327,7 +328,7 @@ def test_killed_run_resumes_bit_equal(
     place: str, moments: str, condition, shell, server: ForkServer, rows_file: Path, tmp_path: Path
 ) -> None:
     options = (
-        f"{TINY} --epochs 3 --set save_every=3 --weights {place} --optimizer-state {place} --set moments={moments}"
+        f"{TINY} --epochs 2 --set save_every=3 --weights {place} --optimizer-state {place} --set moments={moments}"
     )
     assert shell(f"{options} --output straight").code == 0
     kill_when(condition, server, options, tmp_path)
@@ -335,7 +336,7 @@ def test_killed_run_resumes_bit_equal(
     done = shell("finetune --resume killed")
     assert done.code == 0, done.err
     assert_same_weights(Path("straight/model"), Path("killed/model"))
-    assert num_steps_done(Path("killed")) == 15
+    assert num_steps_done(Path("killed")) == 10
     if place == "disk":
         # The line of a step is written just before its commit, so the step in flight may be done again, none before.
         first = int(done.err.partition("  step ")[2].partition("/")[0])
@@ -403,6 +404,7 @@ def spoiled_model(rows_file: Path, **changes: float) -> Path:
     return model
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("options", ["", "--set holdout=0", "--set holdout=0 --set clip_norm=null"])
 def test_nonfinite_base_weight_is_named(options: str, shell, rows_file: Path) -> None:
     model = spoiled_model(rows_file, h_1_mlp_fc_in_bias=float("nan"))
@@ -422,6 +424,7 @@ def test_overflowing_base_module_is_named(shell, rows_file: Path) -> None:
     assert "the output of transformer.h.1.mlp.fc_out" in done.err
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", ["device", "disk"])
 def test_nonfinite_loss_changes_no_weight(place: str, shell, rows_file: Path) -> None:
     far = f"{TINY.replace('1e-2', '1e30')} --set warmup=0 --max-steps 3"
@@ -460,6 +463,7 @@ def test_damaged_checkpoint_prevents_resume(shell, rows_file: Path) -> None:
     assert "layer-001.safetensors is cut short" in done.err
 
 
+@pytest.mark.thorough
 def test_evaluation_while_training_changes_no_number(shell, rows_file: Path) -> None:
     assert shell(f"{TINY} --max-steps 4 --output plain").code == 0
     assert shell(f"{TINY} --max-steps 4 --output watched --set validate_every=1 --set save_every=1").code == 0

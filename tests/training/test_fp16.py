@@ -100,6 +100,7 @@ def scale_problems(run: Run) -> list[str]:
     return [line for line in Checker(run, []).problems() if "loss scale" in line]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("steps_before", [1, 2, 3])
 def test_loss_scale_resumes_from_checkpoint(steps_before: int, straight: Run, tmp_path: Path) -> None:
     session, run = small_session(tmp_path, STEPS, **FULL, **DEVICE, save_every=1), new_run(tmp_path)

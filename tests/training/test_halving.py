@@ -73,6 +73,7 @@ def test_third_stays_though_clearly_worse() -> None:
     assert [each.fate for each in decision.standings] == ["best", "kept", *["worse"] * 4]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("by", ["loss", "accuracy"])
 def test_being_worse_says_nothing_before_anything_is_learned(by: str) -> None:
     shifts, all_to_the_end = [0.0, 0.1, 0.2, 0.3, 0.4, 0.5], 1.1 * 6 * 90

@@ -91,6 +91,7 @@ def test_removing_a_link_keeps_its_model(models: Path, tmp_path: Path, shell) ->
     assert not (models / "linked").is_symlink()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["notes", "..", ".", "../models/mine", "mien", ".gpt-j.partial-1", "/etc"])
 def test_models_outside_home_are_not_removed(models: Path, shell, name: str) -> None:
     done = shell(f"models remove {name} --force")

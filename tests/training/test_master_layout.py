@@ -74,7 +74,7 @@ def test_both_layouts_end_with_the_same_bits(place: str, copied: Copier) -> None
     assert losses_of(split) == losses_of(fp32)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("place", PLACES)
 def test_stopped_run_resumes_in_its_layout(place: str, layout: str, copied: Copier, shell: Shell) -> None:

@@ -91,6 +91,7 @@ def test_keep_needs_validations_and_save_every(model: Path) -> None:
     retention.check_keep(build({}), 0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", ["device", "disk"])
 def test_plan_counts_kept_checkpoints(place: str, model: Path) -> None:
     def disk_bytes(**options: object) -> int:
@@ -107,6 +108,7 @@ def test_plan_counts_kept_checkpoints(place: str, model: Path) -> None:
     assert [size / state for size in more] == [1, 1, 4, 4, 0]
 
 
+@pytest.mark.sampled(2)
 def test_finished_run_leaves_only_kept_checkpoints(session: TrainSetup, straight: Run, tmp_path: Path) -> None:
     run = new_run(tmp_path)
     with losses_at({2: float("nan"), 4: 1.0, 6: float("nan"), 8: 3.0}):
@@ -120,6 +122,7 @@ def test_finished_run_leaves_only_kept_checkpoints(session: TrainSetup, straight
     assert_same_weights(weights_of(run.model), weights_of(straight.model))
 
 
+@pytest.mark.sampled(2)
 def test_keep_nothing_leaves_no_checkpoints(session: TrainSetup, straight: Run, tmp_path: Path) -> None:
     run = new_run(tmp_path)
     result = train(with_options(session, save_every=1), run)
@@ -194,7 +197,7 @@ def test_resume_in_memory_removes_checkpointed_state(model: Path, tmp_path: Path
     assert not run.state.exists()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("step", [2, 4, 6])
 def test_return_to_checkpoint_ends_equal(step: int, session: TrainSetup, straight: Run, tmp_path: Path) -> None:
     session = with_options(session, keep=("all",), save_every=2)
@@ -211,6 +214,7 @@ def test_return_to_checkpoint_ends_equal(step: int, session: TrainSetup, straigh
     assert result.best.validation_loss == min(loss for step, _, loss in losses if step and loss)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("first", "then"), [(0, 1), (1, 0)], ids=["memory to disk", "disk to memory"])
 def test_kept_checkpoints_survive_a_change_of_place(
     first: int, then: int, model: Path, straight: Run, tmp_path: Path
@@ -251,6 +255,7 @@ def test_run_without_validation_exports_last_update(model: Path, straight: Run, 
     assert_same_weights(weights_of(run.model), weights_of(straight.model))
 
 
+@pytest.mark.sampled(2)
 def test_export_best_writes_best_state(session: TrainSetup, tmp_path: Path) -> None:
     run = new_run(tmp_path)
     with losses_at({2: 5.0, 4: 1.0, 6: 4.0, 8: 3.0}):
@@ -264,6 +269,7 @@ def test_export_best_writes_best_state(session: TrainSetup, tmp_path: Path) -> N
     assert abs(loss[8] - loss[4]) > 1e-3
 
 
+@pytest.mark.sampled(2)
 def test_export_first_frees_step_buffers(session: TrainSetup, tmp_path: Path) -> None:
     left, export = list[int](), loop.export_model
     with pytest.MonkeyPatch.context() as patch:
@@ -275,6 +281,7 @@ def test_export_first_frees_step_buffers(session: TrainSetup, tmp_path: Path) ->
     assert left == [0]
 
 
+@pytest.mark.sampled(2)
 def test_checkpoints_have_step_best_last_names(session: TrainSetup, tmp_path: Path) -> None:
     run = new_run(tmp_path)
     with pytest.raises(UsageError, match="it has none: --keep"):
@@ -287,6 +294,7 @@ def test_checkpoints_have_step_best_last_names(session: TrainSetup, tmp_path: Pa
         find_checkpoint(run, "5")
 
 
+@pytest.mark.sampled(2)
 def test_best_is_kept_again_after_return(session: TrainSetup, tmp_path: Path) -> None:
     session = with_options(session, keep=("best", "all"), save_every=4)
     run = new_run(tmp_path)

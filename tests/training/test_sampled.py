@@ -88,6 +88,7 @@ def test_power_cuts_resume_bit_equal(stride: int, session: TrainSetup, straight:
         assert_same_run(run, straight, last)
 
 
+@pytest.mark.thorough
 def test_repeated_power_cuts_resume_bit_equal(session: TrainSetup, straight: Run, tmp_path: Path) -> None:
     cut_and_resume(session, run := new_run(tmp_path), [90, 30, 2, 50, 9])
     assert_same_run(run, straight)
@@ -129,6 +130,7 @@ def test_stamp_is_last_training_step(session: TrainSetup, tmp_path: Path) -> Non
     assert not problems_of(session, run)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layer", [0, 1, 2])
 def test_file_of_wrong_step_is_refused(layer: int, session: TrainSetup, straight: Run, tmp_path: Path) -> None:
     state = stopped_after(session, run := new_run(tmp_path), 1)

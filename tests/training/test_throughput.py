@@ -26,6 +26,7 @@ from gptj_ft.training.restore import optimizer_config
 from gptj_ft.training.throughput import StepCounts, Throughput, summarize
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kept", [0, 1])
 def test_flops_match_torchs_counter(kept: int, model_folder: Path, tmp_path: Path) -> None:
     architecture = read_architecture(model_folder)
