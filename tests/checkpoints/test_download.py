@@ -309,6 +309,7 @@ def test_unsupported_model_fails_before_weights(hub: Hub, repository: Path) -> N
     assert not paths.home().exists()
 
 
+@pytest.mark.thorough
 def test_killed_download_resumes_at_byte(hub: Hub, repository: Path) -> None:
     hub.stall_after = 61_000
     code = (

@@ -240,6 +240,7 @@ def damage(step: Path, what: str) -> str:
     raise AssertionError(what)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "what",
     ["a shard is missing", "the last shard is missing", "a file is missing", "a link", "truncated", "a flipped bit",

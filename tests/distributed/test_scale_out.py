@@ -99,6 +99,7 @@ def test_forecast_owners_match_runtime(
     assert share.owners[0] == share.owners[-1]
 
 
+@pytest.mark.thorough
 def test_mirrors_double_checkpoint_space(six_b: Workload) -> None:
     state, have = 12 * six_b.num_parameters / 2, replace(FREE, device=200 * GB, host=200 * GB)
     for place, more in (("disk", 3), ("device", 2)):
@@ -181,6 +182,7 @@ def test_backward_stops_at_lowest_trained_layer(six_b: Workload) -> None:
     assert all(node.backward.sent == 0 for node in share.nodes)
 
 
+@pytest.mark.thorough
 def test_advised_network_removes_bound(six_b: Workload) -> None:
     fast, slow = (scale_out(job_of(six_b, network), 4) for network in (FAST, SLOW))
     assert not fast.chosen.waits_for_network
@@ -219,6 +221,7 @@ def test_advised_rows_hide_gradients(six_b: Workload) -> None:
         assert forecast_share(replace(job, workload=more), 1, 4).waits_for_network is waits
 
 
+@pytest.mark.thorough
 def test_fastest_fitting_share_is_chosen(six_b: Workload) -> None:
     for network in (FAST, Network(1e9), SLOW):
         for disk in (10**12, 100 * GB, 60 * GB):
@@ -230,6 +233,7 @@ def test_fastest_fitting_share_is_chosen(six_b: Workload) -> None:
             assert all(node.disk_bytes <= disk for node in found.chosen.nodes)
 
 
+@pytest.mark.thorough
 def test_four_machines_fit_larger_model(six_b: Workload) -> None:
     have = replace(FREE, disk=75 * GB)
     found = scale_out(job_of(six_b, have=have), 4)

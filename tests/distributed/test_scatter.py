@@ -145,7 +145,7 @@ def test_batch_keeps_its_branches() -> None:
     assert restored.positions_T.tolist() == [0, 1, 0, 1, 2, 2]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.usefixtures("small_batches")
 @pytest.mark.parametrize("preset", ["summarization", "classification"])
 def test_scattered_evaluation_keeps_bits(tmp_path, rows, preset) -> None:
@@ -159,6 +159,7 @@ def test_scattered_evaluation_keeps_bits(tmp_path, rows, preset) -> None:
         assert facts_of(led(size, lambda group: evaluated(folder, rows, group))) == alone
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("small_batches")
 def test_interrupted_evaluation_resumes_on_more_ranks(tmp_path, rows, own_home, monkeypatch) -> None:
     folder = writer(tmp_path / "tuned", "summarization")

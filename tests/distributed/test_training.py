@@ -171,7 +171,7 @@ def test_int8_moments_keep_bits_on_two_ranks(models, tmp_path, share) -> None:
 SAMPLED: dict[str, Any] = {"method": "sampled", "sampled": {"layers": 2, "period": 2, "vocabulary_every": 2}}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("share", "place", "clip"), [("layers", "mixed", None), ("rows", "disk", 1.0)])
 @pytest.mark.parametrize("name", ["gptj", "gpt2"])
 def test_sampled_layers_keep_bits(models, tmp_path, name, share, place, clip) -> None:
@@ -277,6 +277,7 @@ def test_all_reduce_overlaps_next_layer(models, tmp_path, monkeypatch, clip, num
     assert {overlapping[0], overlapping[1]} == {num_overlapping}
 
 
+@pytest.mark.thorough
 def test_lanes_differ_only_by_rounding(models, tmp_path) -> None:
     train_alone(models["gptj"], tmp_path / "one", **ON_DEVICE)
     train_alone(models["gptj"], tmp_path / "three", **ON_DEVICE, lanes=3)
@@ -725,6 +726,7 @@ def test_rank_stores_only_local_layers(models, tmp_path, monkeypatch) -> None:
     assert max(len(layers) for _, layers in opened.values()) == 3
 
 
+@pytest.mark.thorough
 def test_sent_activations_are_freed(models, tmp_path) -> None:
     folder = tmp_path / "run"
     run = begun(models["gptj"], folder, **ON_DEVICE)
@@ -740,6 +742,7 @@ def test_sent_activations_are_freed(models, tmp_path) -> None:
     assert max(most.values()) <= 2 * rows[0]  # micro-batches of one row, up and down; three blocks in each process
 
 
+@pytest.mark.thorough
 def test_single_process_gathers_rarely(models, tmp_path, monkeypatch) -> None:
     asked = []
     monkeypatch.setattr(
@@ -922,6 +925,7 @@ def test_straggler_needs_several_slow_steps() -> None:
     assert StragglerWatch(["a"]).after_step(1, [(9.0, 1.0)]) is None
 
 
+@pytest.mark.thorough
 def test_shared_session_works_like_command(models, tmp_path) -> None:
     folder = tmp_path / "run"
     run = begun(models["gptj"], folder, **ON_DISK)

@@ -429,6 +429,7 @@ def test_old_stopped_runs_are_rejected(shell, old_folders, name) -> None:
     assert "started by an earlier version of gptj-ft has no such file; finish it with that version" in done.said
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["full", "lora"])
 def test_old_stopped_runs_resume_to_golden_losses(shell, old_folders, name) -> None:
     point_to_base(old_folders)

@@ -271,7 +271,7 @@ def test_placement_and_kept_activations_change_no_bit(
     assert_identical(trained(stack, recipe, late), resident(name, recipe))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @every_shape
 @pytest.mark.parametrize("beams", [1, 4])
 def test_searches_match_transformers(name: str, beams: int, built) -> None:

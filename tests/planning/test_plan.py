@@ -423,6 +423,7 @@ def test_refusal_says_what_lacks_and_how_much(six_b: Workload) -> None:
         choose(Recipe(weights="device", device_memory="4GiB"), six_b, PLENTY, RATES)
 
 
+@pytest.mark.thorough
 def test_suggested_options_are_the_smallest_that_fit(six_b: Workload) -> None:
     def load_of(recipe: Recipe) -> Workload:
         step = recipe.batch_size * recipe.max_length

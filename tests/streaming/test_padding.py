@@ -110,7 +110,7 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.thorough
 def test_products_have_few_shapes(model_folder: Path, tmp_path: Path) -> None:
     stack = opened(model_folder, tmp_path)
     optimizer, seen = AdamW(stack, optimizer_config(Recipe())), list[int]()

@@ -195,6 +195,7 @@ def test_adapter_on_another_quantization_is_named_and_merged_only_with_any_base(
         pass
 
 
+@pytest.mark.thorough
 def test_merged_model_is_quantized_in_one_command(tmp_path: Path, shell: Shell) -> None:
     adapter = adapter_of(tmp_path)
     merged, both = tmp_path / "merged", tmp_path / "both"

@@ -314,7 +314,7 @@ def test_deferred_updates_rewrite_resident_weights(place: str, narrow_folder: Pa
         assert PendingUpdates.of(stack, 0, 2).deferred == (), "the update reads the weights that it changes"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @both_families
 def test_two_threads_change_no_bit_between_placements(
     narrow_folder: Path, resident_run, tmp_path: Path, two_threads

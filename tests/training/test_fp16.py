@@ -112,6 +112,7 @@ def test_loss_scale_resumes_from_checkpoint(steps_before: int, straight: Run, tm
     assert steps_of(run) == steps_of(straight)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", ["adapters", "a part"])
 def test_fp16_memory_and_disk_are_bit_equal(method: str, tmp_path: Path) -> None:
     runs = []

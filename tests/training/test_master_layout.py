@@ -95,6 +95,7 @@ def test_stopped_run_resumes_in_its_layout(place: str, layout: str, copied: Copi
     assert shell(f"runs verify {run.folder}").code == 0
 
 
+@pytest.mark.thorough
 def test_run_continues_elsewhere_with_a_split_master(copied: Copier, shell: Shell) -> None:
     folder = copied("disk-split", "host-split")
     for name, place in (("disk-split", "host"), ("host-split", "disk")):
@@ -103,6 +104,7 @@ def test_run_continues_elsewhere_with_a_split_master(copied: Copier, shell: Shel
         assert_same_weights(weights_of(folder / name / "model"), weights_of(folder / f"{name}-done" / "model"))
 
 
+@pytest.mark.thorough
 def test_checkpoints_of_both_layouts_export_the_same_model(copied: Copier, shell: Shell) -> None:
     folder, models = copied("disk-split", "disk-fp32"), []
     for layout in LAYOUTS:

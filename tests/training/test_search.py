@@ -170,6 +170,7 @@ def test_kill_between_score_and_export() -> None:
     assert len(list(Path("s").glob("*/model"))) == 2
 
 
+@pytest.mark.thorough
 def test_search_that_learns_nothing_drops_nobody_in_time() -> None:
     options = {**OPTIONS, "lr": [1e-9, 2e-9, 3e-9]}
     cheap = run_search("cheap", options)
@@ -185,6 +186,7 @@ def test_search_that_learns_nothing_drops_nobody_in_time() -> None:
     assert learning.warnings == []
 
 
+@pytest.mark.thorough
 def test_doubtful_choice_is_said(shell: Any) -> None:
     run_search("s", {**OPTIONS, "lr": [1e-9, 2e-9, 3e-9]})
     shown = shell("search --resume s")
@@ -193,6 +195,7 @@ def test_doubtful_choice_is_said(shell: Any) -> None:
     assert shell("search --resume s --json").json["warnings"]
 
 
+@pytest.mark.thorough
 def test_inseparable_finalists_are_both_kept() -> None:
     result = run_search("s", TWINS)
     assert [each.fate for _, each in result.standings] == ["best", "kept"]
@@ -275,6 +278,7 @@ def test_same_command_resumes_without_a_name(monkeypatch: pytest.MonkeyPatch) ->
     assert api.search("summarization", lr=RATES, **options).folder == "runs/search-2"
 
 
+@pytest.mark.thorough
 def test_diverging_candidate_is_dropped_and_named(shell) -> None:
     result = run_search("s", lr=[1e-2, 1e30, 1e31], clip_norm=None)
     assert result.decisions[-1].leader.score == validations_of(result.run)[-1]["validation_loss"]
