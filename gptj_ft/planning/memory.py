@@ -17,7 +17,6 @@ from gptj_ft.config.options import Recipe
 from gptj_ft.models.batch import rounded_up
 from gptj_ft.models.layout import Kind
 from gptj_ft.planning.constants import (
-    AMX_SHARE,
     CONTEXT_BYTES,
     COUNTED_SAVED,
     DISK_STAGING_BYTES,
@@ -32,7 +31,7 @@ from gptj_ft.planning.constants import (
     LOGITS,
     MAPPED_BYTES,
     MOST_HOLES,
-    PACKED_SHARE,
+    PACKED_SHARES,
     PROCESS_BYTES,
     SAVED_PER_TOKEN,
     SYSTEM_BYTES,
@@ -397,7 +396,7 @@ def _on_cpu(demand: _Demand, by_place: Mapping[Place, int], have: Free) -> tuple
     fixed = by_place["device"] + activations + step + away + head
     packed = 0.0
     if have.is_shared and workload.dtype != torch.float32:
-        packed = AMX_SHARE if bf16_unit() == "AMX" else PACKED_SHARE
+        packed = PACKED_SHARES[bf16_unit()]
     host = by_place["host"] + PROCESS_BYTES if have.is_shared else 0
     free = int((have.device - host) / (1 + packed)) - fixed
     budget, buffers = demand.buffers_within(free)

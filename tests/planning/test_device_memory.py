@@ -18,12 +18,11 @@ from gptj_ft.models.published import find_published
 from gptj_ft.models.registry import Architecture, families
 from gptj_ft.models.trainable import select
 from gptj_ft.planning.constants import (
-    AMX_SHARE,
     DISK_STAGING_BYTES,
     FRAGMENTED_SHARE,
     LIBRARY_BYTES,
     LOGITS,
-    PACKED_SHARE,
+    PACKED_SHARES,
     SAVED_PER_TOKEN,
 )
 from gptj_ft.planning.layer_cost import LayerInput, Meter, measure_block, parameters_of, rounded
@@ -106,7 +105,7 @@ def test_holes_between_graphs_depend_on_the_type(dtype: torch.dtype, holes: floa
     workload = narrow_workload(dtype)
     sixteen, eight = (cpu_bytes(workload, activations=kept) for kept in (16, 8))
     measured = WorkingMemory(workload, is_on_cpu=True).measured_kept_bytes(8)
-    packed = 1.0 if dtype == torch.float32 else 1 + (AMX_SHARE if bf16_unit() == "AMX" else PACKED_SHARE)
+    packed = 1.0 if dtype == torch.float32 else 1 + PACKED_SHARES[bf16_unit()]
     of_hidden = 8 * packed * workload.step.most * workload.width * dtype.itemsize
     assert (sixteen - eight - packed * measured) / of_hidden == pytest.approx(holes, abs=0.01)
 

@@ -21,7 +21,7 @@ from gptj_ft.models.batch import rounded_up
 from gptj_ft.models.gptj import GPTJConfig, build_layers
 from gptj_ft.models.layout import NO_PARAMETERS, Layout
 from gptj_ft.models.published import CEREBRAS_GPT, find_published
-from gptj_ft.planning.constants import AMX_SHARE, LOGITS, PACKED_SHARE, SYSTEM_BYTES, Z_LOSS_LOGITS
+from gptj_ft.planning.constants import LOGITS, PACKED_SHARES, SYSTEM_BYTES, Z_LOSS_LOGITS
 from gptj_ft.planning.costs import Pass, cost
 from gptj_ft.planning.memory import Free
 from gptj_ft.planning.plan import FASTEST_FIRST, Plan, candidates, choose, forecast
@@ -627,7 +627,7 @@ def test_cpu_memory_counts_logits_of_actual_targets(six_b: Workload) -> None:
     assert six_b.with_step(most_targets=500, micro_batch=100).most_logits == 100, "at most one per token"
 
 
-@pytest.mark.parametrize(("unit", "in_bf16"), [("AMX", AMX_SHARE), ("AVX-512", PACKED_SHARE), ("", PACKED_SHARE)])
+@pytest.mark.parametrize(("unit", "in_bf16"), PACKED_SHARES.items())
 def test_cpu_holds_memory_back_in_bf16(unit: str, in_bf16: float, six_b: Workload, monkeypatch) -> None:
     monkeypatch.setattr("gptj_ft.planning.memory.bf16_unit", lambda: unit)
     recipe = Recipe(activations="recompute")
