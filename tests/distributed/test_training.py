@@ -182,7 +182,7 @@ def test_sampled_layers_keep_bits(models, tmp_path, name, share, place, clip) ->
     assert_same_run(tmp_path / "3", tmp_path / "1")
 
 
-@pytest.mark.thorough
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("place", "mirror"), [("device", True), ("disk", False)])
 def test_sampled_layers_migrate_between_disks(models, tmp_path, place, mirror) -> None:
     options = {**SAMPLED, **PLACES[place], "max_steps": 6, "save_every": 1}

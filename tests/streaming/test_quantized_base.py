@@ -103,7 +103,6 @@ def test_matrix_that_arrives_in_many_pieces_has_the_same_bits(folders, tmp_path:
         assert trained(quantized, tmp_path / place, torch.float32, frozen=place)[0] == curve
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("weights", ["device", "host", "disk"])
 @pytest.mark.parametrize("shape", [shape for shape, _ in FORMS])
 def test_inference_has_the_losses_of_a_plain_model(shape: str, weights: str, folders) -> None:

@@ -46,7 +46,6 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("call", range(1, 5))  # of autograd in step 2: head, two blocks, embedding
 @pytest.mark.parametrize("place", PLACES)
 def test_step_that_ran_out_of_memory_is_repeated_to_the_same_bits(

@@ -173,7 +173,6 @@ def test_inactive_layers_share_files_of_checkpoints(folder: Path, tmp_path: Path
     assert not problems_of(session, run)
 
 
-@pytest.mark.thorough
 def test_skipped_steps_count_for_no_layer(folder: Path, tmp_path: Path) -> None:
     session = small_session(folder, STEPS, **SAMPLED, precision="fp16", z_loss=0.0)
     (tmp_path / "straight").mkdir()

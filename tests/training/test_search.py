@@ -77,7 +77,6 @@ def test_survivor_equals_a_run_of_its_own(options: dict[str, Any], over: dict[st
     assert_same_weights(weights_of(Path(result.model)), weights_of(Path(again.model)))
 
 
-@pytest.mark.thorough
 def test_first_validation_is_shared() -> None:
     result = run_search("s", LABELLED, by="accuracy")
     first = [validations_of(f"s/{each.folder}")[0] for each in result.plan.candidates]
@@ -161,7 +160,6 @@ def killed(event: int | str, **options: Any) -> bool:
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 
-@pytest.mark.thorough
 def test_kill_between_score_and_export() -> None:
     assert killed("all steps are done", folder="s", options=TWINS)
     assert list(Path("s/scores").glob("*-step-000006.json"))
@@ -202,7 +200,6 @@ def test_inseparable_finalists_are_both_kept() -> None:
     assert len(list(Path("s").glob("*/model"))) == 2
 
 
-@pytest.mark.thorough
 def test_nothing_is_computed_twice() -> None:
     class Steps(Reporter):
         count = num_scored = 0
