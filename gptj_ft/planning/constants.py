@@ -50,8 +50,8 @@ HOLES_A_BLOCK, HOLES_BETWEEN_MAPPED, MAPPED_BYTES = 0.4, 1.5, 32 * 2**20
 HOLES_IN_FP32 = 2.5
 HEAP_SHARE = 0.05  # remaining overhead of encoders, oneDNN's kernels included
 # Of the memory in 16 bits, by the CPU's bf16 unit: oneDNN packs matrices. With AMX, all of GPT-J peaked 3.5 % above a
-# forecast with 1 % (full_size.py, micro-batches of 2,048 tokens); without a unit, three runs of forecast.py 1.0 % above to
-# 1.8 % below one.
+# forecast with 1 % (full_size.py, micro-batches of 2,048 tokens). Without a unit, three runs of forecast.py peaked
+# 1.8 % below one to 1.0 % above it.
 PACKED_SHARES = {"AMX": 0.05, "AVX-512": 0.01, "": 0.03}
 WEIGHT_BYTES = 4 + 1  # of an attention weight under dropout: fp32 and its mask
 WEIGHT_COPIES = 4  # attention weights alive at once: scores, weights, dropped weights, gradients
