@@ -172,18 +172,17 @@ def test_ten_adamw_steps_match_torch(name: str, built, tmp_path: Path) -> None:
     largest = max(float(value.grad.abs().max()) for value in case.of(double).values())
     noise = {key: value.grad.abs() < 1e-5 * largest for key, value in case.of(double).items()}
     exact_curve = torch.tensor(train_oracle(double, recipe))
-    error, torchs = (
-        (torch.tensor(each) / exact_curve - 1).abs().amax(0) for each in (curve, train_oracle(single, recipe))
-    )
-    # Norms of late steps depend on the noise that AdamW amplifies in early ones: torch in fp32 is off by 5e-5, too.
-    assert (error < 1e-5 + torchs).all()
+    ours, torchs = ((torch.tensor(each) / exact_curve - 1).abs() for each in (curve, train_oracle(single, recipe)))
+    assert (ours[:4] < 5e-6).all()
+    # AdamW amplifies the rounding noise of early steps in the norms of late ones: torch in fp32 is off by 5e-5, too.
+    assert (ours.amax(0) < 1e-5 + 4 * torchs.amax(0)).all()
     theirs, exact = case.of(single), case.of(double)
     for layer, tensors in enumerate(weights):
         for local, values in tensors.items():
             named = case.architecture.family.name_of(layer, local, len(weights))
             kept = ~noise[named]
             # AdamW divides by the gradient's size: near rounding noise, torch in fp32 is off by 1e-5, too.
-            allowed = 1e-5 + relative(theirs[named].double()[kept], exact[named][kept])
+            allowed = 1e-5 + 2 * relative(theirs[named].double()[kept], exact[named][kept])
             assert relative(values.double()[kept], exact[named][kept]) < allowed, named
 
 
