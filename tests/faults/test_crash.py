@@ -263,31 +263,20 @@ class OneFault:
         return guarded
 
 
-ONE_FAULT = [
-    (errno.ENOSPC, 19), (errno.EIO, 41),
-    *(pytest.param(code, 3, marks=pytest.mark.slow) for code in (errno.ENOSPC, errno.EIO)),
+FAILED_WRITES = [
+    ("", errno.ENOSPC, 19), ("", errno.EIO, 41), ("int8", errno.ENOSPC, 17),
+    *(pytest.param("", code, 3, marks=pytest.mark.slow) for code in (errno.ENOSPC, errno.EIO)),
+    pytest.param("int8", errno.EIO, 3, marks=pytest.mark.slow),
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(("code", "stride"), ONE_FAULT)
-def test_failed_write_exits_4_and_resumes(
-    code: int, stride: int, session: TrainSetup, straight, tmp_path: Path
-) -> None:
-    check_failed_writes(code, stride, session, straight, tmp_path)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("code", "stride"), [(errno.ENOSPC, 17), pytest.param(errno.EIO, 3, marks=pytest.mark.slow)])
-def test_failed_write_of_int8_moments_resumes(code: int, stride: int, tmp_path: Path) -> None:
-    session = small_session(tmp_path / "model", **TYPES["int8"])
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize(("types", "code", "stride"), FAILED_WRITES)
+def test_failed_write_exits_4_and_resumes(types: str, code: int, stride: int, tmp_path: Path) -> None:
+    session = small_session(tmp_path / "model", **TYPES[types])
     train(session, run := new_run(tmp_path))
     straight = weights_of(run.model)
     shutil.rmtree(run.folder)
-    check_failed_writes(code, stride, session, straight, tmp_path)
-
-
-def check_failed_writes(code: int, stride: int, session: TrainSetup, straight, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         total = count_faultable(patch, session, tmp_path)
     for number in range(1, total, stride):

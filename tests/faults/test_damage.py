@@ -36,7 +36,7 @@ PLACES = {
     "host": "--weights host --optimizer-state host",
     "lora": "--weights host --optimizer-state disk --method lora",
 }
-# Damaged by the thousand only.
+# Made for `test_800_damages_change_no_result_silently` only.
 MORE_PLACES = {"int8": "--weights disk --optimizer-state disk --precision bf16 --set moments=int8 --set gradients=bf16"}
 
 
@@ -436,11 +436,8 @@ def compare_models(trial: Trial, expected: object) -> str:
     if trial.outcome == expected:
         return "same"
     # Only people read the metrics of finished steps; they are warned.
-    is_told = (
-        trial.attack in (*PLACES, *MORE_PLACES)
-        and trial.outcome[1:] == expected[1:]
-        and "metrics.jsonl" in trial.output
-    )
+    is_run = trial.attack in PLACES | MORE_PLACES
+    is_told = is_run and trial.outcome[1:] == expected[1:] and "metrics.jsonl" in trial.output
     return "told" if is_told and trial.codes[0] else "SILENT"
 
 

@@ -47,14 +47,12 @@ def test_sending_before_copy_is_race(lines: list[dict[str, Any]]) -> None:
     assert any("copy d2h" in race and "send at" in race for race in found["races"]), found
 
 
-@pytest.mark.thorough
 def test_direct_activations_skip_host(few: list[dict[str, Any]]) -> None:
     check([line for line in few if "fault" not in line])
     copies = {line["case"]: line["through_host"] for line in few if "through_host" in line}
     assert copies["direct, device"] == 0 < copies["layers, disk"]
 
 
-@pytest.mark.thorough
 def test_early_reuse_of_sent_memory_is_race(few: list[dict[str, Any]]) -> None:
     (found,) = (line for line in few if line.get("fault") == "what is sent is let go before it has left")
     assert any("send at" in race and " send <" in race for race in found["races"]), found
