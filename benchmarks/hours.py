@@ -73,7 +73,6 @@ class Machine:
             bf16_narrow=self.bf16,
             memory=self.memory,
             near_memory=self.memory,
-            gelu=self.memory / 8 if self.gpu_memory else self.memory / 50,
             attention=fastest / 5,
             to_device=self.link,
             from_device=self.link,

@@ -390,11 +390,8 @@ def _own_seconds(plan: Plan) -> list[tuple[float, float, float]]:
     if plan.timeline:
         both = (plan.timeline.forward, plan.timeline.backward)
         return [(each.compute, each.moving, each.seconds - each.bound) for each in both]
-    costs, workload, rates = plan.costs, plan.workload, plan.rates
-    return [
-        (each.compute_seconds(workload, rates), each.transfer_seconds(rates), 0.0)
-        for each in (costs.forward, costs.backward)
-    ]
+    passes, rates = (plan.costs.forward, plan.costs.backward), plan.rates
+    return [(each.compute_seconds(rates), each.transfer_seconds(rates), 0.0) for each in passes]
 
 
 def _elements(workload: Workload) -> int:

@@ -144,29 +144,6 @@ class Family:
 
 
 @dataclass(frozen=True)
-class AttentionShape:
-    """Heads of every block, and the window of each."""
-
-    num_heads: int  # N
-    num_key_heads: int  # K
-    head_width: int  # H
-    windows: tuple[int | None, ...] = ()  # tokens that a query of each block sees, itself included; None: all
-
-    @property
-    def key_width(self) -> int:
-        """Width of a token's keys, and of its values, in a block."""
-        return self.num_key_heads * self.head_width
-
-    def seen(self, length: float) -> float:
-        """Return the mean number of keys of a query in causal documents of this length, over blocks."""
-        counts = [
-            length / 2 if window is None or length <= window else window - window**2 / (2 * length)
-            for window in self.windows or (None,)
-        ]
-        return sum(counts) / len(counts)
-
-
-@dataclass(frozen=True)
 class Architecture:
     """A family with one model's config and head, from ``config.json``."""
 
@@ -192,12 +169,11 @@ class Architecture:
         return tuple(self.layers())
 
     @property
-    def attention(self) -> AttentionShape:
-        """Shape of the attention; fields that a family's config lacks are those of a model without grouped heads."""
+    def key_width(self) -> int:
+        """Width of a token's keys, and of its values, in a block; a config without grouped heads has a key per head."""
         config = self.config
         width = getattr(config, "head_dim", config.n_embd // config.n_head)
-        key_heads = getattr(config, "num_key_value_heads", config.n_head)
-        return AttentionShape(config.n_head, key_heads, width, getattr(config, "windows", ()))
+        return int(getattr(config, "num_key_value_heads", config.n_head) * width)
 
     @property
     def head(self) -> HeadForm | None:

@@ -22,14 +22,7 @@ ZEROED_ON_CPU = 5  # passes over a gradient that zeroing takes, page faults incl
 HOST_TRANSFERS = 2  # each way
 FOLDER_TRANSFERS = 8
 
-# Work between the matrix products, counted in GPT-J's block in tensors of [tokens, width] that are read or written; an
-# MLP tensor counts 4: norms, rotation, GELU, sums. Backward: twice. Checked against layer timings (forecast.py).
-TOUCHED = 44
-TOUCHED_LOGITS = 12  # fp32 tensors of [targets, vocabulary]: softmax, loss and their gradients
-SUMMED = 3  # passes over a gradient by which autograd adds one micro-batch
-ONCE_A_STEP = 6  # passes over a gradient per step: zeroing, four times as slow as a copy, and the norm
 RESTORED = 16  # bytes read and written for each number of a quantized matrix that is restored (quantized.py)
-INNER = 4  # width of the MLP, in model widths
 
 # Left free in host memory beside a device: a plan may pin the rest, which the system cannot swap out.
 SYSTEM_BYTES = 2 * 2**30

@@ -13,10 +13,10 @@ import torch
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.models.layout import Kind
-from gptj_ft.planning.constants import RESTORED
+from gptj_ft.planning.constants import RESTORED, ZEROED_ON_CPU
 from gptj_ft.planning.probe import Rates
 from gptj_ft.planning.step_replay import Bytes, ScheduleInputs, count_step, state_kinds
-from gptj_ft.planning.workload import Workload, exported_elements
+from gptj_ft.planning.workload import FP32_BYTES, Workload, exported_elements
 from gptj_ft.streaming.moments import num_bytes
 from gptj_ft.streaming.stores.placement import Place, Placement
 
@@ -29,23 +29,16 @@ WARRANTED_BYTES = 600e12
 class Pass:
     """Work of one pass over the layers."""
 
-    flops: float = 0.0  # of matrix products
+    layers: float = 0.0  # seconds of the layers
     updated: int = 0  # bytes that AdamW reads and writes in the device's memory
-    touched: float = 0.0  # bytes of other operations on tensors as large as the weights
-    times: float = 0.0  # repetitions of the blocks' operations between products; backward counts twice
+    touched: int = 0  # bytes of other operations on tensors as large as the weights
     read: Mapping[Place, int] = field(default_factory=dict)  # bytes by place off the device
     written: Mapping[Place, int] = field(default_factory=dict)
-    layers: float = 0.0  # timed seconds of the layers, instead of `flops`, `times` and logits; 0: not timed
 
-    def compute_seconds(self, workload: Workload, rates: Rates) -> float:
+    def compute_seconds(self, rates: Rates) -> float:
         """Return the seconds of the computation alone; on a CPU, with the processor time of transfers."""
-        compute = rates.compute
         moving = rates.disk.cpu_seconds(self.read.get("disk", 0), self.written.get("disk", 0)) if rates.on_cpu else 0.0
-        others = (self.updated + self.touched) / compute.memory + moving
-        if self.layers:
-            return self.layers + others
-        products = self.flops / compute.matmul(workload.dtype, workload.width)
-        return products + self.times * workload.seconds_between_products(compute) + others
+        return self.layers + (self.updated + self.touched) / rates.compute.memory + moving
 
     def transfer_seconds(self, rates: Rates) -> float:
         """Return the seconds of the transfers alone; disk and both directions of the link overlap."""
@@ -55,15 +48,15 @@ class Pass:
         outgoing = sum(self.written.values()) / rates.compute.from_device
         return max(disk, incoming, outgoing)
 
-    def seconds(self, workload: Workload, rates: Rates) -> float:
-        return max(self.compute_seconds(workload, rates), self.transfer_seconds(rates))
+    def seconds(self, rates: Rates) -> float:
+        return max(self.compute_seconds(rates), self.transfer_seconds(rates))
 
 
-def training_passes(workload: Workload, schedule: ScheduleInputs) -> tuple[Pass, Pass, Pass]:
+def training_passes(workload: Workload, schedule: ScheduleInputs, on_cpu: bool) -> tuple[Pass, Pass, Pass]:
     """Return forward, backward, and a flush of the updates that a mean step leaves pending."""
     shares = [step.share for step in workload.typical_steps]
     passes = [
-        _passes_of_step(workload, step.workload, replace(schedule, choice=step.choice))
+        _passes_of_step(workload, step.workload, replace(schedule, choice=step.choice), on_cpu)
         for step in workload.typical_steps
     ]
     forward, backward, flush = (_mean(shares, same) for same in zip(*passes, strict=True))
@@ -83,17 +76,17 @@ def _mean(shares: Sequence[float], passes: Sequence[Pass]) -> Pass:
         return {place: round(mean(each.get(place, 0) for each in every)) for place in places}
 
     return Pass(
-        flops=mean(each.flops for each in passes),
+        layers=mean(each.layers for each in passes),
         updated=round(mean(each.updated for each in passes)),
-        touched=mean(each.touched for each in passes),
-        times=mean(each.times for each in passes),
+        touched=round(mean(each.touched for each in passes)),
         read=by_place([each.read for each in passes]),
         written=by_place([each.written for each in passes]),
-        layers=mean(each.layers for each in passes),
     )
 
 
-def _passes_of_step(stored: Workload, workload: Workload, schedule: ScheduleInputs) -> tuple[Pass, Pass, Pass]:
+def _passes_of_step(
+    stored: Workload, workload: Workload, schedule: ScheduleInputs, on_cpu: bool
+) -> tuple[Pass, Pass, Pass]:
     """Return the passes of one typical step.
 
     Args:
@@ -111,17 +104,12 @@ def _passes_of_step(stored: Workload, workload: Workload, schedule: ScheduleInpu
     away: Bytes = {} if placement.boundaries == "device" else {
         placement.boundaries: round(workload.boundary_bytes(kept) * share)
     }  # fmt: skip
-    flops = 2.0 * workload.block_parameters * workload.step.mean
     restored = RESTORED * sum(workload.restored(placement))
-    forward = Pass(flops, up.updated, float(restored), 1.0, up.read, _added(up.written, away), workload.forward_seconds)
+    # A sum of gradients is set to zero, and its norm taken.
+    summed = ((ZEROED_ON_CPU if on_cpu else 1) + 1) * FP32_BYTES * workload.num_trained
+    forward = Pass(workload.forward_seconds, up.updated, restored, up.read, _added(up.written, away))
     backward = Pass(
-        workload.flops(kept).hardware - flops,
-        down.updated,
-        workload.touched_by_backward + restored,
-        workload.times_again(kept),
-        _added(down.read, away),
-        down.written,
-        workload.backward_seconds(kept),
+        workload.backward_seconds(kept), down.updated, restored + summed, _added(down.read, away), down.written
     )
     return forward, backward, Pass(updated=flush.updated, read=flush.read, written=flush.written)
 
@@ -202,7 +190,7 @@ class Costs:
 def cost(workload: Workload, recipe: Recipe, schedule: ScheduleInputs, rates: Rates) -> Costs:
     """Compute the bytes that a run moves and its seconds."""
     placement, stored = schedule.placement, dict(schedule.stored)
-    forward, backward, flush = training_passes(workload, schedule)
+    forward, backward, flush = training_passes(workload, schedule, rates.on_cpu)
     passes = forward, backward
     state = {kind: stored[kind] for kind in state_kinds(stored)}
     state_by_place = _bytes_by_place(placement, state, [layout.numel for layout in workload.layouts])
@@ -216,7 +204,7 @@ def cost(workload: Workload, recipe: Recipe, schedule: ScheduleInputs, rates: Ra
     filling = Pass(read={"disk": read}, written=filled)
     saving = Pass(read=state_by_place, written={"disk": state_bytes})
     writing = Pass(written={"disk": model_bytes})
-    per_step = sum(each.seconds(workload, rates) for each in passes)
+    per_step = sum(each.seconds(rates) for each in passes)
     num_saves = 0 if placement.is_durable else num_checkpoints(recipe, workload, per_step)
     per_validation = seconds_per_validation(placement, workload, flush, rates, schedule.budget.pass_tokens)
     return Costs(
@@ -224,7 +212,7 @@ def cost(workload: Workload, recipe: Recipe, schedule: ScheduleInputs, rates: Ra
         num_deferred=schedule.num_deferred,
         forward=forward,
         backward=backward,
-        compute_seconds=sum(each.compute_seconds(workload, rates) for each in passes),
+        compute_seconds=sum(each.compute_seconds(rates) for each in passes),
         transfer_seconds=sum(each.transfer_seconds(rates) for each in passes),
         seconds_per_step=per_step,
         start=Overhead(1, filling.transfer_seconds(rates), state_by_place.get("disk", 0)),
@@ -248,16 +236,13 @@ def seconds_per_validation(
     """Return the seconds of one validation: a flush of the pending updates, then passes over the weights."""
     tokens, targets = workload.validation
     passes = -(-tokens // pass_tokens)
-    flops = 2.0 * workload.block_parameters * tokens + 2.0 * workload.head_parameters * targets
     trained = [*(layout.numel for layout in workload.layouts), workload.lent_elements]
     weights = _bytes_by_place(placement, {"weight": workload.dtype}, trained, passes)
     frozen = {place: passes * size for place, size in workload.frozen_per_pass(placement).items()}
-    layers = 0.0
-    if workload.times.layers:
-        layers = tokens / workload.step.mean * workload.forward_seconds + workload.head_seconds(targets, trains=False)
+    layers = tokens / workload.step.mean * workload.forward_seconds + workload.head_seconds(targets, trains=False)
     touched = RESTORED * passes * sum(workload.restored(placement))
-    scoring = Pass(flops, touched=touched, layers=layers, read=_added(weights, frozen))
-    return flush.seconds(workload, rates) + scoring.seconds(workload, rates)
+    scoring = Pass(layers, touched=touched, read=_added(weights, frozen))
+    return flush.seconds(rates) + scoring.seconds(rates)
 
 
 def num_checkpoints(recipe: Recipe, workload: Workload, seconds_per_step: float) -> int:

@@ -79,8 +79,6 @@ class PublishedDevice:
             bf16_narrow=REACHED.narrow * half,
             memory=memory,
             near_memory=memory,
-            # GELU reads and writes two bytes per element.
-            gelu=memory / (2 * 2),
             attention=REACHED.attention * half,
             to_device=link,
             from_device=link,

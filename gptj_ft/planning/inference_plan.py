@@ -59,7 +59,7 @@ class InferenceWorkload:
     def of(cls, architecture: Architecture, dtype: torch.dtype, settings: Generation, **more: Any) -> InferenceWorkload:
         """Build a workload from a model and the fields after ``settings``; ``layouts`` may have sizes in files."""
         config, layouts = architecture.config, more.pop("layouts", None) or model_layouts(architecture)
-        more = {"key_width": architecture.attention.key_width, "live_tensors": _live_tensors(architecture), **more}
+        more = {"key_width": architecture.key_width, "live_tensors": _live_tensors(architecture), **more}
         return cls(layouts, int(config.n_embd), int(config.vocab_size), dtype, settings, **more)
 
     @property

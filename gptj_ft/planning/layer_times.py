@@ -160,11 +160,11 @@ class Timing:
         """Return the times of all layers, given the timed ones by name."""
         firsts = self._firsts
         by_first = {
-            index: _through(self._sizes(index), [timed[self._block(index, n).name] for n in self._sizes(index)])
+            index: through(self._sizes(index), [timed[self._block(index, n).name] for n in self._sizes(index)])
             for index in set(firsts)
         }
         sizes = self._head_sizes
-        head = _through(sizes, [timed[self._head(n).name] for n in sizes]) if sizes else NOTHING
+        head = through(sizes, [timed[self._head(n).name] for n in sizes]) if sizes else NOTHING
         load = max((each.load for each in timed.values()), default=0.0)
         return ModelTimes((NOTHING, *(by_first[index] for index in firsts), head), load=load)
 
@@ -177,7 +177,7 @@ class Timing:
         workload = self.workload
         flops = sum(layout.num_parameters for layout in workload.whole_layers[index]) * (4.0 + 4.0)
         affordable = max(ALWAYS_TOKENS, LONGEST * self.product / max(1.0, flops))
-        return _around(min(workload.step.micro_batch_mean, affordable))
+        return around(min(workload.step.micro_batch_mean, affordable))
 
     @property
     def _head_sizes(self) -> tuple[int, ...]:
@@ -187,7 +187,7 @@ class Timing:
         tables = [shape[0] for shape in shapes if len(shape) == 2]
         if not workload.step.targets or workload.vocabulary not in tables:
             return ()
-        return _around(min(workload.head_chunk, workload.step.targets / workload.step.num_micro_batches))
+        return around(min(workload.head_chunk, workload.step.targets / workload.step.num_micro_batches))
 
     def _block(self, index: int, tokens: int) -> LayerKind:
         workload = self.workload
@@ -203,17 +203,17 @@ class Timing:
         return LayerKind(workload.layers[top], workload.layouts[top], shape, is_above_trained, True, self.products)
 
 
-def _around(number: float) -> tuple[int, int]:
+def around(number: float) -> tuple[int, int]:
     """Return the two powers of 2 around a number.
 
-    >>> _around(220), _around(256), _around(3)
+    >>> around(220), around(256), around(3)
     ((128, 256), (128, 256), (8, 16))
     """
     upper = 2 ** math.ceil(math.log2(max(FEWEST_TOKENS, number)))
     return upper // 2, upper
 
 
-def _through(sizes: Sequence[int], timed: Sequence[Seconds]) -> LayerTimes:
+def through(sizes: Sequence[int], timed: Sequence[Seconds]) -> LayerTimes:
     """Return the lines through two timed sizes."""
     few, many = sizes
     (few_forward, few_backward, _), (many_forward, many_backward, _) = timed

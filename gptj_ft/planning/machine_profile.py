@@ -31,7 +31,7 @@ from gptj_ft.system.files import write_file
 from gptj_ft.system.machine import cpu_kernels, existing_folder, free_disk
 from gptj_ft.system.paths import home, make_home
 
-METHOD = 12  # version of the measurements; others are not used
+METHOD = 13  # version of the measurements; others are not used
 SLOWEST, FASTEST = 1e3, 1e21  # plausible FLOP or bytes a second
 LEAST_SECONDS, MOST_SECONDS = 1e-7, 1e4  # plausible for a layer
 MOST_LAYERS = 500  # cached per device

@@ -17,6 +17,7 @@ from gptj_ft.errors import ResourceError
 from gptj_ft.models.layer_sampling import EVERY_LAYER
 from gptj_ft.models.layout import FROZEN
 from gptj_ft.planning.costs import Costs, Pass, cost
+from gptj_ft.planning.kernel_times import with_kernel_times
 from gptj_ft.planning.machine_profile import QUIET, reason_for
 from gptj_ft.planning.memory import Free, MemoryForecast, forecast_memory, stored_kinds
 from gptj_ft.planning.probe import Rates
@@ -114,8 +115,8 @@ class Plan(MemoryForecast):
         """Further tokens of a step whose computation would hide its transfers."""
         if self.timeline is None:
             return 0
-        passes = self.costs.forward, self.costs.backward
-        return max(_tokens_to_hide(each, self.workload, self.rates) for each in passes)
+        passes, tokens = (self.costs.forward, self.costs.backward), self.workload.step.mean
+        return max(_tokens_to_hide(each, tokens, self.rates) for each in passes)
 
     @cached_property
     def estimate(self) -> Costs:
@@ -126,11 +127,11 @@ class Plan(MemoryForecast):
         has_master = "master" in stored_kinds(placement, workload, self.recipe)
         can_defer = placement.optimizer_state != "device" and (placement.weights != "device" or has_master)
         can_defer = can_defer and workload.choice == EVERY_LAYER  # see `PendingUpdates.of`
-        if not can_defer or costs.forward.transfer_seconds(rates) <= costs.forward.compute_seconds(workload, rates):
+        if not can_defer or costs.forward.transfer_seconds(rates) <= costs.forward.compute_seconds(rates):
             return costs
         # Embedding, head and last block are never deferred, and blocks in memory gain little.
         every = self._cost(max(len(workload.layouts) - 3 - len(placement.in_memory), 0))
-        options = [costs, every, *map(self._cost, _balanced(costs, every, workload, rates))]
+        options = [costs, every, *map(self._cost, _balanced(costs, every, rates))]
         return min(options, key=lambda costs: costs.seconds_per_step)
 
     @cached_property
@@ -140,8 +141,8 @@ class Plan(MemoryForecast):
         If updates are deferred, the replay without deferral is tried, too.
         """
         workload, rates = self.workload, self.rates
-        timed_on_cpu = rates.on_cpu and bool(workload.layers and workload.times.layers)
-        is_replayed = _compares_replays(self.have, workload) or (timed_on_cpu and kinds_on_disk(self.placement))
+        uses_disk = rates.on_cpu and bool(workload.layers) and kinds_on_disk(self.placement)
+        is_replayed = _compares_replays(self.have, workload) or uses_disk
         if self.lack or not is_replayed:
             return _Timed(self.estimate)
         numbers = dict.fromkeys((self.estimate.num_deferred, 0))
@@ -221,7 +222,7 @@ def choose(recipe: Recipe, workload: Workload, free: Free, rates: Rates, has_beg
     Raises:
         DoesNotFit: no allowed placement fits. The message names the missing bytes and two options that help.
     """
-
+    workload = with_kernel_times(workload, rates.compute)
     if chosen := fastest_within(recipe, workload, free.capped(recipe), rates):
         return chosen
 
@@ -373,6 +374,7 @@ def with_layers_in_memory(memory: MemoryForecast, workload: Workload, recipe: Re
 
 def forecast(placement: Placement, workload: Workload, recipe: Recipe, rates: Rates, have: Free) -> Plan:
     """Forecast memory and costs of a placement."""
+    workload = with_kernel_times(workload, rates.compute)
     return _plan(forecast_memory(placement, workload, recipe, have), workload, recipe, rates)
 
 
@@ -380,7 +382,7 @@ def _plan(memory: MemoryForecast, workload: Workload, recipe: Recipe, rates: Rat
     return Plan(**vars(memory), workload=workload, recipe=recipe, rates=rates)
 
 
-def _balanced(none: Costs, every: Costs, workload: Workload, rates: Rates) -> list[int]:
+def _balanced(none: Costs, every: Costs, rates: Rates) -> list[int]:
     """Return the best number of blocks with deferred updates, given the costs of none and of all; empty if it is one.
 
     Each deferred block moves bytes from forward to backward and adds some, in proportion. So a step is shortest with
@@ -388,9 +390,9 @@ def _balanced(none: Costs, every: Costs, workload: Workload, rates: Rates) -> li
     """
     most = every.num_deferred
     ends = [
-        (none.forward.compute_seconds(workload, rates), every.forward.compute_seconds(workload, rates)),
+        (none.forward.compute_seconds(rates), every.forward.compute_seconds(rates)),
         (none.forward.transfer_seconds(rates), every.forward.transfer_seconds(rates)),
-        (none.backward.compute_seconds(workload, rates), every.backward.compute_seconds(workload, rates)),
+        (none.backward.compute_seconds(rates), every.backward.compute_seconds(rates)),
         (none.backward.transfer_seconds(rates), every.backward.transfer_seconds(rates)),
     ]
 
@@ -402,9 +404,8 @@ def _balanced(none: Costs, every: Costs, workload: Workload, rates: Rates) -> li
     return [best] if 0 < best < most else []
 
 
-def _tokens_to_hide(moved: Pass, workload: Workload, rates: Rates) -> int:
-    """Return the further tokens of a step that a pass could compute while its bytes move."""
-    computing, updates = moved.compute_seconds(workload, rates), moved.updated / rates.compute.memory
-    hidden = moved.transfer_seconds(rates) - computing
-    # Updates take as long for any number of tokens: only the rest grows with them.
-    return max(0, math.ceil(workload.step.mean * hidden / (computing - updates) / 256) * 256)
+def _tokens_to_hide(moved: Pass, tokens: float, rates: Rates) -> int:
+    """Return the further tokens of a step, of this many now, that a pass could compute while its bytes move."""
+    # Updates and sums take as long for any number of tokens: only the layers' time grows with them.
+    hidden = moved.transfer_seconds(rates) - moved.compute_seconds(rates)
+    return max(0, math.ceil(tokens * hidden / moved.layers / 256) * 256)

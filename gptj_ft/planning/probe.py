@@ -70,7 +70,6 @@ class ComputeRates:
     bf16_narrow: float
     memory: float  # bytes/s of a copy in the device's memory, reads and writes added up
     near_memory: float  # the same for a copy that stays in the caches
-    gelu: float  # elements/s; on a CPU slower than the memory
     attention: float  # FLOP/s of causal attention over some hundred tokens
     to_device: float  # bytes/s from host memory; on a CPU, of a copy
     from_device: float
@@ -184,11 +183,11 @@ def measure_compute(device: torch.device) -> ComputeRates:
     dtypes = (torch.float32, half)
     wide = [matmul_rate(device, dtype) for dtype in dtypes]
     narrow = [matmul_rate(device, dtype, NARROW, 2 * NARROW) for dtype in dtypes]
-    block = _block_rates(device, half if is_accelerator(device) else torch.float32)
+    attention = _attention_rate(device, half if is_accelerator(device) else torch.float32)
     kernels = submission_rate(device, half) if is_accelerator(device) else KERNELS_PER_SECOND
     empty_cache(device)  # torch's cached memory would count as taken
     return ComputeRates(
-        wide[0], wide[1], narrow[0], narrow[1], 2 * copy, 2 * near, *block, to_device, from_device, load, kernels
+        wide[0], wide[1], narrow[0], narrow[1], 2 * copy, 2 * near, attention, to_device, from_device, load, kernels
     )
 
 
@@ -217,13 +216,6 @@ def _wall_seconds(work: Callable[[], object], device: torch.device) -> float:
     work()
     synchronize(device)
     return time.perf_counter() - start
-
-
-def _block_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """Measure the other operations of a block: elements/s of GELU, FLOP/s of causal attention."""
-    x = torch.full((4 * NEAR_BYTES // 4,), 0.5, device=device).to(dtype)
-    gelu = min(timed(lambda: F.gelu(x, approximate="tanh"), device) for _ in range(3))
-    return x.numel() / gelu, _attention_rate(device, dtype)
 
 
 def _attention_rate(device: torch.device, dtype: torch.dtype) -> float:

@@ -26,8 +26,9 @@ from gptj_ft.planning.constants import (
     RESTORED,
     ZEROED_ON_CPU,
 )
-from gptj_ft.planning.layer_cost import KernelCost, LayerCost, LayerInput, embedding_cost, measure_blocks
-from gptj_ft.planning.memory import head_cost, largest_chunk
+from gptj_ft.planning.kernel_times import kernel_seconds, layer_costs
+from gptj_ft.planning.layer_cost import KernelCost, LayerCost
+from gptj_ft.planning.memory import largest_chunk
 from gptj_ft.planning.probe import Rates
 from gptj_ft.planning.step_replay import ScheduleInputs, StepReplay, UntimedDevice, bytes_to_update, moved_bytes
 from gptj_ft.planning.virtual_machine import (
@@ -213,8 +214,8 @@ class VirtualDevice(UntimedDevice):
         self._queues = {place: VirtualQueue(clock, number) for place, number in threads.items()}
         self._update_bytes = bytes_to_update(dict(schedule.stored))
         self._update_kernels = 4 + 6 * sum(dtype != torch.float32 for _, dtype in schedule.stored)
-        self._products = compute.matmul(workload.dtype, workload.width)
-        self._layers = [self._pieces(cost) for cost in self._layer_costs()]
+        costs = layer_costs(workload, max(1, round(self._tokens / self.micro_batches)))
+        self._layers = [self._pieces(cost) for cost in costs]
         self._restored = workload.restored(schedule.placement)
         if on_cpu:
             tokens, share = workload.step.micro_batch_mean, workload.step.num_micro_batches / self.micro_batches
@@ -249,27 +250,14 @@ class VirtualDevice(UntimedDevice):
                 store, numel, model.budget.chunk_numel, workload.dtype, META, model.meter
             )
 
-    def _layer_costs(self) -> list[LayerCost]:
-        workload, attended = self._workload, self._workload.rows.attended
-        tokens = max(1, round(self._tokens / self.micro_batches))
-        row = min(tokens, max(1, round(2 * attended) if attended else workload.rows.longest))
-        batch = LayerInput.of_rows(tokens, row, workload.width, workload.dtype)
-        blocks = measure_blocks(workload.layers, workload.layouts, batch, workload.lowest_trained)
-        return [embedding_cost(workload.layouts[0], batch), *blocks, head_cost(workload)]
-
     def _pieces(self, cost: LayerCost) -> _LayerPieces:
         size = -(-len(cost.backward) // BACKWARD_PIECES) or 1
         parts = [cost.backward[start : start + size] for start in range(0, len(cost.backward), size)]
         return _LayerPieces(tuple(map(self._piece, cost.forward)), tuple(map(self._piece, parts)))
 
     def _piece(self, kernels: Sequence[KernelCost]) -> _Piece:
-        return _Piece(sum(self._kernel_seconds(kernel) for kernel in kernels), len(kernels))
-
-    def _kernel_seconds(self, kernel: KernelCost) -> float:
-        compute = self._rates.compute
-        rate = compute.attention if kernel.is_attention else self._products
-        memory = compute.memory_for(kernel.num_bytes / 2)
-        return max(kernel.flops / rate, kernel.num_bytes / memory) + LAUNCH_SECONDS
+        workload, compute = self._workload, self._rates.compute
+        return _Piece(sum(kernel_seconds(kernel, workload, compute) for kernel in kernels), len(kernels))
 
     def _moving(self, num_bytes: float, number: int = 1) -> _Piece:
         """Return kernels that read and write this many bytes."""

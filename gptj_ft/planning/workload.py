@@ -17,18 +17,8 @@ from gptj_ft.models.batch import BUCKET_PAIRS, most_padded, padded_length, round
 from gptj_ft.models.layer_sampling import EVERY_LAYER, EveryLayer, SampledLayers, layouts_of_step
 from gptj_ft.models.layout import NO_PARAMETERS, TIED_SOURCE_LAYER, Layout
 from gptj_ft.models.products import Products
-from gptj_ft.models.registry import AttentionShape
-from gptj_ft.planning.constants import (
-    INNER,
-    ONCE_A_STEP,
-    SUMMED,
-    TOUCHED,
-    TOUCHED_LOGITS,
-    WEIGHT_BYTES,
-    WEIGHT_COPIES,
-)
+from gptj_ft.planning.constants import WEIGHT_BYTES, WEIGHT_COPIES
 from gptj_ft.planning.flops import Flops, count_flops
-from gptj_ft.planning.probe import ComputeRates
 from gptj_ft.streaming.step import HEAD_CHUNK_BYTES
 from gptj_ft.streaming.stores.placement import Place, Placement
 from gptj_ft.streaming.vocabulary import TILE_BYTES
@@ -111,16 +101,16 @@ class SecondsByTokens(NamedTuple):
 
 
 class LayerTimes(NamedTuple):
-    """Measured seconds of a layer on a micro-batch; for the head, over its targets."""
+    """Seconds of a layer on a micro-batch; for the head, over its targets."""
 
     forward: SecondsByTokens  # without a graph
     backward: SecondsByTokens  # training, less one such pass
 
 
 class ModelTimes(NamedTuple):
-    """Measured seconds of all layers in the data type of the computation."""
+    """Seconds of all layers in the data type of the computation: measured, or computed from their kernels."""
 
-    layers: tuple[LayerTimes, ...] = ()  # empty: computed from rates
+    layers: tuple[LayerTimes, ...] = ()  # empty: not known yet
     gain: float = 0.0  # speed in bf16 relative to fp32; 0: not compared
     load: float = 0.0  # of the cores by other programs, when the layers were timed
     products_gain: float = 1.0  # speed of the chosen backward products relative to oneDNN's alone
@@ -150,7 +140,6 @@ class Workload:
     """Layers on the meta device, for measuring kernels and saved tensors."""
     times: ModelTimes = field(default=ModelTimes())
     context: int = 2048  # of the model, in tokens
-    attention: AttentionShape | None = None  # None: queries and keys as wide as the hidden states, no windows
     products: Products | None = None  # libraries of the matrix products; None: not chosen yet
     dropped_heads: int = 0  # heads whose attention weights are kept for backward; 0: no attention dropout
     choice: EveryLayer = EVERY_LAYER  # layers that each step trains
@@ -236,10 +225,6 @@ class Workload:
     def num_trained(self) -> int:
         return sum(layout.num_parameters for layout in self.layouts)
 
-    @cached_property
-    def block_parameters(self) -> int:
-        return sum(layout.num_parameters for both in self.whole_layers[1:-1] for layout in both)
-
     @property
     def head_parameters(self) -> int:
         """Parameters that the head computes with, tied ones included; 0: the head is not local."""
@@ -307,27 +292,25 @@ class Workload:
 
     @property
     def layer_seconds(self) -> float:
-        """Timed seconds of all layers in a mean step, with recomputation."""
+        """Seconds of all layers in a mean step, with recomputation."""
         return self.forward_seconds + self.backward_seconds(kept=0)
 
     @property
     def forward_seconds(self) -> float:
-        """Timed seconds of the blocks in forward, in a mean step; 0: not timed."""
+        """Seconds of embedding and blocks in forward, in a mean step."""
         tokens = self.step.micro_batch_mean
-        return self.step.num_micro_batches * sum(each.forward.at(tokens) for each in self.times.layers[1:-1])
+        return self.step.num_micro_batches * sum(each.forward.at(tokens) for each in self.times.layers[:-1])
 
     def backward_seconds(self, kept: int) -> float:
-        """Return the timed seconds of head and blocks in backward; ``kept`` blocks are not recomputed."""
-        if not self.times.layers:
-            return 0.0
-        passed = self.times.layers[max(1, self.lowest_trained) : -1]
-        again = passed[: max(0, len(passed) - kept)]
+        """Return the seconds of all layers in backward; ``kept`` blocks are not recomputed."""
+        passed, top = self.times.layers[self.lowest_trained : -1], len(self.times.layers) - 1
+        again = self.times.layers[max(1, self.lowest_trained) : max(1, top - kept)]
         tokens = self.step.micro_batch_mean
         blocks = sum(each.backward.at(tokens) for each in passed) + sum(each.forward.at(tokens) for each in again)
         return self.step.num_micro_batches * blocks + self.head_seconds(self.step.targets, trains=True)
 
     def head_seconds(self, targets: float, trains: bool) -> float:
-        """Return the timed seconds of the head: on the targets of a mean step, or on any number in chunks."""
+        """Return the seconds of the head: on the targets of a mean step, or on any number in chunks."""
         if not targets:
             return 0.0
         head = self.times.layers[-1]
@@ -335,37 +318,6 @@ class Workload:
         chunks *= math.ceil(targets / chunks / self.head_chunk)
         lines = (head.forward, head.backward) if trains else (head.forward,)
         return sum(chunks * line.at(targets / chunks) for line in lines)
-
-    def seconds_between_products(self, rates: ComputeRates) -> float:
-        """Return the seconds of the blocks' operations between matrix products, in one pass over a mean step."""
-        tokens = (len(self.layouts) - 2) * self.step.mean
-        hidden_bytes = self.width * self.dtype.itemsize * min(self.step.micro_batch, self.step.mean)
-        touched = TOUCHED * tokens * self.width * self.dtype.itemsize / rates.memory_for(hidden_bytes)
-        activated = INNER * tokens * self.width / rates.gelu
-        attended = 4.0 * tokens * self._attended_width / rates.attention
-        return touched + activated + attended
-
-    @property
-    def _attended_width(self) -> float:
-        """Mean number of attended tokens per token, times the width of all queries."""
-        attended, shape = self.rows.attended or self.rows.longest / 2, self.attention
-        if shape is None:
-            return self.width * attended
-        return shape.num_heads * shape.head_width * (shape.seen(2 * attended) if any(shape.windows) else attended)
-
-    def times_again(self, kept: int) -> float:
-        """Count how often backward repeats forward's operations between products: 2, or 3 with recomputation."""
-        blocks, passed = len(self.layouts) - 2, self.num_backward_blocks
-        return (2.0 * passed + max(0, passed - kept)) / max(1, blocks)
-
-    @property
-    def touched_by_backward(self) -> float:
-        """Bytes that head and gradient sums read and write, unless they are part of the timed layers."""
-        if self.times.layers:
-            return ONCE_A_STEP * FP32_BYTES * self.num_trained
-        logits = TOUCHED_LOGITS * self.vocabulary * FP32_BYTES * self.step.targets
-        micro_batches = -(-self.step.mean // self.step.micro_batch)
-        return logits + (SUMMED * micro_batches + ONCE_A_STEP) * FP32_BYTES * self.num_trained
 
 
 def exported_elements(recipe: Recipe, workload: Workload) -> int:

@@ -136,7 +136,6 @@ def _without_rows(resolved: Resolved, folder: Path) -> Forecast:
         num_steps=recipe.max_steps,
         rows=RowLengths(length),
         context=architecture.config.n_positions,
-        attention=architecture.attention,
         choice=layer_choice(recipe, len(selection.trained)),
     )
     workload = target.settled(workload, recipe)

@@ -201,7 +201,6 @@ def workload_of(
         rows=RowLengths(max(lengths), round(typical), typical / (1 if is_encoder else 2)),
         validation=Validation(sum(validation.lengths), validation.num_targets),
         context=architecture.config.n_positions,
-        attention=architecture.attention,
         dropped_heads=architecture.config.n_head if drops else 0,
         choice=layer_choice(recipe, len(selection.trained)),
     )

@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 from rich.console import Console
-from support.rates import round_rates
+from support.rates import round_rates, timed_by_flops
 
 from gptj_ft.cli.terminal.machines import show_machines
 from gptj_ft.config.options import Recipe
@@ -43,7 +43,8 @@ def six_b() -> Workload:
     """GPT-J 6B, 32 rows of 1,024 tokens."""
     tokens = 32 * 1024
     layouts = tuple(Layout.of(layer) for layer in build_layers(GPTJConfig()))
-    return Workload(layouts, 4096, torch.float32, StepTokens(2048, tokens, tokens, tokens), 10, RowLengths(1024))
+    work = Workload(layouts, 4096, torch.float32, StepTokens(2048, tokens, tokens, tokens), 10, RowLengths(1024))
+    return timed_by_flops(work)
 
 
 def job_of(load: Workload, network: Network = FAST, recipe: Recipe = RECIPE, have: Free = FREE) -> Job:

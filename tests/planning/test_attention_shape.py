@@ -12,7 +12,7 @@ import torch
 from gptj_ft.config.options import Generation
 from gptj_ft.models.attention import attend
 from gptj_ft.models.kv_cache import KVCache, slots_taken
-from gptj_ft.models.registry import Architecture, AttentionShape, architecture_of
+from gptj_ft.models.registry import Architecture, architecture_of
 from gptj_ft.planning.inference_plan import InferenceWorkload, TokenBudget
 from gptj_ft.planning.layer_cost import LayerInput, Meter
 
@@ -29,6 +29,7 @@ def architecture(**fields: Any) -> Architecture:
 
 @pytest.mark.parametrize("key_heads", [KEY_HEADS, HEADS])
 def test_planned_cache_has_the_key_heads(key_heads: int) -> None:
+    assert architecture(num_key_value_heads=key_heads).key_width == key_heads * WIDTH
     workload = InferenceWorkload.of(
         architecture(num_key_value_heads=key_heads), torch.float32, Generation(max_new_tokens=30), prompts=(1000, 900)
     )
@@ -40,15 +41,6 @@ def test_planned_cache_has_the_key_heads(key_heads: int) -> None:
     assert stored == 2 * 2 * 4 * workload.key_width * slots_taken(1000, 30, 1)
     wider, together = replace(workload, key_width=2 * workload.key_width), TokenBudget(2048)
     assert wider.working_bytes(together) - workload.working_bytes(together) == 2 * stored, "two blocks"
-
-
-def test_mean_of_seen_keys_matches_the_mask() -> None:
-    length, windows = 400, (None, 30, 500)
-    distance = torch.arange(length)[:, None] - torch.arange(length)
-    seen = [((distance >= 0) & (distance < (window or length))).float().sum(1).mean() for window in windows]
-    shape = AttentionShape(1, 1, 1, windows)
-    assert shape.seen(length) == pytest.approx(float(sum(seen)) / 3, rel=5e-3)
-    assert architecture().attention == AttentionShape(HEADS, KEY_HEADS, WIDTH, (None, None))
 
 
 @pytest.mark.parametrize("window", [None, 8])

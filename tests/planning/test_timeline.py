@@ -16,6 +16,8 @@ from gptj_ft.models.layout import Layout
 from gptj_ft.planning.constants import SYSTEM_BYTES
 from gptj_ft.planning.costs import training_passes
 from gptj_ft.planning.devices import DEVICES, LINKS, find_device
+from gptj_ft.planning.kernel_times import with_kernel_times
+from gptj_ft.planning.layer_times import NOTHING
 from gptj_ft.planning.memory import Free, forecast_memory
 from gptj_ft.planning.plan import NUM_REPLAYED, SAME, Plan, candidates, choose, forecast, kinds_on_disk
 from gptj_ft.planning.probe import ComputeRates, DiskRates, Rates
@@ -28,7 +30,7 @@ from gptj_ft.streaming.stores.placement import Place, Placement, training_dtypes
 BF16 = torch.bfloat16
 RATES = Rates(
     ComputeRates(
-        fp32=1e13, bf16=4e13, fp32_narrow=1e13, bf16_narrow=4e13, memory=5e11, near_memory=5e11, gelu=1e11,
+        fp32=1e13, bf16=4e13, fp32_narrow=1e13, bf16_narrow=4e13, memory=5e11, near_memory=5e11,
         attention=2e13, to_device=1e10, from_device=1e10,
     ),
     DiskRates(read=2e9, write=2e9, mixed=2e9),
@@ -61,11 +63,22 @@ def test_resident_model_never_waits() -> None:
     )
 
 
+@pytest.mark.parametrize("placement", [ON_DEVICE, ON_HOST])
+def test_estimate_takes_the_seconds_of_the_same_kernels(placement: Placement) -> None:
+    workload = with_kernel_times(make_workload(8192), RATES.compute)
+    inputs = schedule(placement, num_kept_layers=2)
+    forward, backward, _ = training_passes(workload, inputs, on_cpu=False)
+    timeline = replay(workload, inputs, RATES)
+    # Besides, the replay starts each kernel of an update.
+    assert forward.compute_seconds(RATES) == pytest.approx(timeline.forward.compute, rel=0.05)
+    assert backward.compute_seconds(RATES) == pytest.approx(timeline.backward.compute, rel=0.03)
+
+
 @pytest.mark.parametrize("clips", [True, False])
 def test_replay_moves_the_counted_bytes(clips: bool) -> None:
     workload, inputs = make_workload(2048), schedule(clips=clips)
     timeline = replay(workload, inputs, RATES)
-    passes = training_passes(workload, inputs)[:2]
+    passes = training_passes(with_kernel_times(workload, RATES.compute), inputs, on_cpu=False)[:2]
     # The replay adds the time to start each copy.
     assert timeline.step.link_in * 1e10 == pytest.approx(sum(each.read["host"] for each in passes), rel=0.015)
     assert timeline.step.link_out * 1e10 == pytest.approx(
@@ -214,7 +227,7 @@ def timed_workload(tokens: int = 4096) -> Workload:
     """Return the same blocks with times: forward 0.01 s and 0.1 ms per token, backward twice as long."""
     workload = make_workload(tokens)
     block = LayerTimes(SecondsByTokens(0.01, 1e-4), SecondsByTokens(0.02, 2e-4))
-    return replace(workload, times=ModelTimes((block, *(block,) * 4, block)))
+    return replace(workload, times=ModelTimes((NOTHING, *(block,) * 4, block)))
 
 
 def on_cpu(**rates: object) -> Rates:
@@ -234,7 +247,7 @@ def test_cpu_transfers_slow_the_computation() -> None:
     workload, each = timed_workload(tokens=16384), 1e-10
     costly = on_cpu(disk=replace(RATES.disk, read_cpu=each, write_cpu=2 * each))
     inputs = schedule(Placement("disk", "disk"))
-    passes = training_passes(workload, inputs)[:2]
+    passes = training_passes(workload, inputs, on_cpu=True)[:2]
     moving = each * sum(one.read["disk"] + 2 * one.written["disk"] for one in passes)
     timeline, free = (replay(workload, inputs, rates) for rates in (costly, on_cpu(disk=RATES.disk)))
     assert 0.7 * moving < timeline.step.compute - free.step.compute < moving, "idle time is not slowed down"
@@ -245,7 +258,7 @@ def test_cpu_transfers_slow_updates() -> None:
     compute = replace(FREE_MEMORY, memory=1e10)
     disks = (replace(RATES.disk, update_delay=delay) for delay in (0.0, 1e-10))
     alone, concurrent = (replay(workload, inputs, on_cpu(compute=compute, disk=disk)) for disk in disks)
-    passes = training_passes(workload, inputs)[:2]
+    passes = training_passes(workload, inputs, on_cpu=True)[:2]
     moved = [sum((*each.read.values(), *each.written.values())) for each in passes]
     assert 0.5e-10 * moved[0] < concurrent.forward.compute - alone.forward.compute < 1e-10 * moved[0]
     assert concurrent.backward.compute - alone.backward.compute < 0.5e-10 * moved[1], "mostly products"

@@ -16,6 +16,7 @@ from conftest import random_gptj, random_model
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from support.family_models import random_of_family
+from support.rates import timed_by_flops
 from support.small_run import Power, assert_same_weights, cut_and_resume, new_run, small_session, weights_of
 from support.small_run import train as train_run
 from support.small_stack import (
@@ -238,7 +239,8 @@ def test_frozen_bytes_read_match_forecast(folders, tmp_path: Path, read_ahead: i
     rows = 48 * len(torch.cat([batch.tokens_T for batch in batches]).unique())
     load = Workload(stack.layouts, 48, torch.float32, StepTokens(40, 74, 74.0, 50.0), 3, frozen=stack.frozen)
     where, stored = Placement("device", "device", frozen="disk"), training_dtypes(torch.float32)
-    *passes, _ = training_passes(load, ScheduleInputs(where, tuple(stored.items()), BufferBudget(read_ahead)))
+    schedule = ScheduleInputs(where, tuple(stored.items()), BufferBudget(read_ahead))
+    *passes, _ = training_passes(timed_by_flops(load), schedule, on_cpu=False)
     assert reads[2] - rows == sum(each.read.get("disk", 0) for each in passes) // 4
     stack.close()
 

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from conftest import SHAPES, random_gpt2, random_gptj
 from support.head_chunks import limit_head_chunk
+from support.rates import timed_by_flops
 from support.small_stack import (
     CPU,
     FEW_STEPS,
@@ -689,7 +690,7 @@ def test_step_bytes_match_forecast(tmp_path: Path, family: str, dtype: torch.dty
     load = Workload(stack.layouts, 32, dtypes["weight"], StepTokens(40, 74, 74.0, 50.0), 3)
     num_deferred = len(load.layouts) if late else 0
     schedule = ScheduleInputs(Placement("disk", "disk"), tuple(dtypes.items()), budget, num_deferred)
-    *passes, _ = training_passes(load, schedule)
+    *passes, _ = training_passes(timed_by_flops(load), schedule, on_cpu=False)
     assert moved == (sum(each.read["disk"] for each in passes), sum(each.written["disk"] for each in passes))
 
 

@@ -92,7 +92,7 @@ def rates_of(device: DeviceRates) -> Any:
     return Rates(
         ComputeRates(
             fp32=products / 4, bf16=products, fp32_narrow=products / 4, bf16_narrow=products, memory=moved,
-            near_memory=moved, gelu=moved / 4, attention=products, to_device=device.link, from_device=device.link,
+            near_memory=moved, attention=products, to_device=device.link, from_device=device.link,
         ),
         ASSUMED_DISK,
     )  # fmt: skip

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from gptj_ft.models.layout import NO_PARAMETERS
 from gptj_ft.models.products import Libraries
 from gptj_ft.planning import layer_times, probe, product_times
-from gptj_ft.planning.layer_times import LayerKind, Seconds
+from gptj_ft.planning.layer_times import NOTHING, LayerKind, Seconds
 from gptj_ft.planning.machine_profile import MachineProbe
 from gptj_ft.planning.probe import ComputeRates, DiskRates, Rates
 from gptj_ft.planning.product_times import Choice, ProductKind
+from gptj_ft.planning.workload import LayerTimes, ModelTimes, SecondsByTokens, Workload
 
 
 def layers_by(compute: ComputeRates) -> Callable[[Sequence[LayerKind]], list[Seconds]]:
@@ -27,6 +30,18 @@ def layers_by(compute: ComputeRates) -> Callable[[Sequence[LayerKind]], list[Sec
         return Seconds(forward, 2.0 * forward if kind.is_trained else 0.0)
 
     return lambda kinds: [seconds(kind) for kind in kinds]
+
+
+def timed_by_flops(workload: Workload, flops_per_second: float = 1e12) -> Workload:
+    """Return a workload whose layers take as long as their matrix products."""
+
+    def line(flops_per_token: float) -> SecondsByTokens:
+        return SecondsByTokens(0.0, flops_per_token / flops_per_second)
+
+    frozen = workload.frozen or [NO_PARAMETERS] * len(workload.layouts)
+    pairs = [(own.num_used, own.num_used + rest.num_used) for own, rest in zip(workload.layouts, frozen, strict=True)]
+    layers = [LayerTimes(line(2.0 * whole), line(2.0 * (own + whole))) for own, whole in pairs[1:]]
+    return replace(workload, times=ModelTimes((NOTHING, *layers)))
 
 
 def choose_onednn(kinds: Sequence[ProductKind]) -> list[Choice]:
@@ -53,7 +68,6 @@ def round_rates(disk: DiskRates, to_device: float, from_device: float, on_cpu: b
         bf16_narrow=4e12,
         memory=1e12,
         near_memory=1e12,
-        gelu=1e18,
         attention=1e18,
         to_device=to_device,
         from_device=from_device,
