@@ -16,6 +16,7 @@ from gptj_ft.system import paths
 from gptj_ft.system.files import SHARED_FILE, read_text, replace_text
 from gptj_ft.system.hub import is_offline
 from gptj_ft.system.hub_download import HubFile, Repository, fetch_files, is_fetched, look_up, writing
+from gptj_ft.system.lock import LOCK, locked
 from gptj_ft.system.machine import free_disk
 from gptj_ft.system.paths import home, make_home, part_of_home
 from gptj_ft.system.scratch import scratch_folder
@@ -205,10 +206,20 @@ def download(
     report = _report(folder, origin)
     if dry_run:
         return report
-    # Claim the folder before the first weight: a concurrent or later call for another version must not mix files.
+    # Claim the folder before the first weight: a later call for another version must not mix files.
     with writing(folder):
-        _claim(folder, origin)
-    return _report(folder, origin, fetch_files(repository, files, folder, progress), report.free_bytes)
+        _check_claim(folder, origin)
+        if folder.is_relative_to(home()):
+            make_home()
+            part_of_home("models")
+        folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder, "downloading into"):
+        with writing(folder):
+            _check_claim(folder, origin)
+            replace_text(folder / SOURCE, origin.to_text(), SHARED_FILE)
+        fetched = fetch_files(repository, files, folder, progress)
+        (folder / LOCK).unlink(missing_ok=True)
+    return _report(folder, origin, fetched, report.free_bytes)
 
 
 def _report(folder: Path, origin: Origin, fetched: int = 0, free_bytes: int | None = None) -> DownloadReport:
@@ -234,8 +245,8 @@ def _earlier_download(request: DownloadRequest, folder: Path, reason: str) -> Or
     return origin
 
 
-def _claim(folder: Path, origin: Origin) -> None:
-    """Write ``source.json``, or check that the existing one lists the same files."""
+def _check_claim(folder: Path, origin: Origin) -> None:
+    """Check that a folder is new, or that its ``source.json`` lists the same files."""
     try:
         before = read_origin(folder)
     except DataError:
@@ -245,10 +256,5 @@ def _claim(folder: Path, origin: Origin) -> None:
             f"{folder} holds another version; to finish that one, name revision {before.commit}; for this one, name "
             "another folder or remove it"
         )
-    if before is None and folder.is_dir() and any(path.name != "source.new" for path in folder.iterdir()):
+    if before is None and folder.is_dir() and any(path.name not in ("source.new", LOCK) for path in folder.iterdir()):
         raise UsageError(f"{folder} exists and is no download; name another folder or remove it")
-    if folder.is_relative_to(home()):
-        make_home()
-        part_of_home("models")
-    folder.mkdir(parents=True, exist_ok=True)
-    replace_text(folder / SOURCE, origin.to_text(), SHARED_FILE)

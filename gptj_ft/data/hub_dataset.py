@@ -24,8 +24,9 @@ from urllib.parse import quote
 
 from gptj_ft.data.readers.source import SUFFIXES
 from gptj_ft.errors import NoSuchRevision, Unreachable, UsageError, did_you_mean, listed
+from gptj_ft.system.atomic import replace_shared
 from gptj_ft.system.compression import COMPRESSIONS
-from gptj_ft.system.files import read_text, replace_text, require_plain
+from gptj_ft.system.files import read_text, require_plain
 from gptj_ft.system.hub import open_network
 from gptj_ft.system.hub_download import HubFile, Repository, fetch_files, is_fetched, look_up, writing
 from gptj_ft.system.lock import locked
@@ -332,7 +333,7 @@ def _fetch(
     # Two notes: for the reference as typed, and for its commit, which needs no further lookup.
     with writing(datasets()):
         for name in {reference, pinned}:
-            replace_text(_note_file(name), json.dumps(asdict(note), indent=2) + "\n")
+            replace_shared(_note_file(name), json.dumps(asdict(note), indent=2) + "\n")
     return note
 
 

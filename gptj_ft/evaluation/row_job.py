@@ -69,14 +69,21 @@ class OutputFile:
         self._output = output or path
         self._settings_path = settings_file(self._output)
         self._text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
-        self._check_settings()
         with disk_errors(path, other=UsageError):
             self._descriptor = open_file(path, os.O_RDWR | os.O_CREAT)
-        # Hold the lock as long as the descriptor is open: two processes would append each row twice.
+        # Hold the lock as long as the descriptor is open: two processes would append each row twice. Lock before the
+        # settings are read: the second of two that start at the same time must not replace those of the first.
         if not take(self._descriptor):
             os.close(self._descriptor)
             raise UsageError(f"{path} is being written by another process; wait until it ends")
-        self.done = {row for row, _ in self._rows()}
+        try:
+            self._check_settings()
+            self.done = {row for row, _ in self._rows()}
+        except BaseException:
+            if self._is_empty and self._output != path:  # a hidden file, made above
+                path.unlink(missing_ok=True)
+            os.close(self._descriptor)
+            raise
 
     @staticmethod
     def setting_of(path: Path, name: str) -> Any:
@@ -137,7 +144,8 @@ class OutputFile:
             self._lines.replace(line for _, line in ordered)
 
     def _check_settings(self) -> None:
-        exists = self.path.exists() or self._output.exists()
+        # An empty file has nothing to lose: it was made above, or by a process that was killed here.
+        exists = not self._is_empty or (self._output != self.path and self._output.exists())
         if self._settings_path.is_file():
             before = read_text(self._settings_path)
             if before == self._text:
@@ -150,6 +158,10 @@ class OutputFile:
         # Settings first: a crash here leaves settings without an output, which the next run may overwrite.
         with disk_errors(self._settings_path, other=UsageError):
             write_file(self._settings_path, self._text)
+
+    @property
+    def _is_empty(self) -> bool:
+        return os.fstat(self._descriptor).st_size == 0
 
     def _rows(self) -> list[tuple[int, bytes]]:
         """Return row number and text of each whole line; a crash may have cut the last line short."""

@@ -25,6 +25,7 @@ from gptj_ft.system.files import (
     replace_text,
     require_plain,
     sync_path,
+    write_file,
 )
 from gptj_ft.system.lock import LOCK, locked
 
@@ -50,7 +51,7 @@ def atomic_files(*paths: Path, mode: int = PRIVATE_FILE) -> Iterator[list[TextIO
         ResourceError: the disk is full.
     """
     require_new(*paths)
-    drafts = [hidden_name(path, "writing") for path in paths]
+    drafts = [draft_of(path) for path in paths]
     named: list[Path] = []
     with disk_errors(" and ".join(map(str, paths)), "free some, or write to another disk", UsageError):
         try:
@@ -63,20 +64,34 @@ def atomic_files(*paths: Path, mode: int = PRIVATE_FILE) -> Iterator[list[TextIO
                 for file in files:
                     file.flush()
                     os.fsync(file.fileno())
-            # Check again: `rename` would overwrite a file that another process has created meanwhile.
-            require_new(*paths)
-            # Not atomic as a set: after a failed rename, the files renamed so far are removed again.
+            # Not atomic as a set: after a failure, the files named so far are removed again.
             for path, draft in zip(paths, drafts, strict=True):
-                draft.rename(path)
+                give_name(draft, path)
                 named.append(path)
                 sync_path(path.parent)
-        except OSError:
+        except (OSError, UsageError):
             for path in named:
                 path.unlink(missing_ok=True)
             raise
         finally:
             for draft in drafts:
                 draft.unlink(missing_ok=True)
+
+
+def give_name(draft: Path, path: Path) -> None:
+    """Give a file its name, unless another process has created one with that name meanwhile.
+
+    Raises:
+        UsageError: there is such a file.
+    """
+    try:
+        os.link(draft, path)  # `rename` would overwrite it
+    except FileExistsError:
+        require_new(path)
+        raise
+    except OSError:  # a file system without hard links
+        require_new(path)
+        draft.rename(path)
 
 
 @contextmanager
@@ -137,14 +152,22 @@ def _clear_unless(draft: Path, resume: Mapping[str, Any] | None) -> None:
         replace_text(path, json.dumps(resume))
 
 
-def draft_of(folder: Path) -> Path:
-    """Return this process's hidden name for a new folder; remove the drafts of dead processes of this machine."""
+def replace_shared(path: Path, text: str, mode: int = PRIVATE_FILE) -> None:
+    """Replace a small file that other processes may replace at the same time; the last one wins, whole."""
+    draft = draft_of(path)
+    write_file(draft, text, mode)
+    os.replace(draft, path)
+    sync_path(path.parent)
+
+
+def draft_of(path: Path) -> Path:
+    """Return this process's hidden name for a new file or folder; remove drafts of dead processes of this machine."""
     import psutil
 
-    start = f".{folder.name}.{platform.node()}."
-    for draft in folder.parent.glob(f"{glob.escape(start)}*.writing"):
+    start = f".{path.name}.{platform.node()}."
+    for draft in path.parent.glob(f"{glob.escape(start)}*.writing"):
         process = draft.name.removeprefix(start).removesuffix(".writing")
         # A draft with our own number is one of a dead process whose number the system reused.
         if process.isdigit() and (int(process) == os.getpid() or not psutil.pid_exists(int(process))):
             discard(draft)
-    return folder.with_name(f"{start}{os.getpid()}.writing")
+    return path.with_name(f"{start}{os.getpid()}.writing")

@@ -9,7 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from gptj_ft.errors import DataError, GptjFtError
-from gptj_ft.system.files import keep_folder, read_text, replace_text
+from gptj_ft.system.atomic import replace_shared
+from gptj_ft.system.files import keep_folder, read_text
 from gptj_ft.system.plain_text import quoted
 
 RUNS = Path("runs")
@@ -139,7 +140,7 @@ def remember_start(run: Path) -> None:
 
 def _note(name: str, run: Path) -> None:
     with suppress(OSError, GptjFtError):
-        replace_text(make_home() / name, f"{run.resolve()}\n")
+        replace_shared(make_home() / name, f"{run.resolve()}\n")
 
 
 def _noted(name: str) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -37,7 +38,16 @@ from gptj_ft.planning.resources import Target
 from gptj_ft.system.accelerator import is_accelerator
 from gptj_ft.system.digests import read_sealed, write_sealed
 from gptj_ft.system.dtypes import PRECISION_NAMES
-from gptj_ft.system.files import hidden_name, keep_folder, remove, replace_text, sync_path, sync_tree, write_file
+from gptj_ft.system.files import (
+    discard,
+    hidden_name,
+    keep_folder,
+    remove,
+    replace_text,
+    sync_path,
+    sync_tree,
+    write_file,
+)
 from gptj_ft.system.lock import LOCK, locked
 from gptj_ft.system.machine import choose_device
 from gptj_ft.system.paths import is_model, is_tuned, remember_start
@@ -316,6 +326,9 @@ def new_run_folder(prepared: PreparedRun) -> Iterator[None]:
         try:
             draft.folder.rename(final)
         except OSError as error:
+            discard(draft.folder)
+            if os.path.lexists(final):
+                raise UsageError(f"another process has made {final} meanwhile; repeat the command") from error
             raise _not_made(final, error) from error
         sync_path(final.parent)
         yield

@@ -18,6 +18,7 @@ from gptj_ft.checkpoints.base_model import default_download
 from gptj_ft.checkpoints.download import DownloadRequest, download
 from gptj_ft.errors import NetworkError, ResourceError, UsageError
 from gptj_ft.system import paths
+from gptj_ft.system.lock import LOCK, locked
 
 SMALL = ("config.json", "generation_config.json", "chat_template.jinja", "tokenizer.json", "vocab.json", "merges.txt")
 UNWANTED = ("flax_model.msgpack", "tf_model.h5", "rust_model.ot", "model.onnx", "README.md", ".gitattributes")
@@ -111,6 +112,16 @@ def test_cut_connection_resumes_in_same_call(hub: Hub, repository: Path) -> None
     folder = download().folder
     assert (folder / "model.safetensors").read_bytes() == (repository / "model.safetensors").read_bytes()
     assert ranges(hub) == [None, "bytes=30000-", "bytes=60000-"]
+
+
+def test_second_process_does_not_download_into_the_same_folder(hub: Hub, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    with locked(folder, "downloading into"), pytest.raises(UsageError, match="is downloading into it; wait"):
+        download(target=folder)
+    assert [path.name for path in folder.iterdir()] == [LOCK], "nothing was written"
+    download(target=folder)
+    assert LOCK not in [path.name for path in folder.iterdir()]
 
 
 def ranges(hub: Hub) -> list[str | None]:

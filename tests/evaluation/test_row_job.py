@@ -17,7 +17,8 @@ from gptj_ft.checkpoints.model_folder import METADATA_FILE
 from gptj_ft.checkpoints.tiny import make_tiny
 from gptj_ft.config.presets import load_preset
 from gptj_ft.config.resolve import build
-from gptj_ft.errors import DataError
+from gptj_ft.data.readers.cells import settings_file
+from gptj_ft.errors import DataError, UsageError
 from gptj_ft.evaluation.row_job import OutputFile, ResultCache, pending_rounds
 from gptj_ft.evaluation.text_evaluation import plan_on_rows
 from gptj_ft.planning import inference_plan
@@ -61,6 +62,29 @@ def test_lost_lines_of_output_are_an_error(tmp_path: Path, lost: Any, message: s
 def test_rows_in_no_batch_are_an_error(tmp_path: Path) -> None:
     with OutputFile(tmp_path / "out.jsonl", {}) as file, pytest.raises(DataError, match="row 4 has no result, 1 of 5"):
         file.write_batches(BATCHES[:2], 5, lines_of)
+
+
+def test_settings_are_checked_under_the_lock(tmp_path: Path) -> None:
+    output, settings = tmp_path / "out.jsonl", settings_file(tmp_path / "out.jsonl")
+    with OutputFile(output, {"model": "first"}) as file:
+        settings.unlink()  # as if the first process had not come so far
+        with pytest.raises(UsageError, match="another process"):
+            OutputFile(output, {"model": "second"})
+        assert not settings.exists(), "rows of one model would continue with another"
+        file.write_batches(BATCHES, 5, lines_of)
+    with pytest.raises(UsageError, match="was not made by this command"):
+        OutputFile(output, {"model": "second"})
+
+
+def test_refused_output_leaves_no_hidden_file(tmp_path: Path) -> None:
+    (tmp_path / "out.csv").write_text("a,b\n")
+    hidden = tmp_path / ".out.csv.lines"
+    with pytest.raises(UsageError, match="was not made by this command"):
+        OutputFile(hidden, {}, tmp_path / "out.csv")
+    assert not hidden.exists()
+    (tmp_path / "new.jsonl").touch()  # a process was killed before it wrote its settings
+    with OutputFile(tmp_path / "new.jsonl", {}) as file:
+        assert file.done == set()
 
 
 class LossyCache(ResultCache):

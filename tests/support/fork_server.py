@@ -61,6 +61,10 @@ class Running:
     def end(self, number: int = signal.SIGKILL) -> int:
         """Send a signal, and wait until the system has removed the process; return its exit code."""
         os.kill(self.pid, number)
+        return self.wait()
+
+    def wait(self) -> int:
+        """Wait until the process ends by itself and is removed; return its exit code."""
         pid, self.pid = self.pid, 0
         return os.waitstatus_to_exitcode(self._server.wait(pid))
 

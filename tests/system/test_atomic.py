@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 
 from gptj_ft.errors import UsageError
 from gptj_ft.system import atomic
-from gptj_ft.system.atomic import atomic_files, atomic_folder
+from gptj_ft.system.atomic import atomic_files, atomic_folder, replace_shared
 from gptj_ft.system.files import doomed_name, hidden_name, is_leftover, leftovers_in, new_name
 
 
@@ -60,6 +62,45 @@ def test_several_files_appear_together(tmp_path: Path) -> None:
         assert len(list(leftovers_in(tmp_path))) == 2
     assert [path.read_text() for path in paths] == ["1", "2"]
     assert [path.stat().st_mode & 0o777 for path in paths] == [0o600, 0o600]
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_file_of_another_process_is_not_replaced(tmp_path: Path, links: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not links:
+        monkeypatch.setattr(os, "link", without_links)
+    path = tmp_path / "report.md"
+
+    def write_both() -> None:
+        with atomic_files(path) as (first,), monkeypatch.context() as patch:
+            first.write("first")
+            patch.setattr(os, "getpid", os.getppid)
+            with atomic_files(path) as (second,):
+                second.write("second")
+
+    with pytest.raises(UsageError, match="exists already"):
+        write_both()
+    assert [each.name for each in tmp_path.iterdir()] == ["report.md"]
+    assert path.read_text() == "second"
+
+
+def without_links(source: Path, target: Path) -> None:
+    raise PermissionError(errno.EPERM, "no hard links")
+
+
+def test_shared_file_is_whole_after_two_replacements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, write_file = tmp_path / "note", atomic.write_file
+
+    def written_between(draft: Path, text: str, mode: int) -> None:
+        write_file(draft, text, mode)
+        if text == "first":
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "getpid", os.getppid)
+                replace_shared(path, "second")
+
+    monkeypatch.setattr(atomic, "write_file", written_between)
+    replace_shared(path, "first")
+    assert path.read_text() == "first"
+    assert [each.name for each in tmp_path.iterdir()] == ["note"]
 
 
 def test_every_name_of_something_unfinished_is_known(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor
 from gptj_ft.checkpoints.gguf.header import GGUF_ALIGNMENT, read_header
 from gptj_ft.checkpoints.weight_file import PIECE_BYTES, TensorInfo, read_tensor_rows
 from gptj_ft.errors import DataError, UsageError
-from gptj_ft.system.atomic import require_new
-from gptj_ft.system.files import disk_errors, hidden_name, sync_path
+from gptj_ft.system.atomic import draft_of, give_name, require_new
+from gptj_ft.system.files import disk_errors, sync_path
 from gptj_ft.system.write_behind import PageWriter, WriteBehind
 
 GgufType = Literal["F32", "F16", "BF16", "Q8_0"]
@@ -142,14 +142,13 @@ def new_files(*targets: Path) -> Iterator[list[Path]]:
         ResourceError: the disk is full.
     """
     require_new(*targets)
-    drafts = [hidden_name(target, "writing") for target in targets]
+    drafts = [draft_of(target) for target in targets]
     with disk_errors(targets[0], "free some, or write to another disk", UsageError):
         try:
             targets[0].parent.mkdir(parents=True, exist_ok=True)
             yield drafts
-            require_new(*targets)  # again: `rename` would overwrite
             for draft, target in zip(drafts, targets, strict=True):
-                draft.rename(target)
+                give_name(draft, target)
             sync_path(targets[0].parent)
         finally:
             for draft in drafts:

@@ -11,7 +11,8 @@ import typer
 from gptj_ft.cli.options import Json, Quiet, flag, option_of
 from gptj_ft.cli.terminal.output import Output
 from gptj_ft.errors import UsageError
-from gptj_ft.system.files import SHARED_FILE, disk_errors, read_text, replace_text
+from gptj_ft.system.atomic import replace_shared
+from gptj_ft.system.files import SHARED_FILE, disk_errors, read_text
 
 FILE = Path("doctor.json")
 
@@ -41,7 +42,7 @@ def doctor(
     facts = diagnosis.to_dict()
     if file is not None:
         with disk_errors(file, "choose another --output", UsageError):
-            replace_text(file, json.dumps(facts, indent=2) + "\n", SHARED_FILE)
+            replace_shared(file, json.dumps(facts, indent=2) + "\n", SHARED_FILE)
     out.finish(facts, diagnosis.verdict[0], lambda console: console.print("\n".join(diagnosis.verdict)))
     if diagnosis.exit_code:
         raise typer.Exit(diagnosis.exit_code)

@@ -25,8 +25,9 @@ from gptj_ft.data.dataset import Prepared, load_dataset
 from gptj_ft.data.lengths import bins_of
 from gptj_ft.data.readers.source import is_prepared
 from gptj_ft.errors import DataError, GptjFtError, UsageError
+from gptj_ft.system.atomic import replace_shared
 from gptj_ft.system.digests import read_json
-from gptj_ft.system.files import disk_errors, read_text, replace_text
+from gptj_ft.system.files import disk_errors, read_text
 from gptj_ft.system.lock import holder
 from gptj_ft.system.plain_text import one_line
 from gptj_ft.system.units import clock, gigabytes
@@ -68,7 +69,7 @@ def write_run_page(run: Run, show_text: bool = False, path: Path | None = None) 
             "FILE.html"
         )
     with disk_errors(own):
-        replace_text(own, text)
+        replace_shared(own, text)
     return own
 
 

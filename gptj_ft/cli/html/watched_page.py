@@ -12,7 +12,8 @@ from gptj_ft.cli.html.refresh import LIVE, PAGE, WATCHED, is_made_by, refresh_fa
 from gptj_ft.cli.html.run_page import comparison_page, is_training, run_page
 from gptj_ft.config.run_folder import Run
 from gptj_ft.errors import GptjFtError, UsageError
-from gptj_ft.system.files import disk_errors, replace_text
+from gptj_ft.system.atomic import replace_shared
+from gptj_ft.system.files import disk_errors
 
 LEAST_WAIT = 3.0  # seconds between two writings
 CPU_SHARE = 1 / 20  # of a core that the runs may need
@@ -68,7 +69,7 @@ class WatchedPage:
         else:
             text = run_page(self.runs[0], refresh=refresh)
         with disk_errors(self.path):
-            replace_text(self.path, text)
+            replace_shared(self.path, text)
 
     def follow(self, wait: Callable[[float], bool]) -> None:
         """Write the page every few seconds while a run trains.
