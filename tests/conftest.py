@@ -11,7 +11,7 @@ import shutil
 import signal
 import socket
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,6 +72,9 @@ LONG_FOLDERS = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the texts of tests/golden anew")
+    parser.addoption(
+        "--rotate", type=int, default=0, help="begin with another folder, so that a cut run sees all in turn"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -86,7 +89,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave most combinations of ``sampled`` tests to `make thorough`.
 
     Run folders with long files first, so that no worker ends up alone with one.
@@ -98,7 +101,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if seen[name] % marker.args[0]:
                 item.add_marker("thorough")
             seen[name] += 1
-    order = {name: number for number, name in enumerate(LONG_FOLDERS)}
+    rotated = deque(LONG_FOLDERS)
+    rotated.rotate(config.getoption("rotate"))
+    order = {name: number for number, name in enumerate(rotated)}
     items.sort(key=lambda item: (order.get(item.path.parent.name, len(order)), item.path))
 
 
@@ -134,7 +139,6 @@ def assumed_rates() -> Rates:
             bf16_narrow=2e10,
             memory=2e10,
             near_memory=2e10,
-            gelu=1e18,
             attention=1e18,
             to_device=1e10,
             from_device=1e10,
