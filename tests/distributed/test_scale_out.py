@@ -96,7 +96,7 @@ def test_forecast_owners_match_runtime(
     tied = find_published("Cerebras-GPT-6.7B")
     assert tied is not None
     layouts = tuple(Layout.of(layer) for layer in tied.architecture.layers())
-    share = forecast_share(job_of(replace(six_b, layouts=layouts)), 4, 1)
+    share = forecast_share(job_of(timed_by_flops(replace(six_b, layouts=layouts))), 4, 1)
     assert share.owners[0] == share.owners[-1]
 
 

@@ -202,7 +202,7 @@ def test_planned_bytes_are_moved(folder: Path, tmp_path: Path) -> None:
     full = small_session(folder, STEPS, seed=21).plan.costs
     assert costs.bytes_written_per_step < full.bytes_written_per_step
     assert costs.bytes_read_per_step < full.bytes_read_per_step
-    assert costs.forward.flops + costs.backward.flops < full.forward.flops + full.backward.flops
+    assert costs.backward.layers <= full.backward.layers
 
 
 def test_planned_bytes_are_a_mean_of_draws(folder: Path, tmp_path: Path) -> None:
