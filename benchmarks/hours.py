@@ -5,7 +5,7 @@
 Rows as in DialogSum (260 tokens, 36 of them trained on), one epoch, 32 rows per step, GPT-J 6B. Computed by the planner
 that `gptj-ft plan` runs, from the rates below. They are assumptions, well below the data sheets; `gptj-ft plan`
 measures those of your machine. Only the rates of the first two machines, and their seconds for a step of 2,048 tokens,
-were measured (benchmarks/RESULTS.md). No GPU has run the program yet.
+were measured (benchmarks/RESULTS.md).
 """
 
 from __future__ import annotations
