@@ -105,8 +105,10 @@ def _passes_of_step(
         placement.boundaries: round(workload.boundary_bytes(kept) * share)
     }  # fmt: skip
     restored = RESTORED * sum(workload.restored(placement))
-    # A sum of gradients is set to zero, and its norm taken.
-    summed = ((ZEROED_ON_CPU if on_cpu else 1) + 1) * FP32_BYTES * workload.num_trained
+    # Passes over a sum of gradients: it is set to zero, its norm is taken, and it may be rounded to be stored.
+    is_rounded = dict(schedule.stored).get("grad", torch.float32) != torch.float32
+    times = (ZEROED_ON_CPU if on_cpu else 1) + 1 + 2 * is_rounded
+    summed = times * FP32_BYTES * workload.num_trained
     forward = Pass(workload.forward_seconds, up.updated, restored, up.read, _added(up.written, away))
     backward = Pass(
         workload.backward_seconds(kept), down.updated, restored + summed, _added(down.read, away), down.written
