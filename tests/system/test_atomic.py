@@ -83,6 +83,23 @@ def test_file_of_another_process_is_not_replaced(tmp_path: Path, links: bool, mo
     assert path.read_text() == "second"
 
 
+def test_file_of_two_processes_is_that_of_the_first_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "report.md"
+    first, second = atomic_files(path), atomic_files(path)
+    (file,) = first.__enter__()
+    file.write("first")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", os.getppid)
+        (other,) = second.__enter__()
+    other.write("second, not whole yet")
+    first.__exit__(None, None, None)
+    assert path.read_text() == "first"
+    with pytest.raises(UsageError, match="exists already"):
+        second.__exit__(None, None, None)
+    assert [each.name for each in tmp_path.iterdir()] == ["report.md"]
+    assert path.read_text() == "first"
+
+
 def without_links(source: Path, target: Path) -> None:
     raise PermissionError(errno.EPERM, "no hard links")
 
