@@ -22,8 +22,9 @@ from gptj_ft.config.resolve import build
 from gptj_ft.config.saved_values import Environment, MetricsLine, Record, SavedState, checked, is_valid
 from gptj_ft.errors import DataError, GptjFtError, UsageError
 from gptj_ft.system.digests import digest_of, read_json, read_sealed, write_sealed
-from gptj_ft.system.files import appending, discard, disk_errors, replace_text, require_plain, sync_path
+from gptj_ft.system.files import appending, discard, disk_errors, hidden_name, replace_text, require_plain, sync_path
 from gptj_ft.system.jsonl import JsonLines
+from gptj_ft.system.lock import holder
 from gptj_ft.system.machine import cpu_kernels
 from gptj_ft.system.paths import RUNS, is_tuned
 from gptj_ft.system.plain_text import command_line, one_line, without_secrets
@@ -277,7 +278,8 @@ def _read_saved(path: Path) -> dict[str, Any]:
 def choose_folder(recipe: Recipe) -> Path:
     """Return the folder of a new run."""
     if recipe.output is None:
-        return next(path for n in range(1, sys.maxsize) if not (path := RUNS / f"{recipe.recipe}-{n}").exists())
+        names = (RUNS / f"{recipe.recipe}-{number}" for number in range(1, sys.maxsize))
+        return next(path for path in names if not path.exists() and holder(hidden_name(path, "starting")) is None)
     folder = Path(recipe.output).expanduser()
     if os.path.lexists(folder):
         run = Run(folder)

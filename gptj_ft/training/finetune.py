@@ -50,7 +50,7 @@ from gptj_ft.system.files import (
 )
 from gptj_ft.system.lock import LOCK, locked
 from gptj_ft.system.machine import choose_device
-from gptj_ft.system.paths import is_model, is_tuned, remember_start
+from gptj_ft.system.paths import RUNS, is_model, is_tuned, remember_start
 from gptj_ft.system.signals import StopRequest, stop_message
 from gptj_ft.system.units import clock
 from gptj_ft.training.inputs import gather
@@ -228,8 +228,22 @@ def train_run(prepared: PreparedRun, reporter: Reporter | None = None, session: 
     Errors are those of `loop.train` and `opened_run`.
     """
     reporter, session = reporter or Reporter(), session or Session()
+    prepared = _with_free_name(prepared, reporter)
     with opened_run(prepared, reporter, session) as run:
         return train(prepared.setup, run, reporter, session)
+
+
+def _with_free_name(prepared: PreparedRun, reporter: Reporter) -> PreparedRun:
+    """Give a run without a name of its own the next one, if another process has taken the planned one meanwhile."""
+    setup, planned = prepared.setup, Path(prepared.setup.recipe.output or "")
+    if prepared.run is not None or "output" in prepared.resolved.typed or planned.parent != RUNS:
+        return prepared
+    folder = choose_folder(setup.recipe.model_copy(update={"output": None}))
+    if folder == planned:
+        return prepared
+    reporter.on_message(f"another process has taken {planned} meanwhile: this run is {folder}")
+    recipe = setup.recipe.model_copy(update={"output": str(folder)})
+    return replace(prepared, setup=replace(setup, recipe=recipe), resolved=replace(prepared.resolved, recipe=recipe))
 
 
 @contextmanager

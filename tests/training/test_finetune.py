@@ -24,9 +24,13 @@ from gptj_ft.cli.terminal.tables import cautions
 from gptj_ft.config.resolve import resolve
 from gptj_ft.config.run_folder import Run
 from gptj_ft.data.readers.source import identify
+from gptj_ft.errors import UsageError
 from gptj_ft.evaluation.metrics.language_model import LOSS_SCORES
-from gptj_ft.training.finetune import prepare_new_run
+from gptj_ft.system.files import is_leftover
+from gptj_ft.system.lock import locked
+from gptj_ft.training.finetune import prepare_new_run, train_run
 from gptj_ft.training.reporter import Reporter
+from gptj_ft.training.verify import verify
 
 TINY = "finetune --recipe summarization --data rows.jsonl --model tiny --lr 1e-2 --batch-size 8 --set holdout=0.1"
 
@@ -181,6 +185,25 @@ def test_start_reports_reading_and_measuring(rows_file: Path) -> None:
         reporter = Activities()
         prepare_new_run(resolve(options, environment={}), reporter)
         assert reporter.told == ["reading the rows", planning]
+
+
+def test_run_without_a_name_takes_the_next_free_one(rows_file: Path) -> None:
+    options = {"recipe": "summarization", "data": "rows.jsonl", "model": "tiny", "max_steps": 1}
+    planned = [prepare_new_run(resolve(options, environment={})) for _ in range(3)]
+    for prepared in planned[:2]:
+        train_run(prepared)
+    making = Path("runs/.summarization-3.starting")  # by another process
+    making.mkdir()
+    with locked(making, "training"):
+        train_run(planned[2])
+    for number in (1, 2, 4):
+        run = Run(Path(f"runs/summarization-{number}"))
+        assert (run.recipe().output, verify(run).problems) == (str(run.folder), [])
+    named = [prepare_new_run(resolve({**options, "output": "runs/mine"}, environment={})) for _ in range(2)]
+    train_run(named[0])
+    with pytest.raises(UsageError, match="another process has made runs/mine meanwhile; repeat the command"):
+        train_run(named[1])
+    assert not [path for path in Path("runs").iterdir() if is_leftover(path.name) and path != making]
 
 
 def test_few_rows_and_large_batches_warn() -> None:
