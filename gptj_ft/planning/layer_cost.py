@@ -19,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gptj_ft.models.batch import HeadRows, PackedBatch
+from gptj_ft.models.batch import NO_TARGET, HeadRows, PackedBatch
+from gptj_ft.models.dropout import Dropout
 from gptj_ft.models.functional import FunctionalLayer
 from gptj_ft.models.layout import Layout
 from gptj_ft.streaming.loaded_layer import sum_into
@@ -178,10 +179,18 @@ class LayerInput:
     def tokens(self) -> int:
         return sum(self.documents)
 
-    def batch(self) -> PackedBatch:
-        """Return the micro-batch without data."""
+    def batch(self, drops: bool = False) -> PackedBatch:
+        """Return the micro-batch without data and targets.
+
+        Args:
+            drops: the layer has dropout, so the documents have seeds.
+        """
+        ends = tuple(accumulate(self.documents, initial=0))
+        if drops:  # seeds are hashed on the CPU, and their keys moved
+            ids = torch.full((self.tokens,), NO_TARGET)
+            return PackedBatch(ids, ids, ids, ends, seeds=tuple(range(len(self.documents)))).to(META)
         ids = torch.empty(self.tokens, dtype=torch.int64, device=META)
-        return PackedBatch(ids, ids, ids, tuple(accumulate(self.documents, initial=0)))
+        return PackedBatch(ids, ids, ids, ends)
 
 
 @lru_cache(maxsize=64)  # suggestions ask for the same ones again
@@ -193,11 +202,11 @@ def measure_block(layer: nn.Module, trained: Layout, shape: LayerInput, is_above
         trained: its trained parameters.
         is_above_trained: backward computes the gradient of its input.
     """
-    batch = shape.batch()
+    batch = shape.batch(drops=has_dropout(layer))
     gradient = torch.empty(shape.tokens, shape.width, dtype=shape.dtype, device=META)
     x = torch.empty(shape.tokens, shape.width, dtype=shape.dtype, device=META, requires_grad=is_above_trained)
     parameters, run = parameters_of(layer, trained, shape.dtype), FunctionalLayer(layer).run
-    _ = batch.cu_seqlens_T  # cached here, so that the meter does not count it
+    _ = batch.cu_seqlens_T, batch.noise  # cached here, so that the meter does not count them
     with Meter(shape.documents) as forward, _FuseAttention(forward), torch.no_grad():
         run(parameters, x, batch, forward.poll)
     pieces = tuple(tuple(piece) for piece in forward.kernels)
@@ -210,6 +219,11 @@ def measure_block(layer: nn.Module, trained: Layout, shape: LayerInput, is_above
         meter.kernels, meter.peak = [[]], meter.bytes
         torch.autograd.backward(output, gradient)
     return LayerCost(pieces, tuple(meter.kernels[0]), kept, forward.peak, graph, meter.peak)
+
+
+def has_dropout(layer: nn.Module) -> bool:
+    """Tell whether a layer draws noise in training."""
+    return any(isinstance(module, Dropout) and module.rate for module in layer.modules())
 
 
 def measure_blocks(

@@ -19,11 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from gptj_ft.models.batch import HeadRows, PackedBatch, pack
-from gptj_ft.models.dropout import Dropout
 from gptj_ft.models.functional import FunctionalLayer
 from gptj_ft.models.layout import Layout
 from gptj_ft.models.products import ONEDNN, Products, set_products
-from gptj_ft.planning.layer_cost import LayerInput, first_alike, parameters_of
+from gptj_ft.planning.layer_cost import LayerInput, first_alike, has_dropout, parameters_of
 from gptj_ft.planning.workload import LayerTimes, ModelTimes, SecondsByTokens, Workload
 from gptj_ft.streaming.cross_entropy import summed_cross_entropy
 from gptj_ft.system.accelerator import CPU
@@ -125,7 +124,7 @@ class LayerKind:
     def _batch(self) -> PackedBatch:
         """Return a micro-batch without cached values, like the first layer of a step gets it."""
         batch = pack([[0] * length for length in self.shape.documents])
-        if not any(isinstance(module, Dropout) and module.rate for module in self.layer.modules()):
+        if not has_dropout(self.layer):
             return batch
         return PackedBatch(
             batch.tokens_T, batch.positions_T, batch.targets_T, batch.cu_seqlens,

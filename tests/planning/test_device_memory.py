@@ -10,7 +10,7 @@ import torch
 from support.small_run import new_run, small_session, train
 
 from gptj_ft.config.options import Recipe
-from gptj_ft.models.batch import PackedBatch
+from gptj_ft.models.batch import NO_TARGET, PackedBatch
 from gptj_ft.models.functional import FunctionalLayer
 from gptj_ft.models.gptj import GPTJConfig, build_layers
 from gptj_ft.models.layout import Layout
@@ -82,13 +82,17 @@ def test_padding_is_forecast_on_accelerators_only() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("model_type", ["gptj", "gpt2"])
-def test_cpu_graphs_match_the_meta_device(model_type: str, method: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("drops", [0.0, 0.1])
+def test_cpu_graphs_match_the_meta_device(drops: float, model_type: str, method: str, dtype: torch.dtype) -> None:
     family = families()[model_type]
     raw = {"vocab_size": 99, "n_positions": 512, "n_embd": 256, "n_layer": 1, "n_head": 4, "rotary_dim": 32}
-    selection = select(Architecture(family, family.read_config(raw), raw), Recipe.model_validate({"method": method}))
+    raw |= {"attn_pdrop": 0.0, "resid_pdrop": drops}
+    recipe = Recipe.model_validate({"method": method, "lora": {"dropout": drops}})
+    selection = select(Architecture(family, family.read_config(raw), raw), recipe)
     layer, layout = selection.build()[1], selection.trained[1]
     given = LayerInput((128, 128), 256, dtype)  # of one length, since devices pad in fp32
-    batch = PackedBatch(*(torch.zeros(given.tokens, dtype=torch.int64) for _ in range(3)), given.batch().cu_seqlens)
+    ids = torch.full((given.tokens,), NO_TARGET)
+    batch = PackedBatch(ids, ids.abs(), ids, given.batch().cu_seqlens, seeds=(0, 1))
     parameters = parameters_of(layer, layout, dtype, torch.device("cpu"))
     x = torch.zeros(given.tokens, given.width, dtype=dtype, requires_grad=True)
     run = FunctionalLayer(layer).run
