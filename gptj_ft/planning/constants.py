@@ -36,6 +36,9 @@ LOGITS = 2  # fp32 tensors of [targets, vocabulary]: a chunk's logits, and in bf
 Z_LOSS_LOGITS = 4  # the same with `z_loss`, for which torch keeps copies
 # Holes in the heap that graphs of small blocks leave; fitted to runs of encoders. Kept graphs fill them.
 HOLES, MOST_HOLES = 6, 260 * 10**6
+# The same of recomputed causal blocks, as far as logits do not fill them; fitted to LoRA and all parameters of a GPT-2
+# of 12 blocks of 768 and a GPT-J of 4 blocks of 2,048, with 500 to 1,900 tokens and 1 to 12 steps.
+CAUSAL_HOLES, MOST_CAUSAL_HOLES = 3, 350 * 10**6
 # Holes between kept graphs of causal blocks, in tensors of [tokens, width] per block and kept block; fitted to runs of
 # 8 blocks (2 to 4 kept) and of 24 (6 to 16 kept). Fewer if the MLP's tensors are so large that glibc maps them, and in
 # fp32: at most 2.2 in runs of 8 to 32 blocks, of up to 300 steps.

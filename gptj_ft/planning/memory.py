@@ -17,6 +17,7 @@ from gptj_ft.config.options import Recipe
 from gptj_ft.models.batch import rounded_up
 from gptj_ft.models.layout import Kind
 from gptj_ft.planning.constants import (
+    CAUSAL_HOLES,
     CONTEXT_BYTES,
     COUNTED_SAVED,
     DISK_STAGING_BYTES,
@@ -30,6 +31,7 @@ from gptj_ft.planning.constants import (
     LIBRARY_BYTES,
     LOGITS,
     MAPPED_BYTES,
+    MOST_CAUSAL_HOLES,
     MOST_HOLES,
     PACKED_SHARES,
     PROCESS_BYTES,
@@ -393,7 +395,9 @@ def _on_cpu(demand: _Demand, by_place: Mapping[Place, int], have: Free) -> tuple
     step = 3 * hidden * rows
     away = 0 if stays else NUM_BUFFERS * hidden * rows
     head = (Z_LOSS_LOGITS if demand.recipe.z_loss else LOGITS) * workload.logits_bytes
-    fixed = by_place["device"] + activations + step + away + head
+    # Recomputed causal blocks leave holes in the heap, in which logits find room.
+    holes = 0 if workload.step.pairs else min(MOST_CAUSAL_HOLES, int(CAUSAL_HOLES * graph))
+    fixed = by_place["device"] + activations + step + away + max(head, holes)
     packed = 0.0
     if have.is_shared and workload.dtype != torch.float32:
         packed = PACKED_SHARES[bf16_unit()]
@@ -404,6 +408,8 @@ def _on_cpu(demand: _Demand, by_place: Mapping[Place, int], have: Free) -> tuple
     kept = demand.most_kept(lambda kept: _kept_bytes_on_cpu(working, kept) <= room)
     graphs = _kept_bytes_on_cpu(working, kept)
     device = fixed + buffers + graphs
+    if kept:  # kept graphs fill the holes
+        device -= max(0, holes - head)
     if kept == workload.num_backward_blocks and workload.dtype == torch.float32 and not workload.step.pairs:
         # No block runs again: the logits are gone when backward needs its memory. Not measured in 16 bits.
         device -= min(activations, head)

@@ -21,7 +21,14 @@ from gptj_ft.models.batch import rounded_up
 from gptj_ft.models.gptj import GPTJConfig, build_layers
 from gptj_ft.models.layout import NO_PARAMETERS, Layout
 from gptj_ft.models.published import CEREBRAS_GPT, find_published
-from gptj_ft.planning.constants import LOGITS, PACKED_SHARES, SYSTEM_BYTES, Z_LOSS_LOGITS
+from gptj_ft.planning.constants import (
+    CAUSAL_HOLES,
+    LOGITS,
+    PACKED_SHARES,
+    SAVED_PER_TOKEN,
+    SYSTEM_BYTES,
+    Z_LOSS_LOGITS,
+)
 from gptj_ft.planning.costs import Pass, cost
 from gptj_ft.planning.memory import Free
 from gptj_ft.planning.plan import FASTEST_FIRST, Plan, candidates, choose, forecast
@@ -602,10 +609,11 @@ def test_scaling_law_matches_paper_and_knows_range() -> None:
 def test_cpu_memory_counts_logits_of_actual_targets(six_b: Workload) -> None:
     have = Free(10**13, 10**13, 10**14, is_shared=True)
     place, recipe = Placement("device", "device", frozen="device"), Recipe(activations="recompute")
+    narrow = replace(six_b, width=64)  # its blocks leave holes smaller than the logits
 
     def needed(most_targets: int = 0, **options: float) -> int:
         used = recipe.model_copy(update=options)
-        return forecast(place, six_b.with_step(most_targets=most_targets), used, RATES, have).device_bytes
+        return forecast(place, narrow.with_step(most_targets=most_targets), used, RATES, have).device_bytes
 
     of_a_target = LOGITS * 4 * six_b.vocabulary
     few = needed(100)
@@ -618,6 +626,24 @@ def test_cpu_memory_counts_logits_of_actual_targets(six_b: Workload) -> None:
     validated = replace(six_b.with_step(most_targets=100), validation=Validation(0, 500)).most_logits
     assert validated == rounded_up(500), "a validation scores its own targets"
     assert six_b.with_step(most_targets=500, micro_batch=100).most_logits == 100, "at most one per token"
+
+
+def test_recomputed_blocks_leave_holes_that_logits_fill(six_b: Workload) -> None:
+    have = Free(10**13, 10**13, 10**14, is_shared=True)
+
+    def needed(tokens: int, activations: int, most_targets: int = 1) -> int:
+        workload = replace(six_b, width=768, step=StepTokens(2048, tokens, tokens, 1, most_targets=most_targets))
+        recipe = Recipe(activations=activations, clip_norm=None)
+        return forecast(Placement("device", "device"), workload, recipe, RATES, have).device_bytes
+
+    graph = SAVED_PER_TOKEN * 768 * 4
+    # Besides: the graph itself, three hidden states, and the inputs of 28 blocks.
+    of_token = graph + (3 + 28) * 768 * 4
+    few, more = needed(640, 0), needed(1280, 0)
+    assert more - few == pytest.approx(640 * (of_token + CAUSAL_HOLES * graph), rel=1e-3)
+    assert needed(1280, 0, most_targets=665) - more < LOGITS * six_b.logits_bytes - CAUSAL_HOLES * 1280 * graph + 1e6
+    kept = needed(1280, 1) - needed(640, 1)
+    assert kept < more - few, "kept graphs fill the holes"
 
 
 @pytest.mark.parametrize(("unit", "packed"), PACKED_SHARES.items())
