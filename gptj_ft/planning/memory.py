@@ -28,6 +28,7 @@ from gptj_ft.planning.constants import (
     HOLES_A_BLOCK,
     HOLES_BETWEEN_MAPPED,
     HOLES_IN_FP32,
+    HOLES_OF_DROPOUT,
     LIBRARY_BYTES,
     LOGITS,
     MAPPED_BYTES,
@@ -41,7 +42,14 @@ from gptj_ft.planning.constants import (
     UPDATE_COPIES,
     Z_LOSS_LOGITS,
 )
-from gptj_ft.planning.layer_cost import LayerCost, LayerInput, embedding_cost, measure_blocks, measure_head
+from gptj_ft.planning.layer_cost import (
+    LayerCost,
+    LayerInput,
+    embedding_cost,
+    has_dropout,
+    measure_blocks,
+    measure_head,
+)
 from gptj_ft.planning.workload import Workload, exported_elements
 from gptj_ft.streaming.activations import NUM_BUFFERS
 from gptj_ft.streaming.buffers import PASS_TOKENS, BufferBudget, pool_shapes
@@ -450,6 +458,7 @@ def _kept_bytes_on_cpu(working: WorkingMemory, kept: int) -> int:
         mlp_bytes = 4 * of_token * min(workload.step.micro_batch, rows)
         most = HOLES_IN_FP32 if workload.dtype == torch.float32 else SAVED_PER_TOKEN
         holes = HOLES_BETWEEN_MAPPED if mlp_bytes >= MAPPED_BYTES else min(HOLES_A_BLOCK * kept, most)
+        holes += HOLES_OF_DROPOUT * has_dropout(workload.layers[1])
         graphs = math.ceil(working.measured_kept_bytes(kept) * rows / workload.step.most)
         return graphs + int(kept * holes * of_token * rows)
     return kept * (SAVED_PER_TOKEN * of_token * rows + workload.weights_bytes(workload.step.pairs))

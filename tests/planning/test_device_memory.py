@@ -11,6 +11,7 @@ from support.small_run import new_run, small_session, train
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.models.batch import NO_TARGET, PackedBatch
+from gptj_ft.models.dropout import Dropout
 from gptj_ft.models.functional import FunctionalLayer
 from gptj_ft.models.gptj import GPTJConfig, build_layers
 from gptj_ft.models.layout import Layout
@@ -20,6 +21,7 @@ from gptj_ft.models.trainable import select
 from gptj_ft.planning.constants import (
     DISK_STAGING_BYTES,
     FRAGMENTED_SHARE,
+    HOLES_OF_DROPOUT,
     LIBRARY_BYTES,
     LOGITS,
     PACKED_SHARES,
@@ -112,6 +114,14 @@ def test_holes_between_graphs_depend_on_the_type(dtype: torch.dtype, holes: floa
     packed = 1.0 if dtype == torch.float32 else 1 + PACKED_SHARES[bf16_unit()]
     of_hidden = 8 * packed * workload.step.most * workload.width * dtype.itemsize
     assert (sixteen - eight - packed * measured) / of_hidden == pytest.approx(holes, abs=0.01)
+
+
+def test_dropout_adds_holes_to_kept_graphs() -> None:
+    plain, dropping = narrow_workload(torch.float32), narrow_workload(torch.float32)
+    for layer in dropping.layers[1:-1]:
+        layer.add_module("dropout", Dropout(0.1))  # of no input: the graph stays as it is
+    more = cpu_bytes(dropping, activations=8) - cpu_bytes(plain, activations=8)
+    assert more == 8 * HOLES_OF_DROPOUT * plain.step.most * plain.width * 4
 
 
 def test_logits_share_memory_with_backward_if_nothing_runs_again() -> None:
