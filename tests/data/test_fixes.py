@@ -424,16 +424,18 @@ def test_a_full_disk_leaves_nothing(call: int, tmp_path: Path, shell: Any, fill_
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["rows.jsonl"]
 
 
-def test_failed_second_rename_undoes_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_second_name_undoes_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_rows(tmp_path / "rows.jsonl", [{"note": "a", "summary": "b"}])
-    rename = os.rename
 
-    def failing(path: Path, target: Path) -> None:
-        if target.suffix == ".jsonl":
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        rename(path, target)
+    def failing(call: Callable[[Path, Path], None]) -> Callable[[Path, Path], None]:
+        def name(path: Path, target: Path) -> None:
+            if target.suffix == ".jsonl":
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            call(path, target)
 
-    wrap_calls(monkeypatch, ["rename"], lambda _: failing)
+        return name
+
+    wrap_calls(monkeypatch, ["link", "rename"], failing)
     with pytest.raises(UsageError, match="cannot write"):
         fix(source)
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
