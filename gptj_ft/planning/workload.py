@@ -240,9 +240,9 @@ class Workload:
         """Elements that a pass reads once more, because another layer is tied to them."""
         return sum(self.layouts[TIED_SOURCE_LAYER].numel for layout in self.layouts if layout.tied)
 
-    def flops(self, kept: int = 0) -> Flops:
-        """Count the FLOPs of a mean step; the top ``kept`` blocks are not recomputed."""
-        return count_flops(self.layouts, self.step.mean, self.step.targets, kept, self.frozen)
+    def flops(self) -> Flops:
+        """Count the FLOPs of a mean step."""
+        return count_flops(self.layouts, self.step.mean, self.step.targets, frozen=self.frozen)
 
     def boundary_bytes(self, kept: int = 0) -> int:
         """Return the size of the layer inputs of the largest step that are saved for recomputation."""

@@ -297,9 +297,10 @@ def test_local_workloads_sum_to_whole(six_b: Workload) -> None:
         owners = assign_layers(six_b.layouts, size)
         parts = [local_workload(six_b, [i for i, owner in enumerate(owners) if owner == rank]) for rank in range(size)]
         assert sum(part.num_parameters for part in parts) == six_b.num_parameters
+        assert sum(part.forward_seconds for part in parts) == pytest.approx(six_b.forward_seconds)
         for kept in (0, 1):
-            whole = six_b.flops(size * kept)
-            assert sum(part.flops(kept).hardware for part in parts) == pytest.approx(whole.hardware)
+            whole = six_b.backward_seconds(size * kept)
+            assert sum(part.backward_seconds(kept) for part in parts) == pytest.approx(whole)
         assert sum(part.boundary_bytes() for part in parts) == six_b.boundary_bytes()
 
 
