@@ -98,10 +98,11 @@ def test_answers_of_two_models_never_share_a_file(race: Race) -> None:
 
 
 def test_equal_evaluations_have_equal_results(race: Race) -> None:
-    line = "evaluate model --recipe summarization --data rows.jsonl --json --quiet --max-length 64"
-    assert race.run(*[line] * 3) == [0, 0, 0]
-    found = {text for text in (race.folder / "output.txt").read_text().splitlines() if text.startswith("{")}
-    assert len(found) <= 1
+    line = "evaluate model --recipe summarization --data rows.jsonl --quiet --max-length 64 --output"
+    assert race.run(*(f"{line} {number}.jsonl" for number in range(3))) == [0, 0, 0]
+    first, *others = (race.lines_of(f"{number}.jsonl") for number in range(3))
+    assert len(first) == len(ROWS)
+    assert others == [first, first]
 
 
 def test_pages_of_one_run_are_whole(race: Race) -> None:
