@@ -70,8 +70,8 @@ ByteSize = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
 def _check_products(value: str) -> str:
     """Check a choice of libraries; `models.products.Products` has its meaning."""
     pair = "(onednn|mkl)(/(onednn|mkl))?"
-    if not re.fullmatch(rf"auto|{pair}( [0-9]{{1,9}}x[0-9]{{1,9}}={pair})*", value):
-        raise ValueError("expected auto, onednn, mkl, or two libraries such as onednn/mkl")
+    if not re.fullmatch(rf"auto|(widened )?{pair}( [0-9]{{1,9}}x[0-9]{{1,9}}={pair})*", value):
+        raise ValueError("expected auto, onednn, mkl, or two libraries such as onednn/mkl, also as in: widened onednn")
     return value
 
 
@@ -489,7 +489,7 @@ class Recipe(Options):
     products: Annotated[str, AfterValidator(_check_products)] = "auto"
     """
     library of backward's matrix products on a CPU, for gradients of inputs and of weights: onednn, mkl, or two such as
-    onednn/mkl; auto: measured for each shape
+    onednn/mkl; in bf16, "widened onednn" multiplies in fp32; auto: measured for each shape, widened without a bf16 unit
     """
     moments: Literal["fp32", "bf16", "int8"] = "fp32"
     """

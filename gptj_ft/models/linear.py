@@ -58,7 +58,7 @@ def project(
         weight: shape (output width, input width).
         bias: shape (output width,).
         is_transposed: whether ``weight`` is stored as (input width, output width).
-        products: libraries of the backward pass.
+        products: libraries of the backward pass, and the type in which training multiplies.
     """
     # Measured in fp32 (torch 2.13, 2 cores of an AMD EPYC): oneDNN's products run at 1.9 to 2.6 times the rate of MKL's
     # with AVX-512, of which MKL uses half there, and at 0.95 to 1.6 times with AVX2. In bf16, torch uses oneDNN anyway.
@@ -81,7 +81,7 @@ def project(
         if x_TD.shape[0] > 1 and weight.is_contiguous():
             out = multiply(weight, x_TD).t().contiguous()
             return out if bias is None else out.add_(bias)
-    return multiply(x_TD, weight, bias)
+    return multiply(x_TD, weight, bias, products.widens and x_TD.shape[0] > FEW_TOKENS)
 
 
 @lru_cache
@@ -110,7 +110,7 @@ class _Product(torch.autograd.Function):
             weight if weight.is_leaf and weight.requires_grad else None
         )  # for its .grad only: its values may have moved by then
         ctx.is_transposed, ctx.libraries = is_transposed, libraries
-        return multiply(x, weight.t() if is_transposed else weight, bias)
+        return multiply(x, weight.t() if is_transposed else weight, bias, libraries.widens)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -119,12 +119,12 @@ class _Product(torch.autograd.Function):
         if for_weight:
             left, right = (x, gradient) if ctx.is_transposed else (gradient, x)
             if ctx.leaf is not None and ctx.leaf.grad is not None:
-                add_product(ctx.leaf.grad, left, right, ctx.libraries.weights)
+                add_product(ctx.leaf.grad, left, right, ctx.libraries)
             else:
-                of_weight = multiply(left.t(), right.t())
+                of_weight = multiply(left.t(), right.t(), widens=ctx.libraries.widens)
         of_x = None
         if for_x:
-            of_x = input_gradient(gradient, weight.t() if ctx.is_transposed else weight, ctx.libraries.inputs)
+            of_x = input_gradient(gradient, weight.t() if ctx.is_transposed else weight, ctx.libraries)
         return of_x, of_weight, gradient.sum(0) if for_bias else None, None, None
 
 

@@ -4,6 +4,9 @@ oneDNN computes every forward product: with it, a row has the same bits in a pro
 inputs and of weights may come from MKL instead. `planning.product_times` measures which library is faster for a model's
 matrices; a run records the choice, because the libraries round differently.
 
+On a CPU without a bf16 unit, bf16 matrices are widened to fp32 for their product, which is rounded to bf16: both
+libraries' own bf16 products emulate the unit there, at a fourth of the rate of fp32 or less. A run records this, too.
+
 Axis letters: T tokens, I input width, O output width.
 """
 
@@ -24,14 +27,17 @@ from torch import Tensor, nn
 Library = Literal["onednn", "mkl"]
 Shape = tuple[int, int]  # of a stored weight
 SUM_ROWS, SUM_NUMEL = 256, 2**20  # minimum block of a weight gradient that `add_product` computes at once
+WIDE_ROWS, WIDE_NUMEL = 256, 2**20  # minimum block of a bf16 weight that is widened to fp32 at once
+WIDENED = "widened "
 ROW_MAJOR, NOT_TURNED, TURNED = 101, 111, 112  # constants of CBLAS
 
 
 class Libraries(NamedTuple):
-    """Libraries of the products in a linear layer's backward pass."""
+    """Libraries of the products in a linear layer's backward pass, and the type in which they multiply."""
 
     inputs: Library = "onednn"  # gradient of the inputs
     weights: Library = "onednn"  # gradient of the weight, summed in fp32
+    widens: bool = False  # bf16 matrices are multiplied in fp32, forward as well; see `Products`
 
     def __str__(self) -> str:
         return self.inputs if self.inputs == self.weights else f"{self.inputs}/{self.weights}"
@@ -52,32 +58,35 @@ ONEDNN_ALONE = Libraries()
 class Products:
     """Libraries of a model's matrices, by the shape in which a weight is stored.
 
-    As text, e.g. ``onednn/mkl 192x576=onednn``: the libraries of most matrices, then those of the others.
+    As text, e.g. ``widened onednn/mkl 192x576=onednn``: bf16 matrices are widened to fp32; the libraries of most
+    matrices; those of the others.
     """
 
     default: Libraries = ONEDNN_ALONE
     by_shape: Mapping[Shape, Libraries] = field(default_factory=dict, hash=False)
+    widens: bool = False  # bf16 matrices are widened to fp32 for their product, forward and backward
 
     def of(self, weight: Tensor) -> Libraries:
         """Return the libraries for a weight."""
         rows, columns = weight.shape
-        return self.by_shape.get((rows, columns), self.default)
+        libraries = self.by_shape.get((rows, columns), self.default)
+        return libraries._replace(widens=True) if self.widens else libraries
 
     def __str__(self) -> str:
         others = (f"{rows}x{columns}={each}" for (rows, columns), each in sorted(self.by_shape.items()))
-        return " ".join((str(self.default), *others))
+        return WIDENED * self.widens + " ".join((str(self.default), *others))
 
     @classmethod
     def parse(cls, text: str) -> Products:
         """Parse the text of `Products`; raise `ValueError` for other text."""
-        default, *others = text.split()
+        default, *others = text.removeprefix(WIDENED).split()
         by_shape = {}
         for word in others:
             match = re.fullmatch(r"(\d{1,9})x(\d{1,9})=(.*)", word)
             if match is None:
                 raise ValueError(f"{word!r}: expected a shape and its libraries, such as 192x576=onednn")
             by_shape[int(match[1]), int(match[2])] = Libraries.parse(match[3])
-        return cls(Libraries.parse(default), by_shape)
+        return cls(Libraries.parse(default), by_shape, text.startswith(WIDENED))
 
     @property
     def uses_mkl(self) -> bool:
@@ -85,6 +94,15 @@ class Products:
 
 
 ONEDNN = Products()
+
+
+def products_for(dtype: torch.dtype, device: torch.device, emulates_bf16: bool) -> Products:
+    """Return the products of a forward pass.
+
+    Args:
+        emulates_bf16: the CPU has no bf16 unit, see `system.machine.emulates_bf16`.
+    """
+    return Products(widens=emulates_bf16 and dtype == torch.bfloat16 and device.type == "cpu")
 
 
 def set_products(layers: Iterable[nn.Module], products: Products) -> None:
@@ -108,12 +126,30 @@ def has_mkl(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and _gemm_bf16bf16f32() is not None
 
 
-def multiply(x_TI: Tensor, weight_OI: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply by a weight with oneDNN, without an autograd graph: [T, O]."""
+def multiply(x_TI: Tensor, weight_OI: Tensor, bias: Tensor | None = None, widens: bool = False) -> Tensor:
+    """Multiply by a weight with oneDNN, without an autograd graph: [T, O].
+
+    Args:
+        widens: multiply bf16 matrices in fp32, and round the result.
+    """
+    if widens and x_TI.dtype == torch.bfloat16:
+        return _multiply_widened(x_TI, weight_OI, bias, "onednn")
     if x_TI.dtype != torch.float32:
         return F.linear(x_TI, weight_OI, bias)
     out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x_TI, weight_OI, bias, "none", [], "")
     return out
+
+
+def _multiply_widened(x_TI: Tensor, weight_OI: Tensor, bias: Tensor | None, library: Library) -> Tensor:
+    """Multiply bf16 matrices in fp32, a block of the weight's rows at a time, and round the result to bf16."""
+    x_TI, out_TO = x_TI.float(), x_TI.new_empty(len(x_TI), len(weight_OI))
+    num_rows = max(WIDE_ROWS, WIDE_NUMEL // weight_OI.shape[1])
+    biases = [None] * len(weight_OI) if bias is None else torch.split(bias.float(), num_rows)
+    weights = torch.split(weight_OI, num_rows)
+    for out, weight, own_bias in zip(torch.split(out_TO, num_rows, dim=1), weights, biases, strict=False):
+        wide = weight.float()
+        out.copy_(torch.mm(x_TI, wide.t()) if library == "mkl" else multiply(x_TI, wide, own_bias))
+    return out_TO
 
 
 def multiply_row(x_1I: Tensor, weight_OI: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -134,18 +170,24 @@ def multiply_row(x_1I: Tensor, weight_OI: Tensor, bias: Tensor | None = None) ->
     return (out_1O if bias is None else out_1O.add_(bias)).to(x_1I.dtype)
 
 
-def input_gradient(gradient_TO: Tensor, weight_OI: Tensor, library: Library) -> Tensor:
+def input_gradient(gradient_TO: Tensor, weight_OI: Tensor, libraries: Libraries) -> Tensor:
     """Multiply the gradient of a linear layer's outputs by its weight: [T, I]."""
     if not has_onednn(gradient_TO):
         return gradient_TO @ weight_OI
-    if library == "mkl" and gradient_TO.dtype == torch.float32:
+    if libraries.widens and gradient_TO.dtype == torch.bfloat16:
+        return _multiply_widened(gradient_TO, weight_OI.t(), None, libraries.inputs)
+    if libraries.inputs == "mkl" and gradient_TO.dtype == torch.float32:
         return torch.mm(gradient_TO, weight_OI)
     return multiply(gradient_TO, weight_OI.t())  # in bf16 MKL would need an fp32 result and a pass that rounds it
 
 
-def add_product(total_MN: Tensor, left_TM: Tensor, right_TN: Tensor, library: Library) -> None:
+def add_product(total_MN: Tensor, left_TM: Tensor, right_TN: Tensor, libraries: Libraries) -> None:
     """Add ``left.t() @ right`` to an fp32 sum."""
-    if library == "onednn" or not has_mkl(left_TM.dtype):
+    if libraries.widens and left_TM.dtype == torch.bfloat16:
+        narrow, right_TN, num_rows = libraries._replace(widens=False), right_TN.float(), _sum_rows(total_MN)
+        for total, left in zip(torch.split(total_MN, num_rows), torch.split(left_TM, num_rows, dim=1), strict=True):
+            add_product(total, left.float(), right_TN, narrow)
+    elif libraries.weights == "onednn" or not has_mkl(left_TM.dtype):
         _add_blocks(total_MN, left_TM, right_TN)
     elif left_TM.dtype == torch.float32:
         total_MN.addmm_(left_TM.t(), right_TN)
@@ -157,11 +199,15 @@ def _add_blocks(total_MN: Tensor, left_TM: Tensor, right_TN: Tensor) -> None:
     """Multiply with oneDNN, and add, block by block of rows."""
     # A block of the product stays in the cache until it is added. A whole product goes through new memory instead: one
     # more write and read, which take twice as long as the bf16 arithmetic with 220 tokens, and a fifth with 2,048.
-    num_rows = max(SUM_ROWS, SUM_NUMEL // total_MN.shape[1])
+    num_rows = _sum_rows(total_MN)
     for total, left in zip(torch.split(total_MN, num_rows), torch.split(left_TM, num_rows, dim=1), strict=True):
         if left.dtype == torch.float32:  # oneDNN copies a transposed slice itself otherwise, and slower
             left = left.contiguous().t().contiguous().t()
         total.add_(multiply(left.t(), right_TN.t()))
+
+
+def _sum_rows(total_MN: Tensor) -> int:
+    return max(SUM_ROWS, SUM_NUMEL // total_MN.shape[1])
 
 
 def _add_bf16(total_MN: Tensor, left_TM: Tensor, right_TN: Tensor) -> None:

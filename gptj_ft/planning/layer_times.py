@@ -66,7 +66,7 @@ class LayerKind:
         facts = [f"{path} {type(module).__name__} {_settings(module)}" for path, module in self.layer.named_modules()]
         facts += [f"{name} {tuple(whole.shape)}" for name, whole in self.layer.named_parameters()]
         facts += [*sorted(self.trained.used_shapes), str(self.is_above_trained), str(self.is_head)]
-        facts += [str(self.products)] if self.products.uses_mkl else []
+        facts += [str(self.products)] if self.products != ONEDNN else []
         digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
         return f"{digest}, {self.shape.dtype}, {len(self.shape.documents)} documents, {self.shape.tokens} tokens"
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from gptj_ft.errors import DataError, ResourceError
-from gptj_ft.models.products import ONEDNN, Libraries, Products
+from gptj_ft.models.products import Libraries, Products, products_for
 from gptj_ft.planning import layer_times, probe, product_times
 from gptj_ft.planning.layer_times import BYTES_PER_ELEMENT, LayerKind, Seconds, Timing
 from gptj_ft.planning.probe import ASSUMED_DISK, FILE_BYTES, ComputeRates, DiskRates, Rates
@@ -28,10 +28,10 @@ from gptj_ft.system.accelerator import device_name, is_accelerator, supports_bf1
 from gptj_ft.system.digests import read_sealed, sealed
 from gptj_ft.system.dtypes import PRECISIONS
 from gptj_ft.system.files import write_file
-from gptj_ft.system.machine import cpu_kernels, existing_folder, free_disk
+from gptj_ft.system.machine import cpu_kernels, emulates_bf16, existing_folder, free_disk
 from gptj_ft.system.paths import home, make_home
 
-METHOD = 13  # version of the measurements; others are not used
+METHOD = 14  # version of the measurements; others are not used
 SLOWEST, FASTEST = 1e3, 1e21  # plausible FLOP or bytes a second
 LEAST_SECONDS, MOST_SECONDS = 1e-7, 1e4  # plausible for a layer
 MOST_LAYERS = 500  # cached per device
@@ -70,6 +70,9 @@ class MachineProbe:
 
     def supports_bf16(self, device: torch.device) -> bool:
         return supports_bf16(device)
+
+    def emulates_bf16(self) -> bool:
+        return emulates_bf16()
 
 
 MACHINE = MachineProbe()
@@ -167,7 +170,8 @@ def with_times(
     largest = max((sum(layout.numel for layout in whole) for whole in workload.whole_layers[1:]), default=0)
     if device.type != "cpu" or not workload.layers or BYTES_PER_ELEMENT * largest > free_bytes:
         dtype = choose_dtype(precision, device, machine)
-        return replace(workload, dtype=dtype, products=workload.products or ONEDNN)
+        untimed = products_for(dtype, device, machine.emulates_bf16())
+        return replace(workload, dtype=dtype, products=workload.products or untimed)
     names, typical = ("fp32", "bf16") if precision == "auto" else (precision,), workload.typical_steps[0].workload
     rates = {name: compute_rates(device, machine=machine).matmul(PRECISIONS[name]) for name in names}
     products = {name: choose_products(typical, PRECISIONS[name], rates[name], device, machine) for name in names}
@@ -198,7 +202,8 @@ def choose_products(
     """
     if workload.products is not None:
         return workload.products, 1.0
-    counts, key = product_times.kinds_of(workload, dtype, rate), _device_key(device)
+    key, widens = _device_key(device), products_for(dtype, device, machine.emulates_bf16()).widens
+    counts = product_times.kinds_of(workload, torch.float32 if widens else dtype, rate)
     entry = _entry("products", key)
     known = entry if isinstance(entry, dict) else {}
     choices = {kind.name: _read_choice(known.get(kind.name)) for kind in counts}
@@ -211,7 +216,8 @@ def choose_products(
         written = {name: [str(each.libraries), *each[1:]] for name, each in found.items()}
         _keep("products", key, dict(list({**known, **written}.items())[-MOST_LAYERS:]))
         choices |= found
-    return product_times.products_of(counts, {name: each for name, each in choices.items() if each is not None})
+    chosen, gain = product_times.products_of(counts, {name: each for name, each in choices.items() if each is not None})
+    return replace(chosen, widens=widens), gain
 
 
 def _read_choice(entry: object) -> Choice | None:

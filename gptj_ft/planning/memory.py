@@ -16,6 +16,7 @@ import torch
 from gptj_ft.config.options import Recipe
 from gptj_ft.models.batch import rounded_up
 from gptj_ft.models.layout import Kind
+from gptj_ft.models.products import WIDE_NUMEL, WIDE_ROWS
 from gptj_ft.planning.constants import (
     CAUSAL_HOLES,
     CONTEXT_BYTES,
@@ -403,6 +404,9 @@ def _on_cpu(demand: _Demand, by_place: Mapping[Place, int], have: Free) -> tuple
     step = 3 * hidden * rows
     away = 0 if stays else NUM_BUFFERS * hidden * rows
     head = (Z_LOSS_LOGITS if demand.recipe.z_loss else LOGITS) * workload.logits_bytes
+    if workload.products is not None and workload.products.widens:
+        head += workload.logits_bytes  # their gradient in fp32
+        activations += _widened_bytes(workload)
     # Recomputed causal blocks leave holes in the heap, in which logits find room.
     holes = 0 if workload.step.pairs else min(MOST_CAUSAL_HOLES, int(CAUSAL_HOLES * graph))
     fixed = by_place["device"] + activations + step + away + max(head, holes)
@@ -432,6 +436,14 @@ def _on_cpu(demand: _Demand, by_place: Mapping[Place, int], have: Free) -> tuple
     # The head's logits come when forward has kept everything, then the gradients of a block.
     forward_bytes = have.device - head - activations if kept and have.is_shared else None
     return device, replace(budget, num_kept_layers=kept, pass_tokens=pass_tokens, forward_bytes=forward_bytes)
+
+
+def _widened_bytes(workload: Workload) -> int:
+    """Return the bytes of what a product of bf16 matrices takes in fp32: its left side, and a block of its weight."""
+    shapes = [shape for layouts in workload.whole_layers[1:-1] for each in layouts for shape in each.shapes.values()]
+    widest = max((max(shape) for shape in shapes if len(shape) == 2), default=0)
+    rows = min(rounded_up(workload.step.micro_batch), workload.step.most_rows)
+    return 4 * widest * (rows + WIDE_ROWS) + 4 * rows * (WIDE_ROWS + WIDE_NUMEL // workload.width)
 
 
 def _saved_per_token(working: WorkingMemory) -> int:

@@ -71,12 +71,15 @@ class Plan(MemoryForecast):
 
     @property
     def products(self) -> str:
-        """Libraries of backward's matrix products on a CPU, and why; empty on accelerators and for oneDNN alone."""
+        """Libraries of matrix products on a CPU, and why; empty on accelerators and for oneDNN's own products alone."""
         products, gain = self.workload.products, self.workload.times.products_gain
-        if products is None or not products.uses_mkl:
+        if products is None or not (products.uses_mkl or products.widens):
             return ""
-        why = f"{gain:.2g} times as fast as oneDNN here" if self.recipe.products == "auto" else "as asked for"
-        return f"{products} for gradients of inputs/weights: {why}"
+        if self.recipe.products != "auto":
+            return f"{products} for gradients of inputs/weights: as asked for"
+        reasons = ["bf16 is multiplied in fp32, since this CPU has no bf16 unit"] if products.widens else []
+        reasons += [f"{gain:.2g} times as fast as oneDNN here"] if products.uses_mkl else []
+        return f"{products} for gradients of inputs/weights: {'; '.join(reasons)}"
 
     @property
     def is_busy(self) -> bool:

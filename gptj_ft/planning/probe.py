@@ -25,6 +25,7 @@ from gptj_ft.models.dropout import Dropout
 from gptj_ft.models.layout import Layout
 from gptj_ft.models.linear import project
 from gptj_ft.models.lora import LoRALinear, Rank
+from gptj_ft.models.products import products_for
 from gptj_ft.planning.constants import KERNELS_PER_SECOND
 from gptj_ft.planning.layer_cost import Meter, parameters_of
 from gptj_ft.streaming.stores.state_file import digest
@@ -40,6 +41,7 @@ from gptj_ft.system.accelerator import (
     timed,
 )
 from gptj_ft.system.direct_io import open_direct, read_direct, write_bytes
+from gptj_ft.system.machine import emulates_bf16
 from gptj_ft.system.memory import allocate
 
 WIDTH, INNER = 4096, 16384  # GPT-J's MLP
@@ -279,8 +281,10 @@ def matmul_rate(
 def _matmul_seconds(x: Tensor, weight: Tensor, timed: Timer) -> float:
     """Return the median time of a product; a slow one runs once."""
 
+    products = products_for(x.dtype, x.device, emulates_bf16())
+
     def product() -> Tensor:
-        return project(x, weight, None, "training")
+        return project(x, weight, None, "training", products=products)
 
     seconds = timed(product, x.device)
     if seconds > LONGEST_PRODUCT / 4:

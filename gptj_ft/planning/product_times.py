@@ -32,6 +32,7 @@ PRODUCT_SECONDS = 0.03  # of a timed product, by the rate of large ones
 FEWEST_TURNS, MOST_TURNS = 2, 10  # over both libraries, after a warm-up
 ENOUGH_SECONDS = 0.1  # after which no turn starts
 GAIN = 1.1  # speed-up at which MKL replaces oneDNN: near 1, noise would choose
+LIBRARIES: tuple[Library, Library] = ("onednn", "mkl")
 MOST_ERROR = 0.01  # of a bf16 product relative to its largest element
 
 
@@ -71,14 +72,14 @@ class ProductKind:
 
         by_input: dict[Library, float] = {"onednn": 0.0}
         if self.dtype == torch.float32:  # in bf16 both would be oneDNN's
-            by_input = _alternate(lambda library: input_gradient(gradient_TO, weight_OI, library))
+            by_input = _alternate(lambda each: input_gradient(gradient_TO, weight_OI, each))
         by_weight: dict[Library, float] = {"onednn": 0.0}
         if self.is_trained:
             total, sides = torch.zeros(rows, columns), (gradient_TO, x_TI)
             if self.is_transposed:
                 sides = (x_TI, gradient_TO)
             if _is_right(total, *sides):
-                by_weight = _alternate(lambda library: add_product(total, *sides, library))
+                by_weight = _alternate(lambda each: add_product(total, *sides, each))
         of_input, of_weight = _fastest(by_input), _fastest(by_weight)
         return Choice(
             Libraries(of_input, of_weight),
@@ -153,22 +154,21 @@ def _is_right(total: Tensor, left: Tensor, right: Tensor) -> bool:
     """Tell whether MKL's result agrees with oneDNN's, on a part of the matrix."""
     part = left[:, :NARROWEST]
     sums = [torch.zeros(part.shape[1], total.shape[1]) for _ in range(2)]
-    add_product(sums[0], part, right, "onednn")
-    add_product(sums[1], part, right, "mkl")
+    for total_of_part, library in zip(sums, LIBRARIES, strict=True):
+        add_product(total_of_part, part, right, Libraries(library, library))
     return bool((sums[0] - sums[1]).abs().max() <= MOST_ERROR * sums[0].abs().max())
 
 
-def _alternate(run: Callable[[Library], object]) -> dict[Library, float]:
+def _alternate(run: Callable[[Libraries], object]) -> dict[Library, float]:
     """Return the least seconds with each library."""
-    libraries: tuple[Library, Library] = ("onednn", "mkl")
-    seconds: dict[Library, float] = dict.fromkeys(libraries, math.inf)
+    seconds: dict[Library, float] = dict.fromkeys(LIBRARIES, math.inf)
     began = time.perf_counter()
     for turn in range(1 + MOST_TURNS):
         if turn > FEWEST_TURNS and time.perf_counter() - began > ENOUGH_SECONDS:
             break
-        for library in libraries:
+        for library in LIBRARIES:
             start = time.perf_counter()
-            run(library)
+            run(Libraries(library, library))
             if turn:  # the first starts threads and compiles kernels
                 seconds[library] = min(seconds[library], time.perf_counter() - start)
     return seconds

@@ -26,6 +26,7 @@ from gptj_ft.models.heads import initialise_head
 from gptj_ft.models.layer_sampling import EVERY_LAYER, EveryLayer
 from gptj_ft.models.layout import FROZEN, MOMENTS, NO_PARAMETERS, Kind, Layout
 from gptj_ft.models.lora import GAIN, A, B, initialise, is_adapter_parameter, linear_layers
+from gptj_ft.models.products import products_for, set_products
 from gptj_ft.models.registry import Architecture
 from gptj_ft.models.trainable import Selection, adapted, locate_parameters
 from gptj_ft.streaming.activations import OffloadedActivations
@@ -43,7 +44,7 @@ from gptj_ft.streaming.stores.placement import Place, Placement, memory_store, o
 from gptj_ft.streaming.stores.quantized import PackedLayout, PackedStore
 from gptj_ft.streaming.stores.split import SplitStore, split_layouts
 from gptj_ft.system.digests import check_weights
-from gptj_ft.system.machine import free_memory
+from gptj_ft.system.machine import emulates_bf16, free_memory
 
 
 def open_for_training(
@@ -345,6 +346,7 @@ def open_for_inference(
         budget = BufferBudget(read_ahead)
         model = OffloadedModel(selection.build(), dtypes, {}, device, budget, selection.trained, selection.frozen)
         try:
+            set_products(model.layers, products_for(compute, device, emulates_bf16()))
             place = cast("Place", weights)
             open_frozen(model, architecture, checkpoint, Placement(place, place))
             if adapter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import resource
 import shutil
 import sys
@@ -44,6 +45,11 @@ def bf16_unit() -> str:
         return "AMX"
     is_allowed = not limit or any(name in limit for name in ("BF16", "FP16", "AMX", "AVX10"))
     return "AVX-512" if torch.cpu._is_avx512_bf16_supported() and is_allowed else ""
+
+
+def emulates_bf16() -> bool:
+    """Tell whether torch's libraries emulate bf16 products on this CPU, slower than they compute in fp32."""
+    return platform.machine().lower() in ("x86_64", "amd64") and not bf16_unit()
 
 
 def cpu_kernels() -> str:

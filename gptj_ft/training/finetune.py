@@ -282,8 +282,9 @@ def warn_of_changes(run: Run, setup: TrainSetup, reporter: Reporter) -> None:
     """Warn that a run resumes with other versions, threads or kernels, before anything is written."""
     warn(run, reporter, environment_changes(run, str(setup.device), torch.get_num_threads()))
     products = Products.parse(setup.recipe.products)
-    if setup.device.type == "cpu" and products.uses_mkl and not has_mkl(setup.dtype):
-        missing = f"this torch offers no MKL for {PRECISION_NAMES[setup.dtype]}, with which the run began ({products})"
+    dtype = torch.float32 if products.widens else setup.dtype
+    if setup.device.type == "cpu" and products.uses_mkl and not has_mkl(dtype):
+        missing = f"this torch offers no MKL for {PRECISION_NAMES[dtype]}, with which the run began ({products})"
         warn(run, reporter, f"{missing}: oneDNN replaces it, and results differ in their last bits")
 
 

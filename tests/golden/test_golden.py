@@ -285,6 +285,7 @@ def free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = psutil.virtual_memory()
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=64 * 10**9))
     monkeypatch.setattr("gptj_ft.planning.memory.bf16_unit", lambda: "AVX-512")
+    monkeypatch.setattr("gptj_ft.planning.machine_profile.emulates_bf16", lambda: False)
 
 
 @pytest.mark.usefixtures("free_memory")

@@ -74,7 +74,16 @@ def test_trained_weights_decide_for_frozen_ones_of_their_shape(trained: str, mac
     machine.choose_products = mkl_gains(1.5)  # type: ignore[assignment]
     partly = make_workload(Recipe(train=[trained]))
     assert {kind.is_trained for kind in kinds_of(partly, FP32, RATE)} == {True, False}
-    assert choose_products(partly, FP32, RATE, CPU, machine)[0].of(torch.empty(256, 256)) == ("onednn", "mkl")
+    assert choose_products(partly, FP32, RATE, CPU, machine)[0].of(torch.empty(256, 256)) == Libraries("onednn", "mkl")
+
+
+def test_products_without_a_bf16_unit_are_widened(machine: FakeMachine) -> None:
+    machine.choose_products, machine.emulates = mkl_gains(1.5), True  # type: ignore[assignment]
+    workload = with_times(make_workload(), "bf16", CPU, PLENTY, machine)
+    assert str(workload.products) == "widened onednn/mkl"
+    assert {kind.dtype for kind in machine.timed_products} == {FP32}
+    assert {(str(kind.products), kind.shape.dtype) for kind in machine.timed} == {("widened onednn/mkl", BF16)}
+    assert str(with_times(make_workload(), "fp32", CPU, PLENTY, machine).products) == "onednn/mkl"
 
 
 def test_slow_products_are_timed_with_fewer_tokens() -> None:
@@ -142,13 +151,13 @@ def test_damaged_cached_choice_is_measured_again(entry: object, machine: FakeMac
 def test_timing_computes_both_gradients(dtype: torch.dtype, is_transposed: bool) -> None:
     choice = ProductKind((192, 200), is_transposed, True, dtype, 64).choose()
     assert 0 < choice.seconds <= choice.onednn_seconds
-    assert (choice.libraries == ("onednn", "onednn")) == (choice.seconds == choice.onednn_seconds)
+    assert (choice.libraries == Libraries()) == (choice.seconds == choice.onednn_seconds)
 
 
 def test_library_with_wrong_results_is_not_chosen(monkeypatch) -> None:
-    def wrong(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, library: str) -> None:
-        if library == "onednn":
-            products.add_product(total, left, right, "onednn")  # MKL is infinitely faster: it does nothing
+    def wrong(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, libraries: Libraries) -> None:
+        if libraries.weights == "onednn":
+            products.add_product(total, left, right, Libraries())  # MKL is infinitely faster: it does nothing
 
     monkeypatch.setattr(product_times, "add_product", wrong)
     assert ProductKind((192, 200), False, True, BF16, 64).choose().libraries.weights == "onednn"

@@ -80,6 +80,7 @@ class FakeMachine(MachineProbe):
 
     def __init__(self, rates: Rates, load: float = 0.0, free: int = 10**13, has_bf16: bool = True) -> None:
         self.rates, self.load, self.free, self.has_bf16 = rates, load, free, has_bf16
+        self.emulates = False  # it has no bf16 unit
         self.others = 0.0  # share of the cores that other programs use while it measures
         self.counts = Counter[str]()
         self.timed: list[LayerKind] = []
@@ -117,3 +118,6 @@ class FakeMachine(MachineProbe):
 
     def supports_bf16(self, device: torch.device) -> bool:
         return self.has_bf16
+
+    def emulates_bf16(self) -> bool:
+        return self.emulates
