@@ -96,8 +96,8 @@ def test_widened_products_are_those_of_fp32_rounded_once(is_transposed: bool, mo
 
 def test_widened_products_sum_unrounded_weight_gradients() -> None:
     torch.manual_seed(0)
-    left, right = torch.randn(33, 70).bfloat16(), torch.randn(33, 90).bfloat16()
-    total = torch.ones(70, 90)
+    left, right = torch.randn(33, 2 * SUM_ROWS + 7).bfloat16(), torch.randn(33, 5000).bfloat16()
+    total = torch.ones(left.shape[1], right.shape[1])
     add_product(total, left, right, Libraries(widens=True))
     torch.testing.assert_close(total, 1 + left.float().t() @ right.float(), rtol=1e-5, atol=1e-5)
 
