@@ -31,6 +31,7 @@ Kernel = Literal["training", "decoding"]
 """``training``: differentiable, the same bits for any number of tokens. ``decoding``: forward only, on a CPU faster for
 few tokens, and rounds differently."""
 FEW_TOKENS = 32  # up to this many, weights are the left factor
+EMULATED_TOKENS = 8  # up to this many, an emulated bf16 product is faster than widening the weight
 MANY_TOKENS = 128  # beyond this many, one product for several weights is no faster
 
 
@@ -81,7 +82,7 @@ def project(
         if x_TD.shape[0] > 1 and weight.is_contiguous():
             out = multiply(weight, x_TD).t().contiguous()
             return out if bias is None else out.add_(bias)
-    return multiply(x_TD, weight, bias, products.widens and x_TD.shape[0] > FEW_TOKENS)
+    return multiply(x_TD, weight, bias, products.widens and x_TD.shape[0] > EMULATED_TOKENS)
 
 
 @lru_cache
