@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from gptj_ft.models.dropout import Dropout, seed_of
 from gptj_ft.models.linear import Conv1D, Kernel, RowContext, project
-from gptj_ft.models.products import ONEDNN, Products, input_gradient
+from gptj_ft.models.products import ONEDNN, WIDE_ROWS, Products, input_gradient
 from gptj_ft.models.registry import Architecture, Family
 
 A, B = "lora_A", "lora_B"
@@ -108,8 +108,8 @@ class _Adapted(torch.autograd.Function):
         ctx.settings = settings
         out = project(x, *frozen, settings.kernel, settings.is_transposed, settings.products)
         if settings.widens(x):
-            narrow = (dropped.float() @ a.float().t()).mul_(settings.scaling).to(x.dtype)
-            out.add_(narrow.float() @ b.float().t())
+            narrow = x.new_empty(len(x), len(a))
+            _add_widened(out, narrow, dropped, a.float().t() * settings.scaling, b.float().t())
         else:
             narrow = F.linear(dropped, a) * settings.scaling
             out.addmm_(narrow, b.t())
@@ -130,6 +130,15 @@ class _Adapted(torch.autograd.Function):
         of_dropped = of_narrow @ a if for_dropped else None
         results = of_dropped, of_x, of_narrow.t() @ dropped, gradient.t() @ narrow
         return *(None if x is None else x.to(dtype) for x in results), None, None
+
+
+def _add_widened(out_TO: Tensor, narrow_TR: Tensor, x_TI: Tensor, a_IR: Tensor, b_RO: Tensor) -> None:
+    """Add an adapter's bf16 output, multiplied in fp32; store its narrow inner product."""
+    # Some rows at a time. Whole fp32 matrices between tensors that are kept until backward would leave holes in the
+    # heap, a third of a small run's memory.
+    for out, narrow, x in zip(*(torch.split(each, WIDE_ROWS) for each in (out_TO, narrow_TR, x_TI)), strict=True):
+        narrow.copy_(x.float() @ a_IR)
+        out.add_(narrow.float() @ b_RO)
 
 
 class DoRALinear(LoRALinear):

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 Library = Literal["onednn", "mkl"]
 Shape = tuple[int, int]  # of a stored weight
 SUM_ROWS, SUM_NUMEL = 256, 2**20  # minimum block of a weight gradient that `add_product` computes at once
-WIDE_ROWS, WIDE_NUMEL = 256, 2**20  # minimum block of a bf16 weight that is widened to fp32 at once
+WIDE_ROWS, WIDE_NUMEL = 256, 2**20  # minimum block of a bf16 matrix that is widened to fp32 at once
 WIDENED = "widened "
 ROW_MAJOR, NOT_TURNED, TURNED = 101, 111, 112  # constants of CBLAS
 
@@ -142,7 +142,9 @@ def multiply(x_TI: Tensor, weight_OI: Tensor, bias: Tensor | None = None, widens
 
 def _multiply_widened(x_TI: Tensor, weight_OI: Tensor, bias: Tensor | None, library: Library) -> Tensor:
     """Multiply bf16 matrices in fp32, a block of the weight's rows at a time, and round the result to bf16."""
-    x_TI, out_TO = x_TI.float(), x_TI.new_empty(len(x_TI), len(weight_OI))
+    # The result first: it may be kept until backward, and a temporary matrix below it would leave a hole in the heap.
+    out_TO = x_TI.new_empty(len(x_TI), len(weight_OI))
+    x_TI = x_TI.float()
     num_rows = max(WIDE_ROWS, WIDE_NUMEL // weight_OI.shape[1])
     biases = [None] * len(weight_OI) if bias is None else torch.split(bias.float(), num_rows)
     weights = torch.split(weight_OI, num_rows)

@@ -30,6 +30,7 @@ from gptj_ft.planning.constants import (
     HOLES_BETWEEN_MAPPED,
     HOLES_IN_FP32,
     HOLES_OF_DROPOUT,
+    HOLES_OF_WIDENING,
     LIBRARY_BYTES,
     LOGITS,
     MAPPED_BYTES,
@@ -404,7 +405,7 @@ def _on_cpu(demand: _Demand, by_place: Mapping[Place, int], have: Free) -> tuple
     step = 3 * hidden * rows
     away = 0 if stays else NUM_BUFFERS * hidden * rows
     head = (Z_LOSS_LOGITS if demand.recipe.z_loss else LOGITS) * workload.logits_bytes
-    if workload.products is not None and workload.products.widens:
+    if workload.widens:
         head += workload.logits_bytes  # their gradient in fp32
         activations += _widened_bytes(workload)
     # Recomputed causal blocks leave holes in the heap, in which logits find room.
@@ -470,7 +471,7 @@ def _kept_bytes_on_cpu(working: WorkingMemory, kept: int) -> int:
         mlp_bytes = 4 * of_token * min(workload.step.micro_batch, rows)
         most = HOLES_IN_FP32 if workload.dtype == torch.float32 else SAVED_PER_TOKEN
         holes = HOLES_BETWEEN_MAPPED if mlp_bytes >= MAPPED_BYTES else min(HOLES_A_BLOCK * kept, most)
-        holes += HOLES_OF_DROPOUT * has_dropout(workload.layers[1])
+        holes += HOLES_OF_DROPOUT * has_dropout(workload.layers[1]) + HOLES_OF_WIDENING * workload.widens
         graphs = math.ceil(working.measured_kept_bytes(kept) * rows / workload.step.most)
         return graphs + int(kept * holes * of_token * rows)
     return kept * (SAVED_PER_TOKEN * of_token * rows + workload.weights_bytes(workload.step.pairs))

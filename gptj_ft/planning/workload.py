@@ -249,6 +249,11 @@ class Workload:
         return max(0, self.num_backward_blocks - kept) * self.width * self.dtype.itemsize * self.step.most_rows
 
     @property
+    def widens(self) -> bool:
+        """Whether bf16 matrices are multiplied in fp32."""
+        return self.products is not None and self.products.widens
+
+    @property
     def head_chunk(self) -> int:
         """Targets whose logits the head computes at once."""
         return max(1, HEAD_CHUNK_BYTES // (FP32_BYTES * max(1, self.vocabulary)))
