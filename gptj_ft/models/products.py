@@ -146,9 +146,9 @@ def _multiply_widened(x_TI: Tensor, weight_OI: Tensor, bias: Tensor | None, libr
     out_TO = x_TI.new_empty(len(x_TI), len(weight_OI))
     x_TI = x_TI.float()
     num_rows = max(WIDE_ROWS, WIDE_NUMEL // weight_OI.shape[1])
-    biases = [None] * len(weight_OI) if bias is None else torch.split(bias.float(), num_rows)
-    weights = torch.split(weight_OI, num_rows)
-    for out, weight, own_bias in zip(torch.split(out_TO, num_rows, dim=1), weights, biases, strict=False):
+    outs, weights = torch.split(out_TO, num_rows, dim=1), torch.split(weight_OI, num_rows)
+    biases = [None] * len(weights) if bias is None else torch.split(bias.float(), num_rows)
+    for out, weight, own_bias in zip(outs, weights, biases, strict=True):
         wide = weight.float()
         out.copy_(torch.mm(x_TI, wide.t()) if library == "mkl" else multiply(x_TI, wide, own_bias))
     return out_TO

@@ -45,9 +45,7 @@ CAUSAL_HOLES, MOST_CAUSAL_HOLES = 3, 350 * 10**6
 HOLES_A_BLOCK, HOLES_BETWEEN_MAPPED, MAPPED_BYTES = 0.4, 1.5, 32 * 2**20
 HOLES_IN_FP32 = 2.5
 HOLES_OF_DROPOUT = 2  # the same that drawing masks leaves; fitted to LoRA with dropout of a GPT-2 of 12 blocks
-HOLES_OF_WIDENING = (
-    3  # the same that fp32 temporaries leave; SmolLM2, 30 blocks kept: 3.3 with LoRA, 1.5 with all parameters
-)
+HOLES_OF_WIDENING = 3  # the same that fp32 temporaries leave; SmolLM2, 30 blocks kept: 3.3 with LoRA, else 1.5
 HEAP_SHARE = 0.05  # remaining overhead of encoders, oneDNN's kernels included
 # Of the memory in 16 bits, by the CPU's bf16 unit: oneDNN packs matrices. With AMX, all of GPT-J peaked 3.5 % above a
 # forecast with 1 % (full_size.py, micro-batches of 2,048 tokens). Without a unit, three runs of forecast.py peaked
