@@ -95,8 +95,10 @@ def main() -> None:
         for name, block in blocks.items():
             found[name].append(block.rates())
     for (shape, form), rates in found.items():
-        forward, training = ([round(each) for each in kind] for kind in zip(*rates, strict=True))
-        print(f"{shape}, {form}: forward {median(forward)} GFLOP/s {forward}, training {median(training)} {training}")
+        forward, training = (
+            f"{median(kind):.0f} ({min(kind):.0f} to {max(kind):.0f})" for kind in zip(*rates, strict=True)
+        )
+        print(f"{shape}, {form}: GFLOP/s forward {forward}, forward and backward {training}")
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def _check_products(value: str) -> str:
     """Check a choice of libraries; `models.products.Products` has its meaning."""
     pair = "(onednn|mkl)(/(onednn|mkl))?"
     if not re.fullmatch(rf"auto|(widened )?{pair}( [0-9]{{1,9}}x[0-9]{{1,9}}={pair})*", value):
-        raise ValueError("expected auto, onednn, mkl, or two libraries such as onednn/mkl, also as in: widened onednn")
+        raise ValueError("expected auto, onednn, mkl, or two libraries such as onednn/mkl; or widened and one of these")
     return value
 
 

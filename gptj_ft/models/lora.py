@@ -10,7 +10,7 @@ Axis letters: T tokens, I input width, O output width, R rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -109,7 +109,7 @@ class _Adapted(torch.autograd.Function):
         out = project(x, *frozen, settings.kernel, settings.is_transposed, settings.products)
         if settings.widens(x):
             narrow = x.new_empty(len(x), len(a))
-            _add_widened(out, narrow, dropped, a.float().t() * settings.scaling, b.float().t())
+            _add_widened(out, dropped, narrow, a, b, settings.scaling)
         else:
             narrow = F.linear(dropped, a) * settings.scaling
             out.addmm_(narrow, b.t())
@@ -120,25 +120,55 @@ class _Adapted(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (dropped, a, b, narrow, weight), (gradient,), settings = ctx.saved_tensors, gradients, ctx.settings
         for_dropped, for_x, *_ = ctx.needs_input_grad
-        of_x, dtype = None, gradient.dtype
+        of_x = None
         if for_x:
             weight_OI = weight.t() if settings.is_transposed else weight
             of_x = input_gradient(gradient, weight_OI, settings.products.of(weight))
         if settings.widens(gradient):
-            dropped, a, b, narrow, gradient = (x.float() for x in (dropped, a, b, narrow, gradient))
+            of_dropped, of_a, of_b = _widened_gradients(gradient, dropped, narrow, a, b, settings.scaling)
+            return of_dropped, of_x, of_a, of_b, None, None
         of_narrow = (gradient @ b) * settings.scaling
-        of_dropped = of_narrow @ a if for_dropped else None
-        results = of_dropped, of_x, of_narrow.t() @ dropped, gradient.t() @ narrow
-        return *(None if x is None else x.to(dtype) for x in results), None, None
+        return (
+            of_narrow @ a if for_dropped else None,
+            of_x,
+            of_narrow.t() @ dropped,
+            gradient.t() @ narrow,
+            None,
+            None,
+        )
 
 
-def _add_widened(out_TO: Tensor, narrow_TR: Tensor, x_TI: Tensor, a_IR: Tensor, b_RO: Tensor) -> None:
-    """Add an adapter's bf16 output, multiplied in fp32; store its narrow inner product."""
-    # Some rows at a time. Whole fp32 matrices between tensors that are kept until backward would leave holes in the
-    # heap, a third of a small run's memory.
-    for out, narrow, x in zip(*(torch.split(each, WIDE_ROWS) for each in (out_TO, narrow_TR, x_TI)), strict=True):
-        narrow.copy_(x.float() @ a_IR)
-        out.add_(narrow.float() @ b_RO)
+def _add_widened(
+    out_TO: Tensor, dropped_TI: Tensor, narrow_TR: Tensor, a_RI: Tensor, b_OR: Tensor, scaling: float
+) -> None:
+    """Add an adapter's bf16 output, multiplied in fp32; write the narrow matrix between its two products."""
+    a_RI, b_OR = a_RI.float() * scaling, b_OR.float()
+    for out, dropped, narrow in _some_rows(out_TO, dropped_TI, narrow_TR):
+        narrow.copy_(dropped.float() @ a_RI.t())
+        out.add_(narrow.float() @ b_OR.t())
+
+
+def _widened_gradients(
+    gradient_TO: Tensor, dropped_TI: Tensor, narrow_TR: Tensor, a_RI: Tensor, b_OR: Tensor, scaling: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute an adapter's bf16 gradients in fp32: of its input, of A, of B."""
+    of_dropped_TI, dtype = torch.empty_like(dropped_TI), a_RI.dtype
+    a_RI, b_OR = a_RI.float() * scaling, b_OR.float()
+    of_a_RI, of_b_OR = torch.zeros_like(a_RI), torch.zeros_like(b_OR)
+    for gradient, dropped, narrow, of_dropped in _some_rows(gradient_TO, dropped_TI, narrow_TR, of_dropped_TI):
+        wide = gradient.float()
+        of_narrow = wide @ b_OR
+        of_dropped.copy_(of_narrow @ a_RI)
+        of_a_RI.addmm_(of_narrow.t(), dropped.float(), alpha=scaling)
+        of_b_OR.addmm_(wide.t(), narrow.float())
+    return of_dropped_TI, of_a_RI.to(dtype), of_b_OR.to(dtype)
+
+
+def _some_rows(*matrices: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the same rows of several matrices, `WIDE_ROWS` at a time."""
+    # Whole fp32 matrices between tensors that are kept until backward would leave holes in the heap: a third of a small
+    # run's memory.
+    return zip(*(torch.split(matrix, WIDE_ROWS) for matrix in matrices), strict=True)
 
 
 class DoRALinear(LoRALinear):

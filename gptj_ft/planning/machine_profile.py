@@ -192,7 +192,7 @@ def with_times(
 def choose_products(
     workload: Workload, dtype: torch.dtype, rate: float, device: torch.device, machine: MachineProbe = MACHINE
 ) -> tuple[Products, float]:
-    """Choose the libraries of a workload's products by time, cached or measured now.
+    """Choose the libraries of a workload's products by time, cached or measured now; widen bf16 without a bf16 unit.
 
     Args:
         rate: FLOP/s of large products.

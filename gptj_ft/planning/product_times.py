@@ -94,7 +94,7 @@ def kinds_of(workload: Workload, dtype: torch.dtype, rate: float) -> Counter[Pro
     Args:
         rate: FLOP/s of large products, which limits the tokens.
     """
-    if not has_mkl(dtype):
+    if not has_mkl(dtype) or not workload.num_trained:
         return Counter()
     typical = workload.step.micro_batch_mean
     counts = Counter[ProductKind]()

@@ -118,7 +118,6 @@ def inference_dtype(
         step=StepTokens(READ_TOKENS, READ_TOKENS, READ_TOKENS, 0),
         num_steps=None,
         rows=RowLengths(READ_TOKENS),
-        products=ONEDNN,  # nothing is trained
     )
     free = machine.free_memory(device)
     allowed = min(free, device_cap(recipe, shares_memory(device)) or free)

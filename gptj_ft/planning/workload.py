@@ -251,7 +251,7 @@ class Workload:
     @property
     def widens(self) -> bool:
         """Whether bf16 matrices are multiplied in fp32."""
-        return self.products is not None and self.products.widens
+        return self.products is not None and self.products.widens and self.dtype == torch.bfloat16
 
     @property
     def head_chunk(self) -> int:

@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D as TransformersConv1D
 from gptj_ft.models.dropout import Dropout, Noise, NoiseSpan
 from gptj_ft.models.linear import Conv1D, Linear
 from gptj_ft.models.lora import DoRALinear, LoRALinear, Rank
+from gptj_ft.models.products import Products
 
 WIDTH, HEIGHT, TOKENS = 32, 48, 20
 NOISE = Noise((NoiseSpan(7, 0, TOKENS, TOKENS),))
@@ -76,6 +77,27 @@ def test_dora_layer_and_gradients_match_peft(is_transposed: bool, dropout: float
     pairs = [outputs, (inputs[0].grad, inputs[1].grad)]
     pairs += [(getattr(ours, name).grad, parameter.grad) for name, parameter in trained.items()]
     assert max(relative(*pair) for pair in pairs) < 1e-6
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("kind", [LoRALinear, DoRALinear])
+def test_widened_adapter_matches_fp32(kind, is_transposed: bool, monkeypatch) -> None:
+    monkeypatch.setattr("gptj_ft.models.lora.WIDE_ROWS", 8)  # the last rows are 4
+    torch.manual_seed(1)
+    values = {name: torch.randn(shape).bfloat16() for name, shape in (("bias", HEIGHT), ("lora_B", (HEIGHT, 4)))}
+    x, gradient = torch.randn(TOKENS, WIDTH).bfloat16(), torch.randn(TOKENS, HEIGHT).bfloat16()
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):
+        layer = layer_of(kind, is_transposed, 0.3, torch.bfloat16).to(dtype)
+        layer.products = Products(widens=True)
+        for name, value in values.items():
+            getattr(layer, name).data.copy_(value)
+        inputs = x.to(dtype, copy=True).requires_grad_()
+        output = layer(inputs, rows_of(NOISE))
+        output.backward(gradient.to(dtype))
+        results.append([output, inputs.grad, layer.lora_A.grad, layer.lora_B.grad])
+    # Rounded to bf16 a few times: outputs, the narrow matrix, the two gradients of the inputs.
+    assert max(relative(ours.float(), theirs) for ours, theirs in zip(*results, strict=True)) < 0.01
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
