@@ -9,7 +9,7 @@
     trl          TRL's SFTTrainer with its defaults (it recomputes activations), on the same rows; needs `trl`
     ours         gptj-ft, in the placement that it chooses by itself
     ours-disk    gptj-ft, weights and state on disk
-    ours-capped  gptj-ft, planned for 0.6 times the memory of the best of the loops that ran
+    ours-capped  gptj-ft, planned for a share (`--cap`) of the memory of the best of the loops that ran
 
 Each rung runs in fp32 and in bf16: the loops by autocast. Models are random: of GPT-2's shape with exact GELU (as
 Cerebras-GPT has it, and kinder to the loops' memory), or of a released model's; clipping is on. Each run is a separate
@@ -75,7 +75,6 @@ LOOPS = ("plain", "grouped", "targets", "sdpa", "compile", "recompute")
 TRL = "trl"
 WITH_ALL_LOGITS, WITH_EAGER_ATTENTION = LOOPS[:2], LOOPS[:3]
 OURS = {"ours": "auto", "ours-disk": "disk", "ours-capped": "auto"}
-CAP = 0.6  # share of the memory of the best loop that `ours-capped` may use
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Saved for backward of a block, at least: elements of the width and of the MLP's width a token, and matrices of scores
 # of the eager attention.
@@ -270,12 +269,12 @@ def take(results: Results, rung: str, precision: str, arguments: argparse.Namesp
         if rung == "ours-capped":
             if not loops:
                 raise Skipped("no loop ran before it")
-            variant += f":host_memory={int(CAP * results.peak(loops[0]))}"
+            variant += f":host_memory={int(arguments.cap * results.peak(loops[0]))}"
         try:
             return finetune(arguments, variant)[0]
         except subprocess.CalledProcessError as error:
             if rung == "ours-capped" and error.returncode == ResourceError.exit_code:
-                raise Skipped(f"it does not fit in {CAP} times the memory of {loops[0][0]}") from error
+                raise Skipped(f"it does not fit in {arguments.cap} times the memory of {loops[0][0]}") from error
             raise Failed(f"`gptj-ft finetune` ended with {error.returncode}, see above") from error
         finally:
             shutil.rmtree(run_of(arguments, variant).folder, ignore_errors=True)
@@ -503,6 +502,7 @@ def main() -> None:
     options.add_argument("--model", type=Path, help="model folder instead of a size")
     options.add_argument("--rungs", default=",".join((*LOOPS, TRL, *OURS)))
     options.add_argument("--precisions", default="fp32,bf16")
+    options.add_argument("--cap", type=float, default=0.6, help="share of memory that `ours-capped` may use")
     options.add_argument("--turns", type=int, default=2)
     options.add_argument("--method", choices=("full", "lora"), default="full")
     options.add_argument("--loop", help="internal")
