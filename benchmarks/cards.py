@@ -39,7 +39,7 @@ def row(card: PublishedDevice, ram: int) -> str:
     tokens, rates = StepTokens(2048, 16384, 16384.0, 4096.0), Rates(card.rates(), DISK)
     layouts = [Layout.of(layer) for layer in LAYERS]
     workload = Workload(layouts, 4096, card.half, tokens, 100, layers=LAYERS, rows=RowLengths(1024))
-    free = Free(card.memory_bytes, ram * GB, 10**13, is_shared=False)
+    free = Free.of_accelerator(card.memory_bytes, ram * GB, 10**13)
     try:
         plan = choose(Recipe(), workload, free, rates)
     except ResourceError:

@@ -194,7 +194,7 @@ def plan_of(recipe: Recipe, model: Architecture, tokens: int, rates: Rates, devi
         [Layout.of(layer) for layer in layers], SHAPE["n_embd"], torch.bfloat16,
         StepTokens(min(MICRO_BATCH, tokens), tokens, tokens, tokens), None, rows=RowLengths(ROW), layers=layers,
     )  # fmt: skip
-    free = Free(free_memory(device), free_memory(torch.device("cpu")), 10**15, is_shared=False)
+    free = Free.of_accelerator(free_memory(device), free_memory(torch.device("cpu")), 10**15)
     return choose(recipe, workload, free, rates)
 
 

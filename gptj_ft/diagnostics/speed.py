@@ -157,7 +157,7 @@ class Blocks:
 
     def plan(self, known: Rates, tokens: int, cap: int | None = None) -> Plan:
         """Plan steps of ``tokens`` tokens; raise `DoesNotFit` if the cap is too low."""
-        free = Free(free_memory(self.device), free_memory(CPU), 10**15, is_shared=False)
+        free = Free.of_accelerator(free_memory(self.device), free_memory(CPU), 10**15)
         return choose(self.recipe(cap), self.workload(tokens), free, known)
 
     @contextmanager

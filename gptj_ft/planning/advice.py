@@ -79,6 +79,9 @@ def _candidates(now: Candidate[Workload]) -> Iterator[tuple[Candidate[Workload],
         for name, bits in (("int8", "8"), ("nf4", "4.5")):
             typed = f"--model of `gptj-ft convert --quantize {name}`"
             yield now.with_options(typed, quantized(workload, name)), f"frozen weights are rounded to {bits} bits"
+    num_steps = (workload.num_steps or 0) + workload.steps_done
+    if num_steps and recipe.max_steps is None and num_steps < 4 * recipe.epochs:
+        return  # fewer rows than four times as many
     rows = 4 * recipe.batch_size
     larger = replace(workload, step=workload.step.scaled(Fraction(4), workload.rows.longest))
     yield now.with_options(f"--batch-size {rows}", larger, batch_size=rows), "a fourth of the updates per epoch"

@@ -15,7 +15,7 @@ from gptj_ft.models.layout import NO_PARAMETERS, Layout
 from gptj_ft.models.registry import Architecture
 from gptj_ft.planning.constants import COUNTED_LIVE, LISTED_TOKEN_BYTES, LIVE_LOGITS, LIVE_TENSORS, PROCESS_BYTES
 from gptj_ft.planning.layer_cost import LayerInput, measure_block
-from gptj_ft.planning.memory import Free, Requirements
+from gptj_ft.planning.memory import Free, Requirements, reserve
 from gptj_ft.planning.plan import PLACES_FASTEST_FIRST
 from gptj_ft.planning.suggestions import Candidate, Knob, halves, lift_caps, read_less_ahead, stream_more, suggest
 from gptj_ft.streaming.buffers import PASS_TOKENS
@@ -227,12 +227,13 @@ def _plan(
     weights = workload.weight_bytes(place) if place == "device" else workload.slot_bytes(recipe.read_ahead)
     texts = LISTED_TOKEN_BYTES * (sum(workload.documents) or sum(workload.prompts))
     staging = STAGING_BYTES if place == "disk" else 0
+    tensors = weights + workload.adapter_bytes + workload.working_bytes(together)
     answers = len(workload.prompts) * workload.num_return * workload.settings.max_new_tokens
     return InferencePlan(
         weights=place,
         precision=str(workload.dtype).removeprefix("torch."),
         together=together,
-        device_bytes=weights + workload.adapter_bytes + workload.working_bytes(together),
+        device_bytes=tensors + (0 if have.is_shared else reserve(tensors)),
         host_bytes=PROCESS_BYTES + texts + staging + (workload.weight_bytes(place) if place == "host" else 0),
         disk_bytes=WRITTEN_TOKEN_BYTES * (answers + 16 * len(workload.documents)),
         have=have,

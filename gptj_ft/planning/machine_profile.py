@@ -319,7 +319,8 @@ def _entries(part: str) -> dict[str, Any]:
 
 def _entry(part: str, key: str) -> Any:
     """Return a cached measurement; unsaved ones are newer than the file."""
-    return _unsaved.get((_cache(), part, key)) or _entries(part).get(key)
+    unsaved = _unsaved.get((_cache(), part, key))
+    return _entries(part).get(key) if unsaved is None else unsaved
 
 
 def _recall(part: str, key: str, form: type[T]) -> T | None:

@@ -81,10 +81,15 @@ class Free:
     disk: int
     is_shared: bool  # device and host are the same memory, as on a CPU
 
+    @classmethod
+    def of_accelerator(cls, device: int, host: int, disk: int) -> Free:
+        """Return the free resources of a machine with an accelerator, without the system's reserve of host memory."""
+        return cls(device, max(0, host - SYSTEM_BYTES), disk, is_shared=False)
+
     def capped(self, recipe: Recipe) -> Free:
-        """Apply the caps of a recipe; on shared memory the smaller one. Beside a device, the system keeps a reserve."""
+        """Apply the caps of a recipe; on shared memory the smaller one."""
         device = _least(self.device, device_cap(recipe, self.is_shared))
-        host = device if self.is_shared else _least(max(0, self.host - SYSTEM_BYTES), recipe.host_memory)
+        host = device if self.is_shared else _least(self.host, recipe.host_memory)
         return Free(device, host, _least(self.disk, recipe.disk_space), self.is_shared)
 
 
@@ -370,7 +375,7 @@ def forecast_memory(placement: Placement, workload: Workload, recipe: Recipe, ha
     # A run on disk is its own checkpoint and replaces a layer at a time. Others write a checkpoint before they remove
     # the previous one.
     layer = sum(num_bytes(largest, dtype) for dtype in dtypes.values())
-    kept = kept_checkpoints(recipe, workload.num_steps)
+    kept = kept_checkpoints(recipe, (workload.num_steps or 0) + workload.steps_done)
     saved = (2 * layer if placement.is_durable else 2 * state) + exported_elements(recipe, workload) * 4 + kept * state
     if recipe.mirror:  # each checkpoint has a mirror of another machine; a run on disk has one of its state
         saved += (2 + kept + placement.is_durable) * state
@@ -477,9 +482,9 @@ def _kept_bytes_on_cpu(working: WorkingMemory, kept: int) -> int:
     return kept * (SAVED_PER_TOKEN * of_token * rows + workload.weights_bytes(workload.step.pairs))
 
 
-def kept_checkpoints(recipe: Recipe, num_steps: int | None) -> int:
+def kept_checkpoints(recipe: Recipe, num_steps: int) -> int:
     """Count the checkpoints that a run keeps at most, without the latest one."""
-    regular = (num_steps or 0) // recipe.save_every if recipe.save_every else 0
+    regular = num_steps // recipe.save_every if recipe.save_every else 0
     newest = regular if recipe.num_newest_kept is None else min(regular, recipe.num_newest_kept)
     return newest + recipe.keeps_best
 

@@ -16,14 +16,14 @@ from gptj_ft.config.options import Recipe
 from gptj_ft.errors import ResourceError
 from gptj_ft.models.layer_sampling import EVERY_LAYER
 from gptj_ft.models.layout import FROZEN
-from gptj_ft.planning.costs import Costs, Pass, cost
+from gptj_ft.planning.costs import Costs, Pass, cost, num_checkpoints
 from gptj_ft.planning.kernel_times import with_kernel_times
 from gptj_ft.planning.machine_profile import QUIET, reason_for
 from gptj_ft.planning.memory import Free, MemoryForecast, forecast_memory, stored_kinds
 from gptj_ft.planning.probe import Rates
 from gptj_ft.planning.scaling_law import ScalingForecast
 from gptj_ft.planning.step_replay import ScheduleInputs
-from gptj_ft.planning.suggestions import HARMLESS, TRAINING, Candidate, suggest
+from gptj_ft.planning.suggestions import HARMLESS, ON_CPU, TRAINING, Candidate, suggest
 from gptj_ft.planning.timeline import Timeline, replay
 from gptj_ft.planning.workload import Workload
 from gptj_ft.streaming.buffers import BufferBudget
@@ -151,9 +151,11 @@ class Plan(MemoryForecast):
         numbers = dict.fromkeys((self.estimate.num_deferred, 0))
         timelines = {number: replay(workload, self._schedule(number), rates) for number in numbers}
         chosen = min(timelines, key=lambda number: timelines[number].seconds)
-        best = timelines[chosen]
+        best, costs = timelines[chosen], self._cost(chosen)
+        saves = 0 if self.placement.is_durable else num_checkpoints(self.recipe, workload, best.seconds)
         costs = replace(
-            self._cost(chosen),
+            costs,
+            checkpoints=replace(costs.checkpoints, number=saves),
             seconds_per_step=best.seconds,
             compute_seconds=best.step.compute,
             transfer_seconds=best.step.moving,
@@ -238,7 +240,8 @@ def choose(recipe: Recipe, workload: Workload, free: Free, rates: Rates, has_beg
     only_disk = [each for each in too_large if [need.resource for need in each.lacking] == ["disk"]]
     least = min((each.disk_bytes for each in only_disk), default=0)
     elsewhere = [f"--output on a disk with {gigabytes(least)} free"] if least > free.disk else []
-    hint = suggest(Candidate(recipe, workload), HARMLESS if has_begun else TRAINING, lack, elsewhere)
+    knobs = HARMLESS if has_begun else ON_CPU if free.is_shared else TRAINING
+    hint = suggest(Candidate(recipe, workload), knobs, lack, elsewhere)
     raise DoesNotFit(nearest, f"does not fit: with {nearest.placement} {nearest.shortage(free)}; {hint}")
 
 

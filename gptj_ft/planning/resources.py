@@ -68,7 +68,7 @@ class Target:
         precision = PRECISION_NAMES[device.half] if recipe.precision == "auto" else recipe.precision
         own = free_resources(torch.device("cpu"), folder, "cpu")
         host, disk = max(own.host, recipe.host_memory or 0), max(own.disk, recipe.disk_space or 0)
-        free = Free(device.memory_bytes, host, disk, is_shared=False)
+        free = Free.of_accelerator(device.memory_bytes, host, disk)
         return cls(torch.device("meta"), precision, free, Rates(device.rates(), disk_rates(folder)), device.name)
 
     def settled(self, workload: Workload, recipe: Recipe) -> Workload:
@@ -139,7 +139,8 @@ def free_resources(device: torch.device, folder: Path, name: str, group: Group =
     is_shared = shares_memory(device)
     device_bytes, disk = host if is_shared else machine.free_memory(device), machine.free_disk(folder) + taken
     on_device = machine.processes_on(device, name, processes)
-    return Free(device_bytes // on_device, host // processes, disk // processes, is_shared)
+    free = Free(device_bytes, host, disk, is_shared) if is_shared else Free.of_accelerator(device_bytes, host, disk)
+    return Free(free.device // on_device, free.host // processes, free.disk // processes, is_shared)
 
 
 def check_lengths(recipe: Recipe, architecture: Architecture) -> None:

@@ -8,8 +8,12 @@ from fractions import Fraction
 from itertools import combinations
 from typing import Any, Generic, TypeVar
 
+import torch
+
 from gptj_ft.config.options import Recipe
+from gptj_ft.models.products import ONEDNN
 from gptj_ft.planning.workload import Workload
+from gptj_ft.system.machine import emulates_bf16
 
 LEAST_LENGTH = 64  # tokens of a row; a run with shorter rows is useless
 W = TypeVar("W")
@@ -91,6 +95,14 @@ def _compute_less_at_once(now: Candidate[Workload]) -> Iterator[Candidate[Worklo
         yield now.with_options(f"--set micro_batch_tokens={tokens}", smaller, micro_batch_tokens=tokens)
 
 
+def _compute_in_bf16(now: Candidate[Workload]) -> Iterator[Candidate[Workload]]:
+    workload = now.workload
+    if workload.dtype == torch.float32:
+        products = replace(workload.products or ONEDNN, widens=emulates_bf16())
+        narrow = replace(workload, dtype=torch.bfloat16, products=products)
+        yield now.with_options("--precision bf16", narrow, precision="bf16")
+
+
 def _smaller_batches(now: Candidate[Workload]) -> Iterator[Candidate[Workload]]:
     workload = now.workload
     for rows in halves(now.recipe.batch_size, 1):
@@ -109,6 +121,8 @@ def _shorter_rows(now: Candidate[Workload]) -> Iterator[Candidate[Workload]]:
 
 HARMLESS: Sequence[Knob[Workload]] = (stream_more, read_less_ahead, lift_caps)  # change no number of the run
 TRAINING: Sequence[Knob[Workload]] = (*HARMLESS, _compute_less_at_once, _smaller_batches, _shorter_rows)
+# An accelerator computes in 16 bits anyway, unless the user wants fp32.
+ON_CPU: Sequence[Knob[Workload]] = (*TRAINING[:-2], _compute_in_bf16, *TRAINING[-2:])
 
 
 def halves(value: int, least: int) -> Iterator[int]:

@@ -143,6 +143,7 @@ class Workload:
     products: Products | None = None  # libraries of the matrix products; None: not chosen yet
     dropped_heads: int = 0  # heads whose attention weights are kept for backward; 0: no attention dropout
     choice: EveryLayer = EVERY_LAYER  # layers that each step trains
+    steps_done: int = 0  # before a run was resumed
 
     @cached_property
     def typical_steps(self) -> list[TypicalStep]:

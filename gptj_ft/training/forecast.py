@@ -17,6 +17,7 @@ from gptj_ft.config.options import Recipe
 from gptj_ft.config.resolve import Resolved
 from gptj_ft.config.run_folder import choose_folder
 from gptj_ft.errors import UsageError
+from gptj_ft.models.batch import padded_length
 from gptj_ft.models.layer_sampling import layer_choice
 from gptj_ft.models.published import Published, find_published
 from gptj_ft.models.quantization.bitsandbytes import WRITTEN
@@ -126,16 +127,19 @@ def _without_rows(resolved: Resolved, folder: Path) -> Forecast:
     selection = select(architecture, recipe)
     if model is not None:
         selection = sized(selection, architecture, model)
+    is_encoder, drops = architecture.family.is_encoder, architecture.drops_attention
+    pairs = recipe.batch_size * padded_length(length) ** 2 if is_encoder or drops else 0
     workload = Workload(
         layouts=selection.trained,
         frozen=selection.frozen,
         layers=selection.build(),
         width=architecture.config.n_embd,
         dtype=torch.float32,
-        step=StepTokens(max(recipe.micro_batch_tokens, length), tokens, tokens, tokens),
+        step=StepTokens(max(recipe.micro_batch_tokens, length), tokens, tokens, tokens, pairs=pairs),
         num_steps=recipe.max_steps,
-        rows=RowLengths(length),
+        rows=RowLengths(length, attended=length if is_encoder else 0.0),
         context=architecture.config.n_positions,
+        dropped_heads=architecture.config.n_head if drops else 0,
         choice=layer_choice(recipe, len(selection.trained)),
     )
     workload = target.settled(workload, recipe)

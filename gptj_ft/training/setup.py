@@ -110,7 +110,8 @@ def make_setup(
     )
     num_steps = recipe.num_steps(len(train))
     workload = target.settled(workload_of(recipe, architecture, whole, train, validation), recipe)
-    workload = replace(workload, num_steps=num_steps - steps_done(Run(folder)))
+    done = steps_done(Run(folder))
+    workload = replace(workload, num_steps=num_steps - done, steps_done=done)
     planned, workload = parallel.local_job(recipe, workload)
     plan = choose(planned, workload, target.free, target.rates, has_begun)
     # A resumed run must not choose another type or other libraries, on another machine or after other measurements.

@@ -113,8 +113,9 @@ class ValidationSamples:
         self._tokenizer = load_tokenizer(setup.model)
         plan, lengths = setup.plan, [len(prompt) for prompt in self._prompts]
         workload = InferenceWorkload.of(setup.architecture, setup.dtype, setup.recipe.generation, prompts=lengths)
-        # Generation shares memory with the open training stores: use only their unused budget.
-        free = min(need.have - need.need for need in plan.needs if need.resource != "disk")
+        # Generation shares the device with the open training stores: use only their unused budget.
+        memory = plan.needs[0]
+        free = memory.have - memory.need
         self._budget = token_budget_within(workload, setup.recipe.micro_batch_tokens, free)
 
     def take(self, offloaded: OffloadedModel, step: int) -> ValidationSample:

@@ -42,6 +42,8 @@ def test_waiting_run_gets_options_that_pay(workload: Workload) -> None:
     both = {f"--set moments={narrow} --set gradients=bf16" for narrow in ("bf16", "int8")}
     assert {*both, larger} <= {each.typed for each in advice}
     assert advise(plan_with(plan.recipe, replace(workload, num_steps=10), 64)) == [], "the run is short"
+    few_rows = plan_with(plan.recipe.model_copy(update={"epochs": 5e4}), workload, 64)
+    assert larger not in {each.typed for each in advise(few_rows)}, "two steps an epoch"
     for each in advice:
         assert each.speedup >= MUCH
         narrow = dict(option.split("=") for option in each.typed.split() if option.startswith(("moments", "gradients")))

@@ -18,7 +18,7 @@ from gptj_ft.config.resolve import build
 from gptj_ft.evaluation.text_evaluation import plan_on_rows
 from gptj_ft.planning.constants import PROCESS_BYTES
 from gptj_ft.planning.inference_plan import BATCH_TOKENS, InferenceWorkload, plan_inference, token_budget_within
-from gptj_ft.planning.memory import Free
+from gptj_ft.planning.memory import Free, reserve
 
 GiB = 2**30
 CLEAR_REFS, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
@@ -55,6 +55,12 @@ def test_inference_streams_weights_that_do_not_fit(reads: InferenceWorkload) -> 
     assert plan_inference(recipe, reads, free(30 * GiB), written=512).together.written == 512, (
         "the budget of the earlier part"
     )
+
+
+def test_inference_leaves_an_accelerators_reserve(reads: InferenceWorkload) -> None:
+    enough = plan_inference(build({}), reads, Free(100 * GiB, 100 * GiB, 100 * GiB, is_shared=False))
+    tensors = plan_inference(build({}), reads, free(100 * GiB)).device_bytes
+    assert enough.device_bytes == tensors + reserve(tensors)
 
 
 def test_inference_refusal_suggests_options(reads: InferenceWorkload) -> None:

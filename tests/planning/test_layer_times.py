@@ -103,7 +103,10 @@ def test_timing_layers_leaves_random_state_alone() -> None:
     assert torch.equal(torch.get_rng_state(), state), "a run after this would draw other numbers"
 
 
-def test_cached_layers_are_not_timed_again(machine: FakeMachine, tmp_path: Path) -> None:
+def test_cached_layers_are_not_timed_again(machine: FakeMachine, tmp_path: Path, monkeypatch) -> None:
+    def refuse(path: Path, text: str) -> None:
+        raise OSError("read-only")
+
     first, workload = with_times(make_workload(), "fp32", CPU, PLENTY, machine), make_workload()
     count = len(machine.timed)
     assert with_times(workload, "fp32", CPU, PLENTY, machine).times == first.times
@@ -119,6 +122,10 @@ def test_cached_layers_are_not_timed_again(machine: FakeMachine, tmp_path: Path)
     rates(CPU, tmp_path, again=True, machine=machine)
     with_times(workload, "fp32", CPU, PLENTY, machine)
     assert len(machine.timed) == count + 12, "plan --measure"
+    monkeypatch.setattr(machine_profile, "write_file", refuse)
+    rates(CPU, tmp_path, again=True, machine=machine)
+    with_times(workload, "fp32", CPU, PLENTY, machine)
+    assert len(machine.timed) == count + 16, "also if the measurements cannot be written"
 
 
 def test_quiet_machine_repeats_busy_layer_timings(machine: FakeMachine) -> None:

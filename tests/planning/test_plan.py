@@ -31,7 +31,7 @@ from gptj_ft.planning.constants import (
 )
 from gptj_ft.planning.costs import Pass, cost
 from gptj_ft.planning.memory import Free
-from gptj_ft.planning.plan import FASTEST_FIRST, Plan, candidates, choose, forecast
+from gptj_ft.planning.plan import FASTEST_FIRST, DoesNotFit, Plan, candidates, choose, forecast
 from gptj_ft.planning.probe import ASSUMED_DISK, DiskRates, Rates
 from gptj_ft.planning.scaling_law import ScalingForecast, pile_loss
 from gptj_ft.planning.step_replay import ScheduleInputs
@@ -97,7 +97,7 @@ def test_model_streams_from_fastest_place_with_room(six_b: Workload) -> None:
 
 def test_layers_fill_memory_before_the_disk(six_b: Workload) -> None:
     plans = [
-        choose(Recipe(), six_b, replace(PLENTY, device=48 * GB, host=host * GB), RATES) for host in (16, 32, 48, 64)
+        choose(Recipe(), six_b, Free.of_accelerator(48 * GB, host * GB, 10**14), RATES) for host in (16, 32, 48, 64)
     ]
     for plan, host in zip(plans, (16, 32, 48, 64), strict=True):
         placement, of_block = plan.placement, 16 * six_b.layouts[1].numel  # gradient, two moments, weights' master
@@ -460,6 +460,33 @@ def test_suggested_options_are_the_smallest_that_fit(six_b: Workload) -> None:
     assert {"read_ahead", "micro_batch_tokens", "batch_size", "max_length"} <= named
 
 
+def test_narrow_type_is_suggested_on_cpus_only(six_b: Workload) -> None:
+    recipe, one_row = Recipe(read_ahead=0, micro_batch_tokens=1), replace(six_b, rows=RowLengths(2048))
+    with pytest.raises(DoesNotFit) as refusal:
+        choose(recipe, one_row, Free(1, 1, 10**14, is_shared=True), RATES)
+    tight = refusal.value.nearest.needs[0].need - 1
+    for is_shared, has_begun in ((True, False), (True, True), (False, False)):
+        free = Free(tight if is_shared else GB, tight, 10**14, is_shared)
+        with pytest.raises(DoesNotFit) as refusal:
+            choose(recipe, one_row, free, RATES, has_begun)
+        assert ("--precision bf16" in str(refusal.value)) is (is_shared and not has_begun), refusal.value
+    choose(recipe, in_bf16(one_row), Free(tight, tight, 10**14, is_shared=True), RATES)
+
+
+def test_reserve_of_the_system_is_kept_once(six_b: Workload) -> None:
+    free = Free.of_accelerator(48 * GB, 32 * GB, 10**14)
+    have = choose(Recipe(host_memory="64GB"), six_b, free, RATES).have
+    assert have == choose(Recipe(), six_b, have, RATES).have == free
+
+
+def test_resumed_run_counts_all_kept_checkpoints(six_b: Workload) -> None:
+    recipe = Recipe(save_every=100, keep="all")
+    whole = replace(six_b, num_steps=10_000)
+    resumed = replace(six_b, num_steps=100, steps_done=9_900)
+    plans = [forecast(Placement("device", "device"), each, recipe, RATES, PLENTY) for each in (whole, resumed)]
+    assert plans[0].disk_bytes == plans[1].disk_bytes
+
+
 def test_resumed_run_gets_only_harmless_suggestions(six_b: Workload) -> None:
     recipe = Recipe(weights="disk", optimizer_state="disk", boundaries="disk", read_ahead=2)
     free = replace(PLENTY, device=int(0.75 * planned(six_b, Placement(*["disk"] * 3), recipe).device_bytes))
@@ -493,7 +520,7 @@ def test_refusal_admits_that_no_option_suffices(six_b: Workload) -> None:
         choose(Recipe(), six_b, tiny, RATES)
     least = Recipe(batch_size=1, read_ahead=0, micro_batch_tokens=1, device_memory="900TB")
     with pytest.raises(ResourceError, match="no option makes it fit"):
-        choose(least, six_b, tiny, RATES)
+        choose(least, in_bf16(six_b), tiny, RATES)
 
 
 @pytest.mark.parametrize(
@@ -696,6 +723,13 @@ def test_plan_knows_published_models_offline(shell) -> None:
     assert "From scratch" not in shell(f"{small} --max-steps 3 --set batch_size=1").said, "only with --scaling-law"
     assert shell("plan --recipe summarization --json").json["num_parameters"] == 6_050_882_784
     assert shell("plan --recipe summarization --model cerebras/Cerebras-GPT-112M").code == 2
+
+
+def test_plan_without_rows_counts_attention_dropout(shell) -> None:
+    line = "plan --recipe classification --model google-bert/bert-base-uncased --max-steps 3 --json"
+    with_it, without = (shell(f"{line} --set attention_dropout={rate}").json["device_bytes"] for rate in (0.1, 0.0))
+    pairs = Recipe().batch_size * 256 * 256
+    assert with_it - without > 2 * 12 * pairs, "the weights of a block, at least"
 
 
 @pytest.mark.sampled(6)

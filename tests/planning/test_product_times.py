@@ -13,6 +13,7 @@ from support.rates import FakeMachine
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.models import products
+from gptj_ft.models.layout import NO_PARAMETERS
 from gptj_ft.models.products import Libraries, Products, has_mkl
 from gptj_ft.models.registry import Architecture, families
 from gptj_ft.models.trainable import select
@@ -67,6 +68,8 @@ def test_frozen_matrices_are_timed_in_fp32_only() -> None:
     lora = make_workload(Recipe(method="lora", lora={"targets": "all-linear"}))
     assert not kinds_of(lora, BF16, RATE)
     assert {kind.is_trained for kind in kinds_of(lora, FP32, RATE)} == {False}
+    inference = replace(lora, layouts=[NO_PARAMETERS] * len(lora.layouts))
+    assert not kinds_of(inference, FP32, RATE), "no gradients"
 
 
 @pytest.mark.parametrize("trained", ["transformer.h.0.*", "transformer.h.1.*"])

@@ -277,6 +277,13 @@ def test_cpu_disk_step_overlaps_imperfectly() -> None:
     assert choose(in_memory, workload, free, plan.rates).timeline is None
 
 
+def test_timed_checkpoints_follow_the_replayed_step() -> None:
+    recipe, free = Recipe(save_minutes=0.1), Free(10**11, 10**11, 10**13, is_shared=False)
+    plan = choose(recipe, replace(make_workload(2048), num_steps=10_000), free, RATES)
+    assert plan.costs.seconds_per_step != plan.estimate.seconds_per_step
+    assert plan.costs.checkpoints.number == int(10_000 * plan.costs.seconds_per_step / 6)
+
+
 def test_replay_is_deterministic() -> None:
     assert replay(make_workload(2048), schedule(), RATES) == replay(make_workload(2048), schedule(), RATES)
 
