@@ -12,12 +12,10 @@ from typing import Any
 import torch
 
 from gptj_ft.config.options import Recipe
-from gptj_ft.models.layout import Kind
 from gptj_ft.planning.constants import RESTORED, ZEROED_ON_CPU
 from gptj_ft.planning.probe import Rates
 from gptj_ft.planning.step_replay import Bytes, ScheduleInputs, count_step, state_kinds
 from gptj_ft.planning.workload import FP32_BYTES, Workload, exported_elements
-from gptj_ft.streaming.moments import num_bytes
 from gptj_ft.streaming.stores.placement import Place, Placement
 
 # Written to an SSD before its warranty ends: the rating of the Samsung 990 PRO 1 TB (600 TBW in its data sheet) and of
@@ -195,10 +193,12 @@ def cost(workload: Workload, recipe: Recipe, schedule: ScheduleInputs, rates: Ra
     forward, backward, flush = training_passes(workload, schedule, rates.on_cpu)
     passes = forward, backward
     state = {kind: stored[kind] for kind in state_kinds(stored)}
-    state_by_place = _bytes_by_place(placement, state, [layout.numel for layout in workload.layouts])
-    state_bytes = sum(num_bytes(workload.stored_elements, dtype) for dtype in state.values())
+    state_by_place = placement.bytes_by_place(state, [layout.numel for layout in workload.layouts])
+    state_bytes = state_by_place.total()
+    del state_by_place["device"]
     model_bytes = exported_elements(recipe, workload) * torch.float32.itemsize
-    read, filled = 0 if recipe.method == "lora" else workload.stored_elements * torch.float32.itemsize, state_by_place
+    read = 0 if recipe.method == "lora" else workload.stored_elements * torch.float32.itemsize
+    filled: Bytes = state_by_place
     for layer, layout in enumerate(workload.frozen):
         if (place := placement.of("frozen", layer)) != "disk":  # those on disk stay in the model folder
             read += layout.bytes_in("disk", torch.float32)
@@ -239,7 +239,8 @@ def seconds_per_validation(
     tokens, targets = workload.validation
     passes = -(-tokens // pass_tokens)
     trained = [*(layout.numel for layout in workload.layouts), workload.lent_elements]
-    weights = _bytes_by_place(placement, {"weight": workload.dtype}, trained, passes)
+    once = placement.bytes_by_place({"weight": workload.dtype}, trained)
+    weights: Bytes = {place: passes * size for place, size in once.items() if place != "device"}
     frozen = {place: passes * size for place, size in workload.frozen_per_pass(placement).items()}
     layers = tokens / workload.step.mean * workload.forward_seconds + workload.head_seconds(targets, trains=False)
     touched = RESTORED * passes * sum(workload.restored(placement))
@@ -252,18 +253,6 @@ def num_checkpoints(recipe: Recipe, workload: Workload, seconds_per_step: float)
     steps = workload.num_steps or 0
     by_steps = (steps - 1) // recipe.save_every if steps and recipe.save_every else 0
     return max(by_steps, int(steps * seconds_per_step / (recipe.save_minutes * 60)))
-
-
-def _bytes_by_place(
-    placement: Placement, kinds: Mapping[Kind, torch.dtype], numels: Sequence[int], times: int = 1
-) -> Bytes:
-    """Return the bytes of each kind by place off the device, given the elements of each layer."""
-    moved: Bytes = {}
-    for kind, dtype in kinds.items():
-        for place, numel in placement.elements(kind, numels).items():
-            if place != "device":
-                moved[place] = moved.get(place, 0) + times * num_bytes(numel, dtype)
-    return moved
 
 
 def _added(some: Bytes, more: Bytes) -> Bytes:

@@ -16,7 +16,7 @@ from gptj_ft.models.registry import Architecture
 from gptj_ft.planning.constants import COUNTED_LIVE, LISTED_TOKEN_BYTES, LIVE_LOGITS, LIVE_TENSORS, PROCESS_BYTES
 from gptj_ft.planning.layer_cost import LayerInput, measure_block
 from gptj_ft.planning.memory import Free, Requirements, reserve
-from gptj_ft.planning.plan import PLACES_FASTEST_FIRST
+from gptj_ft.planning.plan import allowed_places
 from gptj_ft.planning.suggestions import Candidate, Knob, halves, lift_caps, read_less_ahead, stream_more, suggest
 from gptj_ft.streaming.buffers import PASS_TOKENS
 from gptj_ft.streaming.step import HEAD_CHUNK_BYTES
@@ -200,12 +200,9 @@ def plan_inference(
 def _plans(recipe: Recipe, workload: InferenceWorkload, free: Free, written: int | None) -> Iterator[InferencePlan]:
     """Yield the plans that the recipe allows, fastest first."""
     have = free.capped(recipe)
-    for place in PLACES_FASTEST_FIRST:
-        # On a CPU, "host" is a second copy in the same memory: only if the recipe says so, or codes are smaller.
-        is_copy = free.is_shared and place == "host" and not workload.is_quantized
-        if recipe.weights == place or (recipe.weights == "auto" and not is_copy):
-            for together in _token_budgets(recipe.micro_batch_tokens, written):
-                yield _plan(recipe, workload, have, place, together)
+    for place in allowed_places(recipe.weights, free.is_shared, workload.is_quantized):
+        for together in _token_budgets(recipe.micro_batch_tokens, written):
+            yield _plan(recipe, workload, have, place, together)
 
 
 def _token_budgets(computed: int, written: int | None) -> Iterator[TokenBudget]:

@@ -172,6 +172,7 @@ class LayerInput:
     @classmethod
     def of_rows(cls, tokens: int, row: int, width: int, dtype: torch.dtype) -> LayerInput:
         """Return a micro-batch of rows of one length, and a shorter row for the rest."""
+        row = max(1, min(tokens, row))
         number, rest = divmod(tokens, row)
         return cls((row,) * number + ((rest,) if rest else ()), width, dtype)
 

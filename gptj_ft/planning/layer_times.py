@@ -74,7 +74,7 @@ class LayerKind:
         """Return the least seconds of some runs: other programs only add to them. The first run warms up."""
         parameters, runs = self._parameters(), list[Seconds]()
         set_products([self.layer], self.products)
-        run = self._head_runs(parameters) if self.is_head else self._block_runs(parameters)
+        run = self._runs(parameters)
         if is_first and sum(first := next(run)) > NEVER_TWICE:  # the warm-up starts threads and compiles kernels
             return first
         while not runs or (sum(map(sum, runs)) < TURN_SECONDS and len(runs) < MOST_RUNS):
@@ -94,32 +94,26 @@ class LayerKind:
         generator = torch.Generator().manual_seed(0)
         return torch.randn(self.shape.tokens, self.shape.width, generator=generator).to(self.shape.dtype)
 
-    def _block_runs(self, parameters: Mapping[str, Tensor]) -> Iterator[Seconds]:
+    def _runs(self, parameters: Mapping[str, Tensor]) -> Iterator[Seconds]:
         run, hidden = FunctionalLayer(self.layer).run, self._hidden()
-        gradient = 1e-3 * hidden
+        targets = torch.zeros(self.shape.tokens, dtype=torch.int64)
+        gradient = None if self.is_head else 1e-3 * hidden
+
+        def compute(x: Tensor, batch: PackedBatch | HeadRows) -> Tensor:
+            if self.is_head:
+                return summed_cross_entropy(run(parameters, x, batch), targets)
+            return run(parameters, x, batch, _no_poll)
+
         while True:
-            batch, start = self._batch(), time.perf_counter()
+            batch = HeadRows() if self.is_head else self._batch()
+            start = time.perf_counter()
             with torch.no_grad():
-                run(parameters, hidden, batch, _no_poll)
+                compute(hidden, batch)
             middle = time.perf_counter()
-            output = run(parameters, hidden.detach().requires_grad_(self.is_above_trained), batch, _no_poll)
+            output = compute(hidden.detach().requires_grad_(self.is_above_trained), batch)
             if output.requires_grad:
                 torch.autograd.backward(output, gradient)
             yield _seconds(start, middle, output.requires_grad)
-
-    def _head_runs(self, parameters: Mapping[str, Tensor]) -> Iterator[Seconds]:
-        run, hidden = FunctionalLayer(self.layer).run, self._hidden()
-        targets = torch.zeros(self.shape.tokens, dtype=torch.int64)
-        while True:
-            start = time.perf_counter()
-            with torch.no_grad():
-                summed_cross_entropy(run(parameters, hidden, HeadRows()), targets)
-            middle = time.perf_counter()
-            x = hidden.detach().requires_grad_(self.is_above_trained)
-            loss = summed_cross_entropy(run(parameters, x, HeadRows()), targets)
-            if loss.requires_grad:
-                torch.autograd.backward(loss)
-            yield _seconds(start, middle, loss.requires_grad)
 
     def _batch(self) -> PackedBatch:
         """Return a micro-batch without cached values, like the first layer of a step gets it."""
@@ -191,7 +185,8 @@ class Timing:
     def _block(self, index: int, tokens: int) -> LayerKind:
         workload = self.workload
         is_above_trained = workload.num_trained > 0 and index > workload.lowest_trained
-        shape = LayerInput(workload.documents_of(tokens), workload.width, self.dtype)
+        row = workload.rows.typical or workload.rows.longest
+        shape = LayerInput.of_rows(tokens, row, workload.width, self.dtype)
         layer, trained = workload.layers[index], workload.layouts[index]
         return LayerKind(layer, trained, shape, is_above_trained, products=self.products)
 

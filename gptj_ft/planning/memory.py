@@ -353,10 +353,7 @@ def forecast_memory(placement: Placement, workload: Workload, recipe: Recipe, ha
     """Forecast the memory of a placement, and choose its buffer budget."""
     dtypes, stored = recipe_dtypes(recipe, workload.dtype), stored_kinds(placement, workload, recipe)
     total, largest = workload.stored_elements, max(layout.numel for layout in workload.layouts)
-    by_place: dict[Place, int] = {"device": 0, "host": 0, "disk": 0}
-    for kind, dtype in stored.items():
-        for place, numel in placement.elements(kind, [layout.numel for layout in workload.layouts]).items():
-            by_place[place] += num_bytes(numel, dtype)
+    by_place = placement.bytes_by_place(stored, [layout.numel for layout in workload.layouts])
     for layer, layout in enumerate(workload.frozen):
         if (place := placement.of("frozen", layer)) != "disk":
             by_place[place] += layout.bytes_in(place, workload.dtype)

@@ -7,8 +7,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
-from typing import Any, NamedTuple
+from itertools import pairwise, product
+from typing import Any
 
 import torch
 
@@ -26,24 +26,12 @@ from gptj_ft.planning.step_replay import ScheduleInputs
 from gptj_ft.planning.suggestions import HARMLESS, ON_CPU, TRAINING, Candidate, suggest
 from gptj_ft.planning.timeline import Timeline, replay
 from gptj_ft.planning.workload import Workload
-from gptj_ft.streaming.buffers import BufferBudget
 from gptj_ft.streaming.stores.placement import Place, Placement
 from gptj_ft.system.dtypes import PRECISION_NAMES
 from gptj_ft.system.units import gigabytes
 
 NUM_REPLAYED = 3  # placements: the fastest by bytes and FLOPs; a replay takes up to a second
 SAME = 0.01  # of a step's seconds: a placement that moves more bytes must save more than this
-FASTEST_FIRST: list[tuple[Place, Place]] = [  # of weights and optimizer state
-    ("device", "device"),
-    ("device", "host"),
-    ("host", "device"),
-    ("host", "host"),
-    ("device", "disk"),
-    ("host", "disk"),
-    ("disk", "device"),
-    ("disk", "host"),
-    ("disk", "disk"),
-]
 PLACES_FASTEST_FIRST: list[Place] = ["device", "host", "disk"]
 PRICE_OF_EVERY_STEP = 1.25  # how many times as long steps may take if each is on disk when it ends
 
@@ -88,20 +76,12 @@ class Plan(MemoryForecast):
 
     @property
     def outlook(self) -> ScalingForecast:
-        workload, step = self.workload, self.workload.step
-        return ScalingForecast.of(
-            workload.model_layouts,
-            workload.width,
-            workload.context,
-            (step.mean, step.targets),
-            workload.num_steps,
-            workload.flops().model,
-        )
+        return ScalingForecast.of(self.workload)
 
     @property
     def costs(self) -> Costs:
         """Bytes and seconds, of the replayed step if there is one."""
-        return self._timed.costs
+        return self._timed[0]
 
     @property
     def num_deferred(self) -> int:
@@ -111,7 +91,7 @@ class Plan(MemoryForecast):
     @property
     def timeline(self) -> Timeline | None:
         """A replayed step, on an accelerator or from disk; `costs` has its seconds."""
-        return self._timed.timeline
+        return self._timed[1]
 
     @property
     def tokens_to_hide_stall(self) -> int:
@@ -138,7 +118,7 @@ class Plan(MemoryForecast):
         return min(options, key=lambda costs: costs.seconds_per_step)
 
     @cached_property
-    def _timed(self) -> _Timed:
+    def _timed(self) -> tuple[Costs, Timeline | None]:
         """Replay a step of a plan that fits: on an accelerator, and on a CPU if the step uses the disk.
 
         If updates are deferred, the replay without deferral is tried, too.
@@ -147,7 +127,7 @@ class Plan(MemoryForecast):
         uses_disk = rates.on_cpu and bool(workload.layers) and kinds_on_disk(self.placement)
         is_replayed = _compares_replays(self.have, workload) or uses_disk
         if self.lack or not is_replayed:
-            return _Timed(self.estimate)
+            return self.estimate, None
         numbers = dict.fromkeys((self.estimate.num_deferred, 0))
         timelines = {number: replay(workload, self._schedule(number), rates) for number in numbers}
         chosen = min(timelines, key=lambda number: timelines[number].seconds)
@@ -160,7 +140,7 @@ class Plan(MemoryForecast):
             compute_seconds=best.step.compute,
             transfer_seconds=best.step.moving,
         )
-        return _Timed(costs, best)
+        return costs, best
 
     def _schedule(self, num_deferred: int) -> ScheduleInputs:
         stored = tuple(stored_kinds(self.placement, self.workload, self.recipe).items())
@@ -170,7 +150,7 @@ class Plan(MemoryForecast):
         return cost(self.workload, self.recipe, self._schedule(num_deferred), self.rates)
 
     def to_dict(self) -> dict[str, Any]:
-        workload = self.workload
+        workload, budget = self.workload, self.budget
         own = {
             "placement": self.placement.to_dict(),
             "precision": self.precision,
@@ -180,7 +160,14 @@ class Plan(MemoryForecast):
             "num_trained": workload.num_trained,
             "tokens_per_step": workload.step.mean,
             **{name: getattr(self, name) for name in ("device_bytes", "host_bytes", "disk_bytes")},
-            "room": _budget_dict(self.budget),
+            "room": {
+                "read_ahead": budget.read_ahead,
+                "gradients": budget.num_gradients,
+                "parts": budget.num_chunks,
+                "part_numel": budget.update_numel,
+                "kept": budget.num_kept_layers,
+                "pass_tokens": budget.pass_tokens,
+            },
             "rates": asdict(self.rates),
             "outlook": self.outlook.to_dict(),
             "needs": [asdict(need) for need in self.needs],
@@ -189,25 +176,6 @@ class Plan(MemoryForecast):
         replayed = {"timeline": self.timeline.to_dict() | more} if self.timeline else {}
         named = {"device": self.device} if self.device else {}
         return {**own, **self.costs.to_dict(), **replayed, **named, **({"is_busy": True} if self.is_busy else {})}
-
-
-class _Timed(NamedTuple):
-    """Costs of a run, and the replayed step that they come from."""
-
-    costs: Costs
-    timeline: Timeline | None = None
-
-
-def _budget_dict(budget: BufferBudget) -> dict[str, int]:
-    """Return a buffer budget under its names in `--json`."""
-    names = {
-        "num_gradients": "gradients",
-        "num_chunks": "parts",
-        "update_numel": "part_numel",
-        "num_kept_layers": "kept",
-    }
-    chosen = ("read_ahead", "num_gradients", "num_chunks", "update_numel", "num_kept_layers", "pass_tokens")
-    return {names.get(name, name): getattr(budget, name) for name in chosen}
 
 
 class DoesNotFit(ResourceError):
@@ -319,27 +287,28 @@ def candidates(recipe: Recipe, free: Free, is_quantized: bool = False) -> list[P
         is_quantized: the frozen weights are quantized, and smaller in host memory than on the device.
     """
 
-    def allows(choice: str, place: Place) -> bool:
-        # On a CPU, "host" is a second copy in the same memory: only if the recipe says so.
-        return choice == place or (choice == "auto" and not (free.is_shared and place == "host"))
-
+    boundaries = allowed_places(recipe.boundaries, free.is_shared)
     if recipe.method == "lora":
         # Adapters and their state are small, and on disk no step is ever lost.
         state = "disk" if recipe.optimizer_state == "auto" else recipe.optimizer_state
-        return [
-            Placement(state, state, boundaries, frozen=place)
-            for place in PLACES_FASTEST_FIRST
-            if allows(recipe.weights, place) or (is_quantized and (recipe.weights, place) == ("auto", "host"))
-            for boundaries in PLACES_FASTEST_FIRST
-            if allows(recipe.boundaries, boundaries)
-        ]
-    return [
-        Placement(weights, state, boundaries)
-        for weights, state in FASTEST_FIRST
-        if allows(recipe.weights, weights) and allows(recipe.optimizer_state, state)
-        for boundaries in PLACES_FASTEST_FIRST
-        if allows(recipe.boundaries, boundaries)
-    ]
+        frozen = allowed_places(recipe.weights, free.is_shared, is_quantized)
+        return [Placement(state, state, inputs, frozen=place) for place in frozen for inputs in boundaries]
+    weights, states = (allowed_places(each, free.is_shared) for each in (recipe.weights, recipe.optimizer_state))
+    fastest_first = sorted(product(weights, states), key=lambda pair: pair.count("disk"))
+    return [Placement(weight, state, inputs) for weight, state in fastest_first for inputs in boundaries]
+
+
+def allowed_places(choice: str, is_shared: bool, is_quantized: bool = False) -> list[Place]:
+    """Return the places that a recipe's choice allows, fastest first.
+
+    Args:
+        is_shared: device and host are the same memory.
+        is_quantized: the tensors are quantized, and smaller in host memory than on the device.
+    """
+    # On a CPU, "host" is a second copy in the same memory: only if the recipe says so, or codes are smaller.
+    is_copy = is_shared and not is_quantized
+    every = PLACES_FASTEST_FIRST
+    return [place for place in every if choice == place or (choice == "auto" and not (is_copy and place == "host"))]
 
 
 def with_layers_in_memory(memory: MemoryForecast, workload: Workload, recipe: Recipe) -> list[MemoryForecast]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from gptj_ft.models.layout import Layout
 from gptj_ft.planning.flops import count_flops
+from gptj_ft.planning.workload import Workload
 
 TOKENS_PER_PARAMETER = 20  # near the best use of compute: https://arxiv.org/abs/2203.15556
 FITTED_FLOPS = (2.6e18, 6.3e21)  # 111M to 6.7B
@@ -38,27 +39,13 @@ class ScalingForecast:
     is_in_range: bool  # the law was fitted or confirmed for this compute
 
     @classmethod
-    def of(
-        cls,
-        layouts: Sequence[Layout],
-        width: int,
-        context: int,
-        step: tuple[float, float],
-        num_steps: int | None,
-        flops_per_step: float | None = None,
-    ) -> ScalingForecast:
-        """Compute the forecast of a run.
-
-        Args:
-            context: window of pre-training, in tokens.
-            step: mean tokens and mean targets of a step.
-            flops_per_step: default: all parameters are trained.
-        """
-        num_parameters = sum(layout.num_parameters for layout in layouts)
-        per_step = count_flops(layouts, *step).model if flops_per_step is None else flops_per_step
-        tokens = None if num_steps is None else num_steps * step[0]
+    def of(cls, workload: Workload) -> ScalingForecast:
+        """Compute the forecast of a run."""
+        layouts, num_steps, per_step = workload.model_layouts, workload.num_steps, workload.flops().model
+        num_parameters = workload.num_parameters
+        tokens = None if num_steps is None else num_steps * workload.step.mean
         scratch_tokens = float(TOKENS_PER_PARAMETER * num_parameters)
-        scratch_flops = pretraining_flops(layouts, width, context, scratch_tokens)
+        scratch_flops = pretraining_flops(layouts, workload.width, workload.context, scratch_tokens)
         return cls(
             tokens=tokens,
             tokens_per_parameter=None if tokens is None else tokens / num_parameters,

@@ -180,12 +180,9 @@ class _LayerPieces:
     forward: tuple[_Piece, ...]
     backward: tuple[_Piece, ...]
 
-    def lasting(self, forward: float, backward: float) -> _LayerPieces:
-        """Return the same pieces with other total seconds."""
-        return _LayerPieces(_lasting(self.forward, forward), _lasting(self.backward, backward))
-
 
 def _lasting(pieces: Sequence[_Piece], seconds: float) -> tuple[_Piece, ...]:
+    """Return the same pieces with other total seconds."""
     total = sum(piece.seconds for piece in pieces)
     return tuple(replace(piece, seconds=piece.seconds * seconds / total) for piece in pieces) if total else ()
 
@@ -220,7 +217,10 @@ class VirtualDevice(UntimedDevice):
         if on_cpu:
             tokens, share = workload.step.micro_batch_mean, workload.step.num_micro_batches / self.micro_batches
             self._layers[1:-1] = [
-                pieces.lasting(share * times.forward.at(tokens), share * times.backward.at(tokens))
+                _LayerPieces(
+                    _lasting(pieces.forward, share * times.forward.at(tokens)),
+                    _lasting(pieces.backward, share * times.backward.at(tokens)),
+                )
                 for pieces, times in zip(self._layers[1:-1], workload.times.layers[1:-1], strict=True)
             ]
 

@@ -71,30 +71,23 @@ class Clock:
                 call()
 
         for work in pending:
-            work.then(ended)
+            work.calls.append(ended)
 
 
 class Work:
     """A piece of work that takes time; to its users, the future of a transfer."""
 
-    __slots__ = ("_clock", "_then", "ended")
+    __slots__ = ("_clock", "calls", "ended")
 
     def __init__(self, clock: Clock, ended: bool = False) -> None:
         self._clock, self.ended = clock, ended
-        self._then: list[Action] = []
-
-    def then(self, call: Action) -> None:
-        """Call when it has ended; at once if it has."""
-        if self.ended:
-            call()
-        else:
-            self._then.append(call)
+        self.calls: list[Action] = []  # when it ends
 
     def end(self) -> None:
         self.ended = True
-        for call in self._then:
+        for call in self.calls:
             call()
-        self._then.clear()
+        self.calls.clear()
 
     def result(self) -> None:
         """Have the program wait for it."""

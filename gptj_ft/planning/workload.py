@@ -272,12 +272,6 @@ class Workload:
         targets = max(self.step.most_targets or self.step.micro_batch, self.validation.targets)
         return min(self.head_chunk, rounded_up(min(targets, self.step.micro_batch)))
 
-    def documents_of(self, tokens: int) -> tuple[int, ...]:
-        """Return lengths of documents typical for the run, with this many tokens together."""
-        row = min(tokens, self.rows.typical or self.rows.longest)
-        number, rest = divmod(tokens, row)
-        return (row,) * number + ((rest,) if rest else ())
-
     def weights_bytes(self, pairs: int) -> int:
         """Return the size of a block's attention weights that are kept for backward, for this many token pairs."""
         return WEIGHT_BYTES * self.dropped_heads * pairs

@@ -6,6 +6,7 @@ import io
 import json
 import re
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ from gptj_ft.planning.constants import (
 )
 from gptj_ft.planning.costs import Pass, cost
 from gptj_ft.planning.memory import Free
-from gptj_ft.planning.plan import FASTEST_FIRST, DoesNotFit, Plan, candidates, choose, forecast
+from gptj_ft.planning.plan import PLACES_FASTEST_FIRST, DoesNotFit, Plan, candidates, choose, forecast
 from gptj_ft.planning.probe import ASSUMED_DISK, DiskRates, Rates
 from gptj_ft.planning.scaling_law import ScalingForecast, pile_loss
 from gptj_ft.planning.step_replay import ScheduleInputs
@@ -150,7 +151,7 @@ def test_cpu_uses_host_stores_only_if_told(six_b: Workload) -> None:
     )
 
 
-@pytest.mark.parametrize(("weights", "state"), FASTEST_FIRST)
+@pytest.mark.parametrize(("weights", "state"), [*product(PLACES_FASTEST_FIRST, repeat=2)])
 def test_plan_obeys_the_users_placement(weights, state, six_b: Workload) -> None:
     for free in (PLENTY, replace(PLENTY, is_shared=True)):
         recipe = Recipe(weights=weights, optimizer_state=state)
@@ -612,7 +613,9 @@ def test_published_models_match_their_papers_numbers(size: str) -> None:
     layouts, config = [Layout.of(layer) for layer in architecture.layers()], architecture.config
     number = {"M": 1e6, "B": 1e9}[size[-1]] * float(size[:-1])
     assert sum(layout.num_parameters for layout in layouts) == pytest.approx(number, rel=0.025)
-    outlook = ScalingForecast.of(layouts, config.n_embd, config.n_positions, (2048.0, 2048.0), 10)
+    step = StepTokens(2048, 2048, 2048.0, 2048.0)
+    workload = Workload(layouts, config.n_embd, torch.float32, step, 10, context=config.n_positions)
+    outlook = ScalingForecast.of(workload)
     assert outlook.scratch_tokens == pytest.approx(published.tokens, rel=2e-3)  # all were trained on 20 a parameter
     assert 0.87 < outlook.scratch_flops / published.flops < 0.95
     # The law comes as near as the paper says; by our count of the FLOPs, which is a little lower, nearly so.
@@ -630,7 +633,7 @@ def test_scaling_law_matches_paper_and_knows_range() -> None:
     assert pile_loss(2.6e18) == pytest.approx(2.603, abs=1e-3)
     assert pile_loss(2.3e22) == pytest.approx(1.580, abs=1e-3)
     layouts = [Layout.of(layer) for layer in build_layers(GPTJConfig(n_layer=1, n_embd=64, n_head=4, rotary_dim=8))]
-    assert not ScalingForecast.of(layouts, 64, 2048, (1.0, 1.0), None).is_in_range
+    assert not ScalingForecast.of(Workload(layouts, 64, torch.float32, StepTokens(1, 1, 1.0, 1.0), None)).is_in_range
 
 
 def test_cpu_memory_counts_logits_of_actual_targets(six_b: Workload) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from gptj_ft.models.layout import Kind, Layout
+from gptj_ft.streaming.moments import num_bytes
 from gptj_ft.streaming.split_master import LOW_BITS
 from gptj_ft.streaming.stores.base import CHUNK_NUMEL, LayerStore
 from gptj_ft.streaming.stores.device import DeviceStore
@@ -52,16 +54,16 @@ class Placement:
         is_state = kind not in ("frozen", "boundary")
         return self.of(kind) == "disk" and kind != "boundary" and not (is_state and self.is_durable)
 
-    def elements(self, kind: Kind, numels: Sequence[int]) -> dict[Place, int]:
-        """Sum elements of layers by the place of a kind.
+    def bytes_by_place(self, kinds: Mapping[Kind, torch.dtype], numels: Sequence[int]) -> Counter[Place]:
+        """Return the bytes of some kinds by place.
 
         Args:
             numels: elements of each layer.
         """
-        sums: dict[Place, int] = {}
-        for layer, numel in enumerate(numels):
-            place = self.of(kind, layer)
-            sums[place] = sums.get(place, 0) + numel
+        sums = Counter[Place]()
+        for kind, dtype in kinds.items():
+            for layer, numel in enumerate(numels):
+                sums[self.of(kind, layer)] += num_bytes(numel, dtype)
         return sums
 
     @property
