@@ -8,7 +8,7 @@ Every answer of the assistant is a target, all in one row; the rest is input.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from gptj_ft.config.options import Recipe
@@ -42,6 +42,19 @@ class Conversation(tuple[Mapping[str, Any], ...]):
 # Keys of messages that chat templates read, besides role and content.
 KEPT = ("reasoning_content", "reasoning", "thinking", "tool_calls", "tool_call_id", "name")
 WEIGHT = "weight"  # of an answer in OpenAI's files: 0 reads it, but does not train it
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """Yield every text nested in a JSON value, names in objects included, in any order."""
+    pending = [value]
+    while pending:
+        each = pending.pop()
+        if isinstance(each, str):
+            yield each
+        elif isinstance(each, Mapping):
+            pending += (*each, *each.values())
+        elif isinstance(each, list | tuple):
+            pending += each
 
 
 def is_chat(recipe: Recipe) -> bool:
@@ -145,6 +158,13 @@ def render_parts(recipe: Recipe, conversation: Conversation) -> list[tuple[str, 
         parts += [(before[len(done) :], False), (answer, True)]
         done = before + answer
     return parts
+
+
+def opening_of(conversation: Conversation) -> Conversation:
+    """Return the messages before the first answer to a user; all of them if there is none."""
+    asked = next((index for index, message in enumerate(conversation) if message["role"] == "user"), 0)
+    ends = (index for index, message in enumerate(conversation) if index > asked and message["role"] == ASSISTANT)
+    return Conversation(conversation[: next(ends, None)])
 
 
 def drop_oldest(conversation: Conversation) -> Iterable[Conversation]:

@@ -20,7 +20,7 @@ import numpy as np
 from jinja2 import TemplateError
 
 from gptj_ft.config.options import Recipe
-from gptj_ft.data.chat import ASSISTANT, Conversation, is_target
+from gptj_ft.data.chat import ASSISTANT, KEPT, Conversation, is_target, texts_in
 from gptj_ft.data.tokenization import NoTokenizer, RowTokenizer, Span, backend_of
 from gptj_ft.errors import RowSkipped, UsageError
 from gptj_ft.system.plain_text import one_line, shortened
@@ -31,7 +31,6 @@ SPLIT = "the chat template changes earlier messages, so each answer is a row of 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _TODAY = re.compile(r"""strftime_now\(\s*(?:'([^'\\]*)'|"([^"\\]*)")\s*\)""")
 _REASON_SHOWN = 120
-_TEXTS = ("content", "reasoning_content", "reasoning", "thinking")  # keys of a message with the model's or user's text
 
 
 class Rendered(NamedTuple):
@@ -201,9 +200,11 @@ class ChatTemplate:
         for message in conversation:
             if (message.get("tool_calls") or message["role"] == "tool") and "tool" not in self.source:
                 raise RowSkipped("a message calls a tool, and the chat template takes none")
-            for text in (message.get(key) for key in _TEXTS):
-                if self._special_tokens and isinstance(text, str) and (token := self._special_tokens.search(text)):
-                    raise RowSkipped(f"a message contains {token[0]}, a special token of the tokenizer")
+        texts = [message.get(key) for message in conversation for key in ("content", *KEPT)]
+        for where, values in (("a message contains", texts), ("the tools contain", tools)):
+            for text in texts_in(values):
+                if self._special_tokens and (token := self._special_tokens.search(text)):
+                    raise RowSkipped(f"{where} {token[0]}, a special token of the tokenizer")
 
 
 def has_template(recipe: Recipe) -> bool:

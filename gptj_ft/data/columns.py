@@ -7,10 +7,20 @@ import json
 import math
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
+from decimal import Decimal
 from typing import Any, NamedTuple
 
 from gptj_ft.config.options import Recipe
-from gptj_ft.data.chat import ASSISTANT, MESSAGES, REPLY, SYSTEM, drop_trailing_messages, is_chat, read_conversation
+from gptj_ft.data.chat import (
+    ASSISTANT,
+    MESSAGES,
+    REPLY,
+    SYSTEM,
+    drop_trailing_messages,
+    is_chat,
+    read_conversation,
+    texts_in,
+)
 from gptj_ft.data.chat_template import TOOLS, has_template
 from gptj_ft.data.template import fields_of, render, stripped_fields
 from gptj_ft.errors import DataError, RowSkipped, did_you_mean, listed
@@ -207,6 +217,8 @@ def cell_text(value: Any) -> str | None:
         return "true" if value else "false"
     if isinstance(value, int | float):
         return str(value)
+    if isinstance(value, Decimal):
+        return f"{value:f}"
     if isinstance(value, list):
         parts = [part for item in value if (part := cell_text(item)) is not None]
         return " ".join(parts) if parts else None
@@ -328,21 +340,24 @@ def read_fields(row: Mapping[str, Any], columns: Mapping[str, str], recipe: Reci
 
 
 def _read_chat(row: Mapping[str, Any], columns: Mapping[str, str], for_template: bool) -> FieldTexts:
+    answers = list[str]()  # of a single question
     if MESSAGES in columns:
         conversation = read_conversation(row.get(columns[MESSAGES]), for_template)
     else:
-        cells = {role: cell_text(row.get(column)) or "" for role, column in columns.items()}
+        answers = [text for text in alternatives_of(row.get(columns[ASSISTANT])) if text.strip()]
+        cells = {role: cell_text(row.get(of)) or "" for role, of in columns.items() if role != ASSISTANT}
         question = "\n\n".join(text for text in (cells["user"], cells.get(INPUT, "")) if text.strip())
-        contents = {SYSTEM: cells.get(SYSTEM, ""), "user": question, ASSISTANT: cells[ASSISTANT]}
+        contents = {SYSTEM: cells.get(SYSTEM, ""), "user": question, ASSISTANT: next(iter(answers), "")}
         turns = [{"role": role, "content": text} for role, text in contents.items() if role != SYSTEM or text.strip()]
         conversation = read_conversation(turns, for_template)
     used = drop_trailing_messages(conversation)
-    if not is_unicode(str([dict(message) for message in used]) if for_template else str(used)):
+    values = {MESSAGES: used, **tools_of(row, for_template)}
+    if not all(map(is_unicode, texts_in([*values.values(), answers]))):
         raise RowSkipped("unpaired surrogate (invalid Unicode)")
     dropped = len(conversation) - len(used)
     warnings = ("messages after the assistant's last one, which are left out",) if dropped else ()
-    values = {MESSAGES: used, **tools_of(row, for_template)}
-    return FieldTexts(values, [str(used[-1].get("content") or "").strip()], None, warnings)
+    last = str(used[-1].get("content") or "")
+    return FieldTexts(values, list(dict.fromkeys(text.strip() for text in answers or [last])), None, warnings)
 
 
 def tools_of(row: Mapping[str, Any], for_template: bool) -> dict[str, Any]:

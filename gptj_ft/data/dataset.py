@@ -13,6 +13,7 @@ import xxhash
 
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.saved_values import RowsReport, checked
+from gptj_ft.data.chat import MESSAGES, is_chat, opening_of
 from gptj_ft.data.chat_template import has_template
 from gptj_ft.data.columns import is_column_for
 from gptj_ft.data.readers.rows import Occurrences
@@ -28,8 +29,9 @@ from gptj_ft.system.plain_text import shortened
 
 _ROWS = "rows.arrow"
 # Increase it whenever the same rows and recipe give other tokens or columns, or the folder another layout.
-VERSION = 9
-READABLE = (7, 8, VERSION)  # 7 differs for rows with labels only, 8 for answers of weight 0 and numbers of JSON
+VERSION = 10
+# 7 differs for rows with labels only, 8 for answers of weight 0 and numbers of JSON, 9 for chats and padded tokens.
+READABLE = (7, 8, 9, VERSION)
 ROWS_DIGESTS = "rows_xxh3_128"  # in the manifest: file of rows -> digest
 FILE_SETTINGS = ("delimiter", "encoding", "sheet")  # matter only while a file is read
 SETTINGS = (  # options that decide how a file becomes rows, and a row tokens
@@ -178,7 +180,10 @@ def _shown(value: Any) -> str:
 
 
 def document_hash(recipe: Recipe, values: Mapping[str, Any]) -> int:
-    """Hash a row's document: its `shorten` field, or all input fields."""
+    """Hash a row's document: its `shorten` field, or all input fields, of a conversation up to its first answer."""
+    if is_chat(recipe):
+        # Rows may be beginnings of one conversation, or different answers to one question.
+        values = {**values, MESSAGES: opening_of(values[MESSAGES])}
     inputs = fields_of(recipe.prompt or recipe.completion)
     names = (recipe.shorten,) if recipe.shorten in inputs else inputs
     return content_hash("\0".join(str(values[name]).strip() for name in names).encode())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
@@ -33,6 +33,7 @@ class Setting:
     labels: LabelSet
     checks: Checks
     needs_target: bool = True  # skip rows without a target; False: read inputs only
+    rows: Callable[[], Iterable[Row]] = tuple  # reads all rows once more, for choices that depend on all
 
     @property
     def frame(self) -> Frame:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from gptj_ft.data.chat_template import (
     as_conversation,
     trained_borders,
 )
-from gptj_ft.data.columns import LABEL, FieldReader, FieldTexts
+from gptj_ft.data.columns import LABEL, FieldReader, FieldTexts, recipe_fields
 from gptj_ft.data.dataset import content_hash, document_hash
 from gptj_ft.data.encode import (
     Encoded,
@@ -35,7 +36,9 @@ from gptj_ft.data.tokenization import Tokens, no_tokenizer
 from gptj_ft.errors import RowSkipped
 
 UNKNOWN_IDS = "token ids that the model has and its tokenizer lacks, e.g. separators of other systems"
+PASSED_OVER = "input_ids are trained, not the text next to them; to train the text: --map FIELD=COLUMN"
 TOKENS, TRAINED = "input_ids", "trained"  # columns of tokenized rows
+LABELS, MASK, NO_TARGET = "labels", "attention_mask", -100  # columns of transformers; a label that is no target
 
 
 class _Read(NamedTuple):
@@ -154,11 +157,15 @@ class TokenReader(TaskReader):
         super().__init__(setting)
         vocabulary: Mapping[str, int] = setting.tokenizer.get_vocab()
         self._largest_known = max(vocabulary.values(), default=2**31)
+        fields = setting.recipe.fields
+        self._texts = {name for field in recipe_fields(setting.recipe) for name in fields.get(field, (field,))}
 
     def tokenizer(self) -> Any:
         return lambda texts: []
 
     def read(self, row: Row) -> tuple[list[str], None]:
+        if any(isinstance(row.values[name], str) for name in self._texts & row.values.keys()):
+            self.setting.checks.add(PASSED_OVER, row.where)
         return [], None
 
     def row_of(self, row: Row, read: None, tokens: list[Tokens]) -> EncodedRow:
@@ -167,10 +174,41 @@ class TokenReader(TaskReader):
             raise RowSkipped("input_ids is not a list of token ids")
         if not ids:
             raise RowSkipped("no tokens")
-        encoded = from_tokens(self.setting.recipe, ids, row.values.get(TRAINED))
+        trained = row.values.get(TRAINED)
+        if trained is None and not row.values.keys().isdisjoint((LABELS, MASK)):
+            ids, trained = _without_padding(ids, row.values.get(LABELS), row.values.get(MASK))
+        encoded = from_tokens(self.setting.recipe, ids, trained)
         if max(encoded.documents[0]) > self._largest_known:
             self.setting.checks.add(UNKNOWN_IDS, row.where)
         return _row(encoded, content_hash(array("q", ids).tobytes()))
+
+
+def _without_padding(ids: list[int], labels: Any, mask: Any) -> tuple[list[int], list[int] | None]:
+    """Return the tokens that `transformers` would read, and the bounds of its targets; ``None``: all tokens.
+
+    Args:
+        labels: each target's token, and -100 for other tokens; no list: all tokens are targets.
+        mask: 0 for padding, 1 for other tokens; ``None``: there is no padding.
+
+    Raises:
+        RowSkipped: the lists do not fit the tokens.
+    """
+    mask = [1] * len(ids) if mask is None else mask
+    if not isinstance(mask, list) or len(mask) != len(ids) or any(each not in (0, 1) for each in mask):
+        raise RowSkipped("attention_mask is not a list of 0 or 1 for each token")
+    read = [index for index, is_read in enumerate(mask) if is_read]
+    if not read:
+        raise RowSkipped("no tokens")
+    ids = [ids[index] for index in read]
+    if not isinstance(labels, list):  # e.g. the class of a text
+        return ids, None
+    if len(labels) != len(mask):
+        raise RowSkipped("labels are not a list with a label for each token")
+    labels = [labels[index] for index in read]
+    if any(label not in (NO_TARGET, token) for label, token in zip(labels, ids, strict=True)):
+        raise RowSkipped("a label is neither its token of input_ids nor -100")
+    is_target = [False, *(label != NO_TARGET for label in labels), False]
+    return ids, [index for index, (before, after) in enumerate(pairwise(is_target)) if before != after]
 
 
 def _row(encoded: Encoded, group: int, label: str = "", references: list[str] | None = None) -> EncodedRow:

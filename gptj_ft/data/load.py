@@ -99,6 +99,7 @@ def _key(job: TokenizeJob) -> str:
         "version": VERSION,
         "source": str(job.source.path.resolve()),  # every row of the report names it
         "data": job.source.sha256,
+        "notes": list(job.source.notes),
         "guarded": [file.path.name for file in job.source.files if file.is_guarded],
         "tokenizer": tokenizer_digest(job.tokenizer),
         "settings": settings_of(recipe),

@@ -101,7 +101,10 @@ def tokenize_rows(
         )
     else:
         labels, reader = LabelSet(recipe.labels, job.labels, job.known_labels), READERS[recipe.task]
-    setting = Setting(recipe, tokenizer, columns, labels, checks, job.needs_target)
+    setting = Setting(
+        recipe, tokenizer, columns, labels, checks, job.needs_target,
+        rows=lambda: read_rows(source, Findings(recipe.max_bad_rows)),
+    )  # fmt: skip
     encoder = RowEncoder(reader(setting), job.vocab_size)
     digest = source.sha256  # before the rows are read
     findings = Findings(recipe.max_bad_rows)
@@ -123,7 +126,7 @@ def tokenize_rows(
         except DataError as error:
             raise DataError(f"{source.path}: {error}") from error
         report = Report(
-            files=tuple(str(file.path) for file in source.files),
+            files=tuple(file.name for file in source.files),
             notes=(*findings.notes, *([PLAIN_CHAT] if uses_plain_chat(recipe, columns) else [])),
             rows_skipped=counts.skipped,
             warnings=checks.warnings,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from array import array
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 GENERIC = ("GPT2Tokenizer", "GPT2TokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend")
 # Parts of tokenizer.json that decide a text's token ids; truncation, padding and post-processing are not used.
 _PARTS = ("normalizer", "pre_tokenizer", "model", "added_tokens")
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 
 class NoTokenizer:
@@ -244,13 +246,27 @@ def _token_bytes(tokenizer: RowTokenizer) -> Characters:
     # Some tokenizers trim the leading blank from offsets: then byte lengths and offsets disagree.
     if not splits_before_blanks(tokenizer) or len(offsets) < 2 or offsets[1][0] != 1:
         return np.empty(0, np.int64)
-    # Byte-level BPE: each character of a token's name stands for one byte.
-    sizes = {number: len(name) for name, number in backend.get_vocab(with_added_tokens=False).items()}
-    # Added tokens keep their plain text: their bytes are those of UTF-8.
-    sizes |= {number: len(token.content.encode()) for number, token in backend.get_added_tokens_decoder().items()}
+    sizes = bytes_of_tokens(tokenizer)
     table = np.zeros(max(sizes) + 1, np.int64)
     table[list(sizes)] = list(sizes.values())
     return table
+
+
+@lru_cache(maxsize=4)
+def bytes_of_tokens(tokenizer: RowTokenizer) -> dict[int, int]:
+    """Return the number of bytes of text that each token stands for."""
+    backend = backend_of(tokenizer)
+    parts = filter(None, (backend.normalizer, backend.pre_tokenizer, backend.decoder))
+    # Byte-level BPE: each character of a token's name stands for one byte.
+    size = len if any(b'"ByteLevel"' in part.__getstate__() for part in parts) else _sentencepiece_bytes
+    sizes = {number: size(name) for name, number in backend.get_vocab(with_added_tokens=False).items()}
+    # Added tokens keep their plain text: their bytes are those of UTF-8.
+    return sizes | {number: len(token.content.encode()) for number, token in backend.get_added_tokens_decoder().items()}
+
+
+def _sentencepiece_bytes(name: str) -> int:
+    """Return the bytes of a token of SentencePiece: a byte like ``<0x0A>``, or a text with ``▁`` for blanks."""
+    return 1 if _BYTE.fullmatch(name) else len(name.replace("\u2581", " ").encode())
 
 
 def backend_of(tokenizer: RowTokenizer) -> Any:

@@ -17,7 +17,7 @@ from gptj_ft.data.columns import LABEL
 from gptj_ft.data.encode import eos_of
 from gptj_ft.data.loss_mask import span_borders
 from gptj_ft.data.template import fields_of, render
-from gptj_ft.data.tokenization import tokenize
+from gptj_ft.data.tokenization import bytes_of_tokens, tokenize
 from gptj_ft.evaluation.metrics.language_model import RowLoss
 from gptj_ft.models.batch import NO_TARGET, PackedBatch, pack
 from gptj_ft.streaming.offloaded_model import OffloadedModel
@@ -248,13 +248,13 @@ def _text_size(
     if tokenizer is None:
         return None, None
     special = set(tokenizer.all_special_ids)
-    names = tokenizer.convert_ids_to_tokens([each for ids in spans for each in ids if each not in special])
-    if None in names:
+    sizes = bytes_of_tokens(tokenizer)
+    plain = [each for ids in spans for each in ids if each not in special]
+    if not all(each in sizes for each in plain):
         return None, None
     texts = [tokenizer.decode(list(ids), skip_special_tokens=True) for ids in spans]
-    # GPT-2's and GPT-J's token names have one character per byte. Decoding instead would replace a character whose
-    # bytes are split between spans, and count the replacement.
-    return sum(len(text.split()) for text in texts), sum(map(len, names))
+    # Not the bytes of the texts: decoding replaces a character whose bytes are split between spans.
+    return sum(len(text.split()) for text in texts), sum(sizes[each] for each in plain)
 
 
 def run_queries(

@@ -288,7 +288,7 @@ def _write_by_id(job: LabelJob) -> None:
     # The answers last: the job counts as finished as soon as they exist.
     for path, values in ((null_odds_file(job.output), odds), (job.output, answers)):
         if values:
-            replace_text(path, json.dumps(values, indent=4, ensure_ascii=False) + "\n")
+            replace_text(path, _escaped(json.dumps(values, indent=4, ensure_ascii=False)) + "\n")
 
 
 def _table(job: LabelJob) -> str:
@@ -310,7 +310,7 @@ def _table(job: LabelJob) -> str:
     writer = csv.DictWriter(text, list(names), lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
     writer.writeheader()
     writer.writerows(rows)
-    return text.getvalue()
+    return _escaped(text.getvalue())
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
@@ -322,3 +322,8 @@ def _cell(value: Any) -> Any:
     if isinstance(value, list):
         return "; ".join(map(str, value))
     return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
+
+
+def _escaped(text: str) -> str:
+    r"""Write lone surrogates as ``\ud83d``, as JSON does: no encoding has them."""
+    return text.encode(errors="backslashreplace").decode()

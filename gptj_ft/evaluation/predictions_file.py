@@ -83,7 +83,7 @@ def score_predictions(
     Args:
         path: JSON lines with a text (one of `TEXT_KEYS`) and optionally ``id`` and ``references``; or one object of
             texts by id, as SQuAD's official scripts read it.
-        data: rows, matched by ``id`` if every row and prediction has one, else by order; None: the predictions have
+        data: rows, matched by ``id``, or by order if all rows or all predictions lack it; None: the predictions have
             references.
         limit: maximum number of rows, taken from the start; None: all.
         allow_empty: whether predictions may be empty. They always may if some questions have no answer (SQuAD v2.0).
@@ -201,6 +201,9 @@ def _matched(path: Path, predictions: Sequence[PredictionRow], rows: Sequence[Pr
         missing = [each.place for id, each in row_by_id.items() if id not in by_id]
         _reject("no prediction of the row", missing, f"{path} must have one for each row")
         pairs = [(by_id[id], row) for id, row in row_by_id.items()]
+    elif any(each.id is not None for each in predictions) and any(each.id is not None for each in rows):
+        first = next(each.place for each in (*predictions, *rows) if each.id is None)
+        raise DataError(f"{first} has no id, but other lines have: add it, or remove all ids to match by order")
     elif len(predictions) == len(rows):
         pairs = list(zip(predictions, rows, strict=True))
     else:

@@ -23,8 +23,7 @@ class JsonLines:
 
     def append(self, *values: Mapping[str, Any]) -> None:
         """Append objects durably, replacing a last line that a crash has truncated."""
-        lines = (json.dumps(sealed(each) if self.is_sealed else each, ensure_ascii=False) for each in values)
-        text = memoryview("".join(f"{line}\n" for line in lines).encode("utf-8", "surrogatepass"))
+        text = memoryview(b"".join(_line(sealed(each) if self.is_sealed else each) for each in values))
         with disk_errors(self.path, "make room, then repeat the command to continue"):
             descriptor = open_file(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
             try:
@@ -59,3 +58,10 @@ class JsonLines:
             write_file(new, b"".join(line + b"\n" for line in lines))
             new.replace(self.path)
             sync_path(self.path.parent)
+
+
+def _line(value: Mapping[str, Any]) -> bytes:
+    try:
+        return json.dumps(value, ensure_ascii=False).encode() + b"\n"
+    except UnicodeEncodeError:  # a lone surrogate, which only an escape sequence can write
+        return json.dumps(value).encode() + b"\n"

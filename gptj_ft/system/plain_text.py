@@ -7,8 +7,9 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-# C0 and C1 controls, DEL, the line and paragraph separators, and the marks that reorder text on a screen.
-_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+# C0 and C1 controls, DEL, the line and paragraph separators, the marks that reorder text on a screen, and lone
+# surrogates, which no encoding can write.
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 HIDDEN = "***"
 _SECRET_NAME = re.compile(r"(^|[-_.])(token|key|apikey|secret|password|passwd)$", re.IGNORECASE)
 # Access tokens of the Hub, OpenAI, GitHub and others; credentials before the @ of a URL.
@@ -37,7 +38,7 @@ def shortened(text: str, characters: int = 30) -> str:
 
 
 def without_secrets(words: Sequence[str]) -> list[str]:
-    """Hide passwords and access tokens in the words of a command."""
+    """Hide passwords and access tokens in the words of a command, and escape what is not Unicode."""
     kept: list[str] = []
     for word in words:
         name, equals, value = word.partition("=")
@@ -45,7 +46,7 @@ def without_secrets(words: Sequence[str]) -> list[str]:
             word = HIDDEN
         elif equals and value and _SECRET_NAME.search(name):
             word = f"{name}={HIDDEN}"
-        kept.append(_SECRET.sub(HIDDEN, word))
+        kept.append(escape_controls(_SECRET.sub(HIDDEN, word)))
     return kept
 
 
@@ -63,4 +64,6 @@ def quoted(word: str | Path) -> str:
 
 
 def _escaped(match: re.Match[str]) -> str:
+    if "\udc80" <= match[0] <= "\udcff":  # a byte of a file name in another encoding, see `os.fsdecode`
+        return f"\\x{ord(match[0]) - 0xDC00:02x}"
     return match[0].encode("unicode_escape").decode("ascii")

@@ -13,6 +13,7 @@ from gptj_ft.config.options import Recipe
 from gptj_ft.config.resolve import resolve
 from gptj_ft.data.chat import read_conversation
 from gptj_ft.data.columns import FieldTexts, choose_columns, read_fields
+from gptj_ft.data.dataset import document_hash
 from gptj_ft.data.encode import encode_prompt
 from gptj_ft.errors import RowSkipped, UsageError
 from gptj_ft.generation.generator import fill_fields
@@ -108,6 +109,29 @@ def test_instruction_input_output_is_a_conversation() -> None:
     ]
     assert found.references == ["A note."]
     assert read({**row, "input": ""}).values["messages"][0]["content"] == "Sum up."
+
+
+def test_list_of_answers_trains_the_first() -> None:
+    found = read({"question": "capital?", "answer": ["Paris ", "City of Paris", ""]})
+    assert found.values["messages"][-1]["content"] == "Paris"
+    assert found.references == ["Paris", "City of Paris"]
+    for answers, reason in ((["", None], "a message is empty"), (["Paris", "\ud800"], "unpaired surrogate")):
+        with pytest.raises(RowSkipped, match=reason):
+            read({"question": "capital?", "answer": answers})
+
+
+def test_conversations_with_one_opening_are_one_document() -> None:
+    def document(*messages: dict[str, Any]) -> int:
+        return document_hash(chat(), read({"messages": list(messages)}).values)
+
+    *beginning, answer = MESSAGES[:3]
+    same = [[answer], MESSAGES[2:], [{**answer, "content": "No one."}], [answer, answer]]
+    assert len({document(*beginning, *others) for others in same}) == 1
+    assert document(*MESSAGES) != document(*MESSAGES[1:])
+    # A greeting, or instructions that many conversations share, are no document.
+    for common in ([answer], [MESSAGES[0], answer]):
+        first, other = ([*common, {"role": "user", "content": text}, answer] for text in ("Who?", "When?"))
+        assert document(*first) != document(*other)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,10 @@ SUPPLIED = {"qwen2_5": ("\n",), "qwen3-no-thinking": ("<think>", "</think>", "\n
 SPLITTING = ("qwen3", "qwen3-no-thinking", "mistral-v3", "mistral-v3-tekken")
 
 
+def calling(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+
+
 def template_of(name: str, tokenizer: PreTrainedTokenizerFast) -> ChatTemplate:
     return ChatTemplate(tokenizer, template_named(name), NAMES[name][3], date.today().isoformat())
 
@@ -159,6 +163,14 @@ def test_thoughts_of_the_last_answer_are_trained(tmp_path) -> None:
         (HELLO, SMOLLM2.replace("in messages %", "in messages[:1] %"), "leaves out an answer"),
         ({"messages": HELLO, "tools": [{"name": "f"}]}, "smollm2", "the chat template takes none"),
         ([HELLO[0], {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}], "smollm2", "calls a tool"),
+        ([HELLO[0], {**HELLO[1], "content": "x \ud83d"}], "smollm2", "unpaired surrogate"),
+        ([HELLO[0], {**HELLO[1], "thinking": "x \ud83d"}], "smollm2", "unpaired surrogate"),
+        ([HELLO[0], calling({"q": ["x \ud83d"]})], "qwen2_5", "unpaired surrogate"),
+        ({"messages": HELLO, "tools": [{"name": "\ud83d"}]}, "qwen2_5", "unpaired surrogate"),
+        ([HELLO[0], calling({"q": ["x<|im_end|>"]})], "qwen2_5", r"contains <\|im_end\|>"),
+        ([HELLO[0], calling({"x<|im_end|>": 1})], "qwen2_5", r"contains <\|im_end\|>"),
+        ([{**HELLO[0], "name": "x<|im_end|>"}, HELLO[1]], "smollm2", r"contains <\|im_end\|>"),
+        ({"messages": HELLO, "tools": [{"name": "x<|im_end|>"}]}, "qwen2_5", r"tools contain <\|im_end\|>"),
     ],
 )  # fmt: skip
 def test_unusable_conversation_is_skipped_with_reason(tmp_path, row, source, reason) -> None:

@@ -247,6 +247,20 @@ def test_unlabelled_rows_are_skipped_with_reason(bert: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        ("classification", "the label has an unpaired surrogate (invalid Unicode)"),
+        ("multi-label", "the label has an unpaired surrogate (invalid Unicode)"),
+        ("regression", r"'1\ud83d' is not a number"),
+    ],
+)
+def test_label_with_lone_surrogate_is_skipped(task: str, said: str, bert: Any) -> None:
+    done = prepared(bert, labelled("1", "2", "1\ud83d"), task=task)
+    assert {why: of.first for why, of in done.report.rows_skipped.items()} == {said: ["rows.jsonl:3"]}
+    save_dataset(done, Path("folder"))
+
+
+@pytest.mark.parametrize(
     ("labels", "options", "said"),
     [
         (["a"] * 3, {}, "rows.jsonl: of the 3 rows all have the label 'a': there is nothing to tell apart"),
@@ -289,6 +303,9 @@ def test_equal_text_with_other_label_warns(bert: Any) -> None:
         (["b|a", "c, d|a", "c"], [{"a", "b"}, {"c, d", "a"}, {"c"}]),
         (["b,a", "c", "b"], [{"a", "b"}, {"c"}, {"b"}]),
         (["['b', 'a']", "[]", '["c"]'], [{"a", "b"}, set(), {"c"}]),
+        (["['b' 'a']", "['c']"], [{"a", "b"}, {"c"}]),
+        (["[ 3 11]", "[2]"], [{"3", "11"}, {"2"}]),
+        (["c, d", "b", "c, d; a", "b|a"], [{"c, d"}, {"b"}, {"c, d", "a"}, {"b|a"}]),
         ([[3, 11], 2, "11,3"], [{"3", "11"}, {"2"}, {"3", "11"}]),
         ([{"a": 1, "b": True, "c": 0}, {"a": "no"}, {"c": "yes"}], [{"a", "b"}, set(), {"c"}]),
     ],
@@ -308,6 +325,10 @@ def test_label_sets_come_in_several_forms(cells: list[Any], wanted: list[set[str
 def test_split_label_texts_are_reported(bert: Any) -> None:
     done = prepared(bert, labelled("a,b", "b"), task="multi-label")
     assert done.report.warnings["a text with several labels, separated by ','"].count == 1
+    done = prepared(bert, labelled("a,b", "b", "c; d"), task="multi-label")
+    assert done.report.warnings["labels with ',' in their names, because other rows separate labels by ';'"].count == 1
+    done = prepared(bert, labelled("a,b", "b"), {"labels": ("a,b", "b")}, task="multi-label")
+    assert [row["values"] for row in done.rows] == [[1.0, 0.0], [0.0, 1.0]]
     labels = {"arts, crafts": "arts, crafts", "sport": "sport"}
     done = prepared(bert, labelled("arts, crafts", "sport; arts, crafts"), task="multi-label", labels=labels)
     assert [row["values"] for row in done.rows] == [[1.0, 0.0], [1.0, 1.0]]

@@ -199,12 +199,16 @@ def test_misplaced_answers_are_searched(bert: Any) -> None:
         {"question": "d", "context": PASSAGE, "answers": [{"text": "came", "answer_start": place}]},
         {"question": "e", "context": PASSAGE, "answers": {"text": ["went"], "answer_start": [4]}},
         {"question": "f", "context": PASSAGE, "answers": {"text": ["came"], "answer_start": place}},
+        {"question": "g", "context": PASSAGE, "answers": ["came", "\ud83d"]},
     ]
     done = prepared(bert, rows, max_length=200)
     starts = [row["offsets"][2 * row["targets"][0]] for row in done.rows]
     assert starts == [place, PASSAGE.index("came"), PASSAGE.index("came"), place, place]
     skipped = {why: of.first for why, of in done.report.rows_skipped.items()}
-    assert skipped == {"the answer is not in its passage": ["rows.jsonl:5"]}
+    assert skipped == {
+        "the answer is not in its passage": ["rows.jsonl:5"],
+        "column 'answers': unpaired surrogate (invalid Unicode)": ["rows.jsonl:7"],
+    }
     warned = {why: of.first for why, of in done.report.warnings.items() if "answer" in why and "row" not in why}
     assert warned == {
         "the answer is not at answer_start: its nearest occurrence is used": ["rows.jsonl:1"],
@@ -227,7 +231,14 @@ def test_oversized_questions_and_strides_are_reported(bert: Any) -> None:
         prepared(bert, rows, stride=21)
     with pytest.raises(UsageError, match="pair: for task=spans, pair must be the passage alone"):
         prepared(bert, rows, pair="Passage: {{ context }}")
-    assert prepared(bert, questions("river"), on_long="shorten").report.windows == 1
+    done = prepared(
+        bert, questions("river", "cough.", "with a cough; rest was good (café), and the lifts"), on_long="shorten"
+    )
+    assert done.report.windows == 1
+    assert {why: of.first for why, of in done.report.rows_skipped.items()} == {
+        "too long: the answer is cut off": ["rows.jsonl:2", "rows.jsonl:3"]
+    }
+    assert prepared(bert, questions("cough."), needs_target=False, on_long="shorten").report.windows == 1
     with pytest.raises(DataError, match=r"rows\.jsonl:1: 6 tokens of the question"):
         prepared(bert, questions("river"), on_long="error")
 

@@ -6,16 +6,19 @@ import gzip
 import io
 import json
 import lzma
+import struct
 import tarfile
 import zipfile
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gptj_ft.data.columns import cell_text
 from gptj_ft.data.readers.records import read_rows
 from gptj_ft.data.readers.rows import Findings
-from gptj_ft.data.readers.source import FileOptions, ReadLimits, identify
+from gptj_ft.data.readers.source import MOST_LIST_BYTES, FileOptions, ReadLimits, identify, names_in_zip
 from gptj_ft.errors import DataError, UsageError
 
 ROWS = [{"text": f"row {number}", "n": number} for number in range(2500)]
@@ -37,6 +40,15 @@ def zip_of(name: str, content: bytes = b"x") -> bytes:
     with zipfile.ZipFile(out, "w") as archive:
         archive.writestr(name, content)
     return out.getvalue()
+
+
+def as_zip64(content: bytes, size: int | None = None) -> bytes:
+    """Add the ZIP64 records that some programs write in small archives, too; ``size``: of the directory."""
+    end = struct.unpack("<4s4H2LH", content[-22:])
+    record = struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, 45, 45, 0, 0, end[3], end[4], size or end[5], end[6])
+    locator = struct.pack("<4sLQL", b"PK\6\7", 0, len(content) - 22, 1)
+    fields = struct.pack("<4s4H2LH", end[0], 0, 0, 0xFFFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0)
+    return content[:-22] + record + locator + fields
 
 
 PACKERS = {".gz": gzip.compress, ".xz": lzma.compress, ".zst": packed_by_zstandard}
@@ -129,6 +141,14 @@ def test_office_document_is_recognized_by_name(tmp_path: Path) -> None:
             values(tmp_path / name)
 
 
+def test_small_zip64_archive_is_read(tmp_path: Path) -> None:
+    content = zip_of("xl/workbook.xml")
+    for raw in (content, as_zip64(content), as_zip64(content)[:-2] + b"\3\0PK!"):
+        assert names_in_zip(io.BytesIO(raw)) == {"xl/workbook.xml"}
+    for raw in (as_zip64(content, MOST_LIST_BYTES + 1), as_zip64(content).replace(b"PK\6\6", b"PK\6\0")):
+        assert not names_in_zip(io.BytesIO(raw))
+
+
 def test_byte_order_mark_and_crlf_are_noted(tmp_path: Path) -> None:
     path, findings = tmp_path / "a.jsonl", Findings()
     path.write_bytes(b'\xef\xbb\xbf{"a": "1"}\r\n{"a": "2"}\r\n')
@@ -151,6 +171,22 @@ def test_folder_and_pattern_give_sorted_files(tmp_path: Path) -> None:
     assert [row["text"] for row in values(tmp_path / "**" / "*.[ct]*")] == ["1", "3"]
     with pytest.raises(UsageError, match="no file matches"):
         values(tmp_path / "*.parquet")
+
+
+def test_unread_files_of_a_folder_are_noted(tmp_path: Path) -> None:
+    for name in ("a.txt", "README.md", "LICENSE", ".cache/x.html", "x.index"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    values(tmp_path, findings := Findings())
+    assert not findings.notes
+    for name in ("b.md", "c.pdf", "sub/d.pdf", "e"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    values(tmp_path, findings)
+    assert list(findings.notes) == [
+        f"{tmp_path}: 4 files are not read: 2 .pdf (convert it to plain text first, e.g. with `pdftotext`), "
+        "1 .md, 1 without suffix"
+    ]
 
 
 def test_a_folder_without_rows_is_refused(tmp_path: Path) -> None:
@@ -187,6 +223,12 @@ def test_parquet_rows_are_numbered(tmp_path: Path) -> None:
     assert rows[1500].where == f"{path}:1501"
     (tmp_path / "named.csv").write_bytes(path.read_bytes())
     assert values(tmp_path / "named.csv") == ROWS
+    parquet.write_table(pyarrow.Table.from_pylist([{"text": Decimal("-0.0000001")}]), path)
+    (number,) = values(path)
+    assert cell_text(number["text"]) == "-0.0000001"
+    parquet.write_table(pyarrow.table([["a"], ["b"]], names=["text", "text"]), path)
+    with pytest.raises(DataError, match=r"rows\.parquet: there are two columns 'text': rename or remove one"):
+        values(path)
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(DataError, match=r"rows\.parquet: damaged Parquet file"):
         values(path)
@@ -241,6 +283,22 @@ def test_some_unreadable_records_can_be_allowed(tmp_path: Path) -> None:
     assert [where for where, _ in findings.bad] == [f"{path}:2", f"{path}:4"]
     with pytest.raises(DataError, match=r"a\.jsonl:2: not JSON: .*; 1 more bad line"):
         values(path, Findings(most_bad=1))
+
+
+def test_malformed_records_of_tables_can_be_allowed(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('text,n\n"good",1\n"bad" quote,0\nfine,1\n"two\nlines"x,2\n\n"last",3\n"bad"x,4\n')
+    findings = Findings(most_bad=3)
+    rows = list(read_rows(identify(path), findings))
+    assert [(row.line, row.values["text"]) for row in rows] == [(2, "good"), (4, "fine"), (8, "last")]
+    assert [where for where, _ in findings.bad] == [f"{path}:{line}" for line in (3, 5, 9)]
+    assert findings.bad[1][1].endswith("; its quotes enclose everything up to line 6")
+    with pytest.raises(DataError, match=r"a\.csv:3: malformed table: ',' expected after '\"'; 2 more bad lines"):
+        values(path, Findings(most_bad=2))
+    for text, line in (('"text"x,n\na,1\n', 1), ('text,n\na,1\n"open,2\nb,3\n', 3)):
+        path.write_text(text)
+        with pytest.raises(DataError, match=rf"a\.csv:{line}: malformed table"):
+            values(path, Findings(most_bad=9))
 
 
 # Memory

@@ -282,6 +282,47 @@ def test_rows_with_other_references_are_distinct(tmp_path: Path) -> None:
     assert written == rows[:2]
 
 
+ASKED, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "rows"),
+    [
+        ("pairs", {}, [{"text1": "a b", "text2": text, "label": "l"} for text in "xy"]),
+        ("squad-bert", {}, [{"question": "q", "context": f"{x} z", "answers": {"text": ["z"]}} for x in "ab"]),
+        ("squad2-bert", {}, [{"question": "q", "context": x, "answers": {"text": []}} for x in "ab"]),
+        (
+            "token-labels",
+            {},
+            [{"tokens": ["a", "b", "c"], "tags": tags} for tags in (["X", "O", "O"], ["X", "X", "O"])],
+        ),
+        ("token-labels", {}, [{"tokens": words, "tags": ["X", "O"]} for words in (["a b", "c"], ["a", "b c"])]),
+        ("multi-label", {}, [{"text": "a", "labels": labels} for labels in (["x"], ["x", "y"], [])]),
+        (
+            "multi-label",
+            {"map": {"label": "x+y"}},
+            [{"text": "a", "x": x, "y": y} for x, y in ((0, 1), (0, 0), (1, 0), (1, 1))],
+        ),
+        ("chat", {"chat_template": "x"}, [{"messages": [ASKED, {**ANSWER, "thinking": thought}]} for thought in "ab"]),
+        ("chat", {"chat_template": "x"}, [{"messages": [ASKED, ANSWER], "tools": tools} for tools in ([], [{"a": 1}])]),
+    ],
+)
+def test_rows_that_train_otherwise_are_distinct(recipe: str, options: Any, rows: list[Any], tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "rows.jsonl", [*rows, *rows])
+    resolved = resolve({"recipe": recipe, **options}, environment={})
+    report = fix_rows(resolved.recipe, identify(source), tmp_path / "fixed.jsonl")
+    assert [row.values for row in read_rows(identify(tmp_path / "fixed.jsonl"))] == rows
+    assert report.rows_dropped["the same row again"].count == len(rows)
+
+
+def test_row_without_label_is_dropped(tmp_path: Path) -> None:
+    for recipe, label in (("pairs", ""), ("multi-label", None), ("regression", None), ("squad-bert", {"text": []})):
+        row = {"text": "a", "text1": "a", "text2": "b", "question": "q", "context": "c", "label": "1", "answers": "c"}
+        source = write_rows(tmp_path / f"{recipe}.jsonl", [row, {**row, "label": label, "answers": label}])
+        report, written = fix(source, recipe=recipe)
+        assert (written, list(report.rows_dropped)) == ([row], ["a field is empty"])
+
+
 cells = texts | st.none() | st.integers() | st.lists(texts, max_size=2) | st.dictionaries(texts, texts, max_size=1)
 rows = st.fixed_dictionaries({"note": cells, "summary": texts}, optional={"id": st.floats(), "other": cells})
 lines = st.lists(rows | st.sampled_from(["{broken", "[1]", "", "7"]), max_size=8)

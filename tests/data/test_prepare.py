@@ -12,7 +12,7 @@ from pyarrow import parquet
 from support.tiny_tokenizer import make_tokenizer
 
 from gptj_ft.config.resolve import resolve
-from gptj_ft.data.dataset import Prepared, Report, check_compatible, load_dataset, save_dataset
+from gptj_ft.data.dataset import VERSION, Prepared, Report, check_compatible, load_dataset, save_dataset
 from gptj_ft.data.encoder import RowEncoder
 from gptj_ft.data.prepare import TokenizeJob, tokenize_rows
 from gptj_ft.data.readers.source import is_prepared
@@ -49,6 +49,19 @@ def prepared(tokenizer, notes):
 
 
 # Rows
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_file_name_may_be_latin_1(folder, tokenizer, tmp_path):
+    """A name in another encoding becomes text in reports and tables, and opens the file nevertheless."""
+    path = tmp_path / os.fsdecode(b"M\xfcller.jsonl")
+    path.write_text('{"note": "The river", "summary": "cough"}\n{"note": "a"}\noops\n', encoding="utf-8")
+    (tmp_path / "b.jsonl").write_text('{"note": "The lift", "summary": "cough"}\n', encoding="utf-8")
+    source = tmp_path if folder else path
+    done = tokenize_rows(TokenizeJob.of(recipe(max_bad_rows=1), tokenizer, source, VOCAB))
+    assert done.rows["source"][0] == f"{tmp_path}/M\\xfcller.jsonl"
+    save_dataset(done, tmp_path / "saved")
+    assert list(load_dataset(tmp_path / "saved").rows) == list(done.rows)
 
 
 def test_rows_carry_tokens_references_and_origin(tokenizer, notes, prepared):
@@ -138,6 +151,30 @@ def test_split_windows_train_every_token_once(tokenizer, tmp_path):
     assert done.report.windows == len(done.rows) > 3
     assert set(done.rows["prompt_length"]) == {0}
     assert all(references == [] for references in done.rows["references"])
+
+
+def test_labels_of_transformers_are_targets(tokenizer, tmp_path):
+    padded = {"input_ids": [0, 5, 6, 7, 8, 0, 0], "attention_mask": [0, 1, 1, 1, 1, 0, 0], "text": "words"}
+    labels = [-100, -100, -100, 7, 8, -100, 0]
+    bad = [[-100] * 7, [-100] * 6, [-100, -100, -100, 8, 7, -100, -100]]
+    rows = [{**padded, "labels": labels}, padded, {**padded, "labels": 1}, {**padded, "trained": [1, 3]}]
+    rows += [{**padded, "labels": each} for each in bad]
+    rows += [{**padded, "attention_mask": each} for each in ([1, 1], [0] * 7, [2] * 7)]
+    path = json_lines(tmp_path / "rows.jsonl", rows)
+    done = tokenize_rows(TokenizeJob.of(recipe("continuous-pretraining"), tokenizer, path, VOCAB))
+    assert [(row["input_ids"], row["prompt_length"]) for row in done.rows.select(range(4))] == [
+        ([5, 6, 7, 8], 2), ([5, 6, 7, 8], 0), ([5, 6, 7, 8], 0), ([0, 5, 6], 0),
+    ]  # fmt: skip
+    assert done.report.target_tokens == 2 + 3 + 3 + 2
+    assert {reason: found.count for reason, found in done.report.rows_skipped.items()} == {
+        "no token that is trained on": 1,
+        "labels are not a list with a label for each token": 1,
+        "a label is neither its token of input_ids nor -100": 1,
+        "attention_mask is not a list of 0 or 1 for each token": 2,
+        "no tokens": 1,
+    }
+    (found,) = (found for warning, found in done.report.warnings.items() if "not the text next to them" in warning)
+    assert found.count == len(rows)
 
 
 def test_unanswerable_questions_are_reported(tokenizer, tmp_path):
@@ -331,6 +368,18 @@ def test_another_template_or_limit_is_named(prepared, tokenizer, options, messag
     with pytest.raises(DataError, match="the data was prepared with other settings") as caught:
         check_compatible(prepared, recipe(**options), tokenizer)
     assert message in str(caught.value)
+
+
+def test_rows_of_earlier_versions_are_readable(prepared, tmp_path):
+    for version in (7, 8, 9, VERSION, 6, VERSION + 1):
+        folder = tmp_path / f"version-{version}"
+        report = dataclasses.replace(prepared.report, version=version)
+        save_dataset(Prepared(prepared.rows, report), folder)
+        if 7 <= version <= VERSION:
+            assert load_dataset(folder).report.version == version
+        else:
+            with pytest.raises(DataError, match=f"prepared by version {version}, this is {VERSION}"):
+                load_dataset(folder)
 
 
 def test_another_tokenizer_is_named(prepared):

@@ -105,6 +105,8 @@ def test_wrapped_rows_are_read_and_noted(write, indent):
         {"document": "x" * 101, "tags": [{"n": 1}]},
         {"a": 1},
         {"a": ["x"]},
+        {"a": ["x", "y"], "b": "z"},
+        {"input_ids": [5, 6], "labels": [5, 6]},
         {"a": [{"b": 1}, 2]},
     ],
 )
@@ -238,6 +240,27 @@ def test_first_bad_json_line_is_named(write):
 def test_json_with_two_meanings_is_rejected(write, name, row, reason):
     with pytest.raises(DataError, match=rf"{name}:2: not JSON: {reason}"):
         rows(write(name, f'{{"a": NaN}}\n{row}\n'))
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ('{"items": [{"a": 1}],\n"items": [{"a": 2}]}', ":2: not JSON: the key 'items' is there twice"),
+        ('{"data": [{"a": 1}],\n"data": [{"a": 2}]}', ":2: not JSON: the key 'data' is there twice"),
+        ('{"data": [{"a": 1}], "more": [{"a": 2}]}', ": the rows may be in any of 'data', 'more': write the right"),
+        ('{"document": ["x", "y"], "n": [1, 2]}', r": its lists may be columns of many rows, or cells of one: write"),
+    ],
+)
+def test_json_that_would_lose_rows_is_rejected(write, content, reason):
+    with pytest.raises(DataError, match=rf"a\.json{reason}"):
+        rows(write("a.json", content))
+
+
+def test_lists_are_cells_of_a_row(write):
+    row = {"tokens": ["x", "y"], "tags": [1, 2]}
+    assert rows(write("a.json", json.dumps([row]))) == rows(write("a.jsonl", json.dumps(row))) == [(1, row)]
+    path = write("a.json", json.dumps(row))
+    assert [each.values for each in read_rows(identify(path, FileOptions(task="token-labels")))] == [row]
 
 
 def test_nan_is_a_missing_value(write):

@@ -150,6 +150,7 @@ def test_short_documents_are_skipped_in_training_only(bert: Any) -> None:
         {"document": SENTENCES, "summary": SUMMARY}, {"document": SENTENCES[:2], "summary": SUMMARY},
         {"document": SENTENCES, "summary": "the"}, {"document": "", "summary": SUMMARY},
         {"document": SENTENCES}, {"document": [5], "summary": SUMMARY},
+        {"document": [*SENTENCES, "\ud83d"], "summary": SUMMARY},
     ]  # fmt: skip
     done = prepared(bert, rows)
     assert {why: of.first for why, of in done.report.rows_skipped.items()} == {
@@ -158,6 +159,7 @@ def test_short_documents_are_skipped_in_training_only(bert: Any) -> None:
         "no value for column 'document'": ["rows.jsonl:4"],
         "no value for column 'summary'": ["rows.jsonl:5"],
         "column 'document': the list has items that are not sentences": ["rows.jsonl:6"],
+        "column 'document': unpaired surrogate (invalid Unicode)": ["rows.jsonl:7"],
     }
     done = prepared(bert, [{"document": SENTENCES[:2]}, {"document": ["It rains ."]}], needs_target=False)
     assert [(row["texts"], row["targets"]) for row in done.rows] == [([SENTENCES[0]], [0]), (["It rains ."], [0])]
@@ -186,7 +188,8 @@ def test_presumm_files_keep_their_tokens(is_zip: bool, bert: Any) -> None:
         "src": ids, "tgt": [1, 2], "src_sent_labels": [1, 0, 1], "segs": [0] * 4 + [1] * 3 + [0] * 4, "clss": [0, 4, 7],
         "src_txt": ["a b", "c", "d e"], "tgt_txt": "x y<q>z",
     }  # fmt: skip
-    torch.save([row, row], "cnndm.train.0.bert.pt", _use_new_zipfile_serialization=is_zip)
+    broken = [{**row, "src_txt": ["a", "b", "\ud83d"]}, {**row, "tgt_txt": "\ud83d"}]
+    torch.save([row, row, *broken], "cnndm.train.0.bert.pt", _use_new_zipfile_serialization=is_zip)
     fields = {"document": ["src_txt"], "summary": ["tgt_txt"]}
     done = prepared(bert, Path("cnndm.train.0.bert.pt"), fields=fields)
     first, second = done.rows
@@ -197,6 +200,7 @@ def test_presumm_files_keep_their_tokens(is_zip: bool, bert: Any) -> None:
         [1, 0, 1],
     )
     assert (first["texts"], first["references"], second["line"]) == (["a b", "c", "d e"], ["x y\nz"], 2)
+    assert [of.count for of in done.report.rows_skipped.values()] == [2]
 
 
 class _Evil:

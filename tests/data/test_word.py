@@ -15,6 +15,7 @@ import docx
 import pytest
 
 from gptj_ft.data.readers.records import read_rows
+from gptj_ft.data.readers.rows import Findings
 from gptj_ft.data.readers.source import FileOptions, ReadLimits, identify
 from gptj_ft.errors import DataError, UsageError
 
@@ -71,6 +72,33 @@ def test_tracked_changes_read_as_accepted(tmp_path: Path) -> None:
         document(tmp_path / "a.docx"), lambda xml: xml.replace(b"<w:tbl>", inserted + moved + control + b"<w:tbl>")
     )
     assert read(path) == [{"text": TEXT.replace("cell 0", "Asthma\nchosen\ncell 0")}]
+
+
+def test_equations_and_symbols_are_text(tmp_path: Path) -> None:
+    def math(text: str) -> str:
+        return f"<m:r><m:t>{text}</m:t></m:r>"
+
+    fraction = f"<m:f><m:num>{math('a+b')}</m:num><m:den>{math('2')}</m:den></m:f>"
+    power = f"<m:sSubSup><m:e>{math('x')}</m:e><m:sub>{math('i')}</m:sub><m:sup>{math('10')}</m:sup></m:sSubSup>"
+    root = f"<m:rad><m:deg/><m:e>{math('y')}</m:e></m:rad>"
+    bracket = f"<m:d><m:dPr><m:ctrlPr/></m:dPr><m:e>{math('z')}</m:e></m:d>"
+    bracket += f'<m:d><m:dPr><m:begChr m:val="|"/><m:endChr m:val="|"/></m:dPr><m:e>{math("w")}</m:e></m:d>'
+    sums = f'<m:nary><m:naryPr><m:chr m:val="∑"/></m:naryPr><m:sub/><m:sup/><m:e>{math("k")}</m:e></m:nary>'
+    symbols = "".join(
+        f'<w:sym w:font="{font}" w:char="{code}"/>'
+        for font, code in (
+            ("Symbol", "F06D"), ("Symbol", "F0A3"), ("Symbol", "62"), ("Arial", "2122"), ("Wingdings", "F04A"),
+            ("Symbol", "F07F"), ("Arial", "zz"), ("Arial", "D83D"),
+        )
+    )  # fmt: skip
+    space = 'xmlns:m="http://schemas.openxmlformats.org/officeDocument/2006/math"'
+    added = f"<w:p><m:oMath {space}>{fraction}{power}{root}{bracket}{sums}</m:oMath><w:r>{symbols}</w:r></w:p>"
+    added += f"<m:oMathPara {space}><m:oMath>{math('v')}</m:oMath></m:oMathPara>"
+    path = edited(document(tmp_path / "a.docx"), lambda xml: xml.replace(b"<w:tbl>", added.encode() + b"<w:tbl>"))
+    findings = Findings()
+    (row,) = read_rows(identify(path), findings)
+    assert row.values["text"] == TEXT.replace("cell 0", "(a+b)/2x_i^(10)√y(z)|w|∑kμ≤β™\nv\ncell 0")
+    assert list(findings.notes) == [f"{path}: 4 symbols of special fonts are left out"]
 
 
 LAUGHS = b"<!DOCTYPE w [<!ENTITY a 'ha'>" + b"".join(

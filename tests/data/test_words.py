@@ -81,6 +81,22 @@ def test_names_and_numbers_are_labels(bert: Any) -> None:
     assert [row["targets"] for row in done.rows] == [[0, 1], [0, 2]]
 
 
+def test_lists_printed_by_numpy_are_read(bert: Any) -> None:
+    rows = [
+        {"tokens": "['EU' 'rejects'\n 'German' \"don't, x\"]", "tags": "['B-ORG' 'O' 'B-MISC' 'O']"},
+        {"tokens": "[ 3 10.5]", "tags": "[1 0]"}, {"tokens": "[ 1 2 ]", "tags": "['O' 'O' 'O' 'O']"},
+        {"tokens": "['a' 'b' ... 'c']", "tags": "[0 0 0 0]"},
+    ]  # fmt: skip
+    done = prepared(bert, rows)
+    assert [row["texts"] for row in done.rows] == [
+        ["EU", "rejects", "German", "don't, x"],
+        ["3", "10.5"],
+        ["[", "1", "2", "]"],
+    ]
+    assert done.report.labels == ("0", "1", "B-MISC", "B-ORG", "O")
+    assert list(done.report.rows_skipped) == ["column 'tokens': the list has items that are not words"]
+
+
 def test_long_rows_split_at_words(bert: Any) -> None:
     rows = [{"tokens": ["the", "riverville", "came"] * 4, "tags": ["O", "B-LOC", "O"] * 4}]
     done = prepared(bert, rows, max_length=12)

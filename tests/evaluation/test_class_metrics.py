@@ -249,6 +249,9 @@ def test_correlation_of_a_constant_is_undefined() -> None:
     assert np.isnan(found["pearson"])
     assert np.isnan(found["spearman"])
     assert (found["mse"], found["mae"]) == (2.5, 1.5)
+    pearson = regression([1.0, 2.0, 4.0, 5.0], [0.1, 0.1, 0.1, 0.3])["pearson"]
+    found_B = pearson.evaluate(np.array([[1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 3.0, 2.0], [3.0, 0.0, 0.0, 0.0]]))
+    assert np.isnan(found_B).tolist() == [True, False, True]
 
 
 def test_inside_tag_can_start_an_entity() -> None:

@@ -310,7 +310,14 @@ def count_rows(path: Path, options: dict[str, Any]) -> int | None:
         lines = list(io.StringIO(text, newline="\n"))
         delimiter, quotes = choose_dialect(file, lines[:SAMPLE_LINES])
         quoting = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
-        return sum(1 for cells in csv.reader(lines, delimiter=delimiter, quoting=quoting) if cells) - 1
+        reader, count = csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=quotes), -1  # without the header
+        while True:
+            try:
+                count += bool(next(reader))
+            except StopIteration:
+                return count
+            except csv.Error:  # a malformed record counts too
+                count += 1
     try:
         whole = json.loads(text)
     except (ValueError, RecursionError):

@@ -18,6 +18,7 @@ def test_truncated_file_keeps_complete_lines(tmp_path: Path, is_sealed: bool) ->
     file.append(*LINES[:2])
     file.append(LINES[2])
     content = file.path.read_bytes()
+    assert content.decode().count("é") == 1
     assert [line for _, line in file.read()] == LINES
     for size in range(len(content) + 1):
         file.path.write_bytes(content[:size])

@@ -25,14 +25,17 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from gptj_ft.config.options import Recipe
+from gptj_ft.data.chat import MESSAGES
+from gptj_ft.data.chat_template import TOOLS
 from gptj_ft.data.checks.texts import CONTROL, ENTITY, MOJIBAKE, NEXT, TAG, has_html, is_mojibake, is_treebank
-from gptj_ft.data.columns import alternatives_of, columns_of, read_fields
+from gptj_ft.data.columns import alternatives_of, columns_of, input_fields, read_fields
 from gptj_ft.data.encode import check_templates, parts
 from gptj_ft.data.language_model import TOKENS
 from gptj_ft.data.prepare import find_columns
 from gptj_ft.data.readers.records import read_rows
 from gptj_ft.data.readers.rows import Findings, Occurrences, Row
 from gptj_ft.data.readers.source import SUFFIXES, Source
+from gptj_ft.data.template import render
 from gptj_ft.errors import DataError, RowSkipped, UsageError
 from gptj_ft.system.atomic import atomic_files, require_new
 from gptj_ft.system.compression import COMPRESSIONS
@@ -247,8 +250,8 @@ def fix_rows(
 ) -> RepairReport:
     """Write the rows of a source to a new file, with the recipe's columns repaired.
 
-    Drop unreadable records, rows with an empty field, and duplicates of the same prompt and completion. The source is
-    read twice; memory holds one row and a digest of every row.
+    Drop unreadable records, rows with an empty field, and rows that repeat an earlier one in all that is trained. The
+    source is read twice; memory holds one row and a digest of every row.
 
     Args:
         target: the new file; see `choose_target`.
@@ -283,7 +286,7 @@ class _Repairer:
 
     def __init__(self, recipe: Recipe, columns: Mapping[str, str], report: RepairReport, diff: TextIO) -> None:
         self._recipe, self._columns, self._report, self._diff = recipe, columns, report, diff
-        self._seen: dict[bytes, str] = {}  # digest of prompt and completion -> first place
+        self._seen: dict[bytes, str] = {}  # digest of `_content_of` -> first place
 
     def drop_unreadable(self, findings: Findings) -> None:
         """Count the records that became unreadable since the last call."""
@@ -303,18 +306,12 @@ class _Repairer:
             column: _with_texts(row.values[column], iter([each.text for each in after[column]])) for column in names
         }
         values = {**row.values, **cells}
-        try:
-            fields = read_fields(values, self._columns, self._recipe)
-            trained_on = (*(text for text, _ in parts(self._recipe, fields.values)), *fields.references)
-        except RowSkipped:
-            empty = [column for column in columns if _is_empty(values.get(column))]
-            if empty:
-                self._drop(row.where, _EMPTY, ", ".join(f"column '{column}'" for column in empty))
-                return None
-        else:
-            digest = hashlib.blake2b(
-                json.dumps([text.strip() for text in trained_on]).encode(), digest_size=16
-            ).digest()
+        content = self._content_of(values)
+        if (content is None or self._recipe.task != "language-model") and (empty := self._empty_columns(values)):
+            self._drop(row.where, _EMPTY, ", ".join(f"column '{column}'" for column in empty))
+            return None
+        if content is not None:
+            digest = hashlib.blake2b(_json_line({"content": content}).encode(), digest_size=16).digest()
             if digest in self._seen:
                 self._drop(row.where, _REPEATED, f"as {self._seen[digest]}")
                 return None
@@ -325,6 +322,43 @@ class _Repairer:
         for column in names:
             self._write_changes(row, column, before[column], after[column])
         return values
+
+    def _content_of(self, values: Mapping[str, Any]) -> list[Any] | None:
+        """Return all that is trained of a row, which only repeated rows share; ``None`` if its cells are no texts."""
+        recipe, inputs = self._recipe, input_fields(self._recipe)
+        is_labelled = recipe.task != "language-model"
+        try:
+            columns = {name: column for name, column in self._columns.items() if name in inputs or not is_labelled}
+            fields = read_fields(values, columns, recipe)
+            if not is_labelled:
+                texts = [text.strip() for text, _ in parts(recipe, fields.values)]
+                # Chat templates also read thoughts, calls of functions, and the functions.
+                messages = [dict(message) for message in fields.values.get(MESSAGES, ())]
+                return [*texts, *fields.references, messages, fields.values.get(TOOLS)]
+        except RowSkipped:
+            return None
+        texts = [render(template, fields.values).strip() for template in (recipe.prompt, recipe.pair)]
+        cells = []
+        for name, column in self._columns.items():
+            for each in columns_of(column, values):
+                cell = values.get(each)
+                # A list of words or sentences is more than its text.
+                if name not in inputs or not isinstance(cell, str):
+                    cells.append(cell.strip() if isinstance(cell, str) else cell)
+        return [*texts, *cells]
+
+    def _empty_columns(self, values: Mapping[str, Any]) -> list[str]:
+        """Return the columns of a row that lack a text or label."""
+        recipe, empty = self._recipe, list[str]()
+        has_empty_targets = recipe.task == "multi-label" or (recipe.task == "spans" and bool(recipe.no_answer))
+        for name, column in self._columns.items():
+            several = columns_of(column, values)
+            if has_empty_targets and name not in input_fields(recipe):
+                # An empty list means no label, or no answer. Of several columns, each is a label, and none means no.
+                empty += [each for each in several if len(several) == 1 and values.get(each) is None]
+            else:
+                empty += [each for each in several if _is_empty(values.get(each))]
+        return empty
 
     def _drop(self, where: str, reason: str, detail: str) -> None:
         self._report.rows_read += 1

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from gptj_ft.data.columns import is_unicode
 from gptj_ft.data.readers.rows import PLACES_SHOWN, Occurrences
 from gptj_ft.errors import DataError, RowSkipped
 from gptj_ft.models.supported import MOST_LABELS
@@ -62,6 +63,8 @@ class LabelSet:
         Raises:
             RowSkipped: the label is unknown or empty.
         """
+        if not is_unicode(text):
+            raise RowSkipped("the label has an unpaired surrogate (invalid Unicode)")
         name = label_text(text)
         if self._words:
             key = text.strip().casefold()

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from gptj_ft.data.columns import FieldTexts
+from gptj_ft.data.columns import FieldTexts, is_unicode
 from gptj_ft.data.dataset import content_hash
 from gptj_ft.data.encoder import EncodedDocument, EncodedRow, Setting, TaskReader
 from gptj_ft.data.labelled.words import only_field
@@ -187,6 +187,8 @@ class SentenceReader(TaskReader):
         labels = values.get("src_sent_labels", values.get("labels", []))
         if not (len(marks) == len(labels) == len(sentences)):
             raise RowSkipped("the numbers of labels, texts and sentences differ")
+        if not is_unicode("".join((*sentences, summary))):
+            raise RowSkipped("unpaired surrogate (invalid Unicode)")
         return self._row(values["src"], marks, labels, sentences, summary)
 
     def _row(
@@ -243,6 +245,8 @@ def _sentences(column: str, cell: Any) -> list[list[str]]:
     words = [sentence for sentence in words if sentence]
     if not words:
         raise RowSkipped(f"no value for column '{shortened(column)}'")
+    if not is_unicode(" ".join(map(" ".join, words))):
+        raise RowSkipped(f"column '{shortened(column)}': unpaired surrogate (invalid Unicode)")
     return words
 
 

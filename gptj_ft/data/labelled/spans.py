@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gptj_ft.data.columns import FieldReader, FieldTexts, alternatives_of
+from gptj_ft.data.columns import FieldReader, FieldTexts, alternatives_of, is_unicode
 from gptj_ft.data.dataset import content_hash
 from gptj_ft.data.encoder import EncodedDocument, EncodedRow, Setting, TaskReader
 from gptj_ft.data.labelled.assembly import (
@@ -53,7 +53,7 @@ class SpanReader(TaskReader):
     """Read questions, passages and answers; the first of several correct answers is the target.
 
     A question is never truncated. A passage that is too long is split into windows that share `stride` tokens. A window
-    without the whole answer has no answer.
+    without the whole answer has no answer. If `on_long` keeps only the first window, it must have the answer.
     """
 
     def __init__(self, setting: Setting) -> None:
@@ -120,6 +120,8 @@ class SpanReader(TaskReader):
             spans = windows_of(len(passage), room, recipe.stride)
             if recipe.on_long == "shorten":
                 spans, tokens_cut = spans[:1], len(passage) - room
+                if read.answer is not None and not tokens_of(passage.spans[:room], *read.answer):
+                    raise RowSkipped("too long: the answer is cut off")
         documents = [self._window(read, question, passage, first, end) for first, end in spans]
         # Questions about a passage stay on one side of the split: validation must not see trained passages.
         group = content_hash(read.passage.strip().encode())
@@ -157,6 +159,8 @@ class SpanReader(TaskReader):
             if self.setting.recipe.no_answer:
                 return None, [""]
             raise RowSkipped(f"no value for column '{shortened(column)}'")
+        if not all(map(is_unicode, references)):
+            raise RowSkipped(f"column '{shortened(column)}': unpaired surrogate (invalid Unicode)")
         text = references[0]
         stated = starts[0] if isinstance(starts, list) and starts else starts
         if type(stated) is int and passage.startswith(text, stated) and stated >= 0:

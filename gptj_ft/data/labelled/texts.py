@@ -32,7 +32,7 @@ from gptj_ft.data.tokenization import tokenize
 from gptj_ft.errors import DataError, RowSkipped, UsageError
 from gptj_ft.system.plain_text import shortened
 
-LABEL_SEPARATORS = (";", "|", ",")  # between labels in one text; the first one that occurs
+LABEL_SEPARATORS = (";", "|", ",")  # between labels in one text; the first one that occurs in any row
 YES, NO = frozenset(("1", "1.0", "true", "yes", "y", "t")), frozenset(("0", "0.0", "false", "no", "n", "f", "", "-"))
 
 
@@ -211,6 +211,8 @@ class SetReader(TextReader):
                 "completion: task=multi-label needs a single field, e.g. {{ label }}; for one column per label use "
                 "--map label=first+second"
             )
+        self._known = frozenset(setting.labels.rows)  # before any row: the order of rows must not matter
+        self._separator = self._find_separator() if setting.needs_target else ""
 
     def _answer(self, row: Row, values: Mapping[str, Any]) -> RowLabels:
         (column,) = self._targets.values()
@@ -240,13 +242,29 @@ class SetReader(TextReader):
         stripped = text.strip()
         if (items := parsed_list(stripped)) is not None:
             return items
-        if label_text(stripped) in self.setting.labels.rows:  # a label with a comma in its name
+        if label_text(stripped) in self._known:  # a label with a comma in its name
             return [stripped]
-        for separator in LABEL_SEPARATORS:
-            if separator in stripped:
-                self.setting.checks.add(f"a text with several labels, separated by '{separator}'", row.where)
-                return stripped.split(separator)
+        separator = self._separator
+        for other in LABEL_SEPARATORS:
+            if separator and other != separator and other in stripped:
+                warning = f"labels with '{other}' in their names, because other rows separate labels by '{separator}'"
+                self.setting.checks.add(warning, row.where)
+        if separator and separator in stripped:
+            self.setting.checks.add(f"a text with several labels, separated by '{separator}'", row.where)
+            return stripped.split(separator)
         return [stripped] if stripped else []
+
+    def _find_separator(self) -> str:
+        """Return the separator of all rows: a comma is one only if no row has a semicolon."""
+        (column,) = self._targets.values()
+        found = set[str]()
+        for row in self.setting.rows():
+            cell = row.values.get(column)
+            if len(columns_of(column, row.values)) > 1 or LABEL_SEPARATORS[0] in found:
+                break
+            if isinstance(cell, str) and parsed_list(cell) is None and label_text(cell) not in self._known:
+                found.update(separator for separator in LABEL_SEPARATORS if separator in cell)
+        return next((separator for separator in LABEL_SEPARATORS if separator in found), "")
 
     def _is_yes(self, name: str, cell: Any) -> bool:
         """Tell whether the cell in a label's own column means yes.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -22,16 +23,20 @@ from gptj_ft.errors import DataError, RowSkipped, UsageError
 from gptj_ft.system.plain_text import shortened
 
 LONGEST_LIST = 1_000_000  # characters of a list written as text
+_ITEM = r"""(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[\w.+-]+)"""
+_NUMPY = re.compile(rf"\[\s*{_ITEM}(?:\s+{_ITEM})+\]")  # as numpy prints arrays: a blank at the start only
 
 
 def parsed_list(text: str) -> list[Any] | None:
-    """Parse a list written as JSON, or as Python like pandas does; ``None`` if the text is not a list.
+    """Parse a list written as JSON, or as Python or numpy print it; ``None`` if the text is not a list.
 
-    >>> parsed_list('["a", 1]'), parsed_list(" ['a', 'b'] "), parsed_list("[a]")
-    (['a', 1], ['a', 'b'], None)
+    >>> parsed_list('["a", 1]'), parsed_list(" ['a', 'b'] "), parsed_list("['a' 'b']"), parsed_list("[a]")
+    (['a', 1], ['a', 'b'], ['a', 'b'], None)
     """
     text = text.strip()
     if text.startswith("[") and text.endswith("]") and len(text) < LONGEST_LIST:
+        if _NUMPY.fullmatch(text):  # Python would join the texts
+            text = f"[{','.join(re.findall(_ITEM, text))}]"
         for parse in (json.loads, ast.literal_eval):
             try:
                 value = parse(text)

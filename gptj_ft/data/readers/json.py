@@ -23,8 +23,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"the key '{shortened(next(key for key in found if keys.count(key) > 1))}' is there twice")
+        raise ValueError(_repeated(next(key for key in found if keys.count(key) > 1)))
     return found
+
+
+def _repeated(key: str) -> str:
+    return f"the key '{shortened(key)}' is there twice"
 
 
 def _float(digits: str) -> float:
@@ -42,6 +46,7 @@ def _constant(name: str) -> None:
 DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_float=_float, parse_constant=_constant)
 MESSAGE_KEYS = ({"role"}, {"from", "value"})  # keys of a conversation's message: OpenAI's or ShareGPT's
 LONG_TEXT = 100  # characters; an object with a longer text is a row, not a wrapper of rows
+LIST_TASKS = ("token-labels", "sentences")  # whose rows are lists of words or sentences
 LISTS_SHOWN = 10
 NOT_BLANK = re.compile(r"\S")
 CUT_OFF = 16  # characters; a decoding error this near the end of the buffer may vanish once more text is read
@@ -102,11 +107,15 @@ def read_json_rows(file: File, findings: Findings) -> Iterator[Row]:
         text.take()
         values: dict[str, Any] = {}
         lists: dict[str, Decoded] = {}
+        keys: set[str] = set()
         has_rows = False
         while text.peek() != "}":
             if text.peek() != '"':
                 text.expect('"', "Expecting property name enclosed in double quotes")
             key = text.value().value
+            if key in keys:
+                raise DataError(f"{file.path}:{text.line}: not JSON: {_repeated(key)}")
+            keys.add(key)
             text.expect(":", "Expecting ':' delimiter")
             # The usual name for rows: stream them. Other values wait until the end shows whether they are rows.
             if key == "data" and text.peek() == "[":
@@ -121,9 +130,16 @@ def read_json_rows(file: File, findings: Findings) -> Iterator[Row]:
                 text.expect(",", "Expecting ',' delimiter")
         text.take()
         end = text.line
+        if has_rows and lists:
+            raise _ambiguous(file, ["data", *lists])
         if lists and not has_rows and not text.peek() and _only_wraps(values):
             yield from _unwrapped(file, findings, lists, text.is_one_line)
         elif not has_rows:
+            if not text.peek() and file.options.task not in LIST_TASKS and _is_columns(values):
+                raise DataError(
+                    f"{file.path}: its lists may be columns of many rows, or cells of one: write an object for each "
+                    "row, or [{...}] around the only one"
+                )
             yield Row(str(file.path), start, values)
         if text.peek():
             if has_rows or text.line == end:
@@ -147,11 +163,25 @@ def _only_wraps(values: dict[str, Any]) -> bool:
     return not any(keys <= value[0].keys() for value in lists for keys in MESSAGE_KEYS)
 
 
+def _is_columns(values: dict[str, Any]) -> bool:
+    """Tell whether an object seems to hold columns: lists of one length, at least one of them of texts."""
+    lists = list(values.values())
+    if not all(isinstance(each, list) and len(each) > 1 for each in lists):
+        return False
+    is_plain = not any(isinstance(item, list | dict) for each in lists for item in each)
+    has_texts = any(all(isinstance(item, str) for item in each) for each in lists)
+    return is_plain and has_texts and len(set(map(len, lists))) == 1
+
+
+def _ambiguous(file: File, lists: list[str]) -> DataError:
+    names = ", ".join(f"'{shortened(name)}'" for name in lists[:LISTS_SHOWN])
+    return DataError(f"{file.path}: the rows may be in any of {names}: write the right list to a file of its own")
+
+
 def _unwrapped(file: File, findings: Findings, lists: dict[str, Decoded], is_one_line: bool) -> Iterator[Row]:
     """Yield the rows of the only list of objects in an object."""
     if len(lists) > 1:
-        names = ", ".join(f"'{shortened(name)}'" for name in list(lists)[:LISTS_SHOWN])
-        raise DataError(f"{file.path}: the rows may be in any of {names}: write the right list to a file of its own")
+        raise _ambiguous(file, list(lists))
     ((name, rows),) = lists.items()
     findings.note(f"{file.path}: the rows are taken from the list '{shortened(name)}'")
     text = JsonText(file, iter([rows.text]), rows.line)

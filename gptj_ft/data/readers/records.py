@@ -26,13 +26,15 @@ def read_rows(source: Source, findings: Findings | None = None) -> Iterator[Row]
         findings: collects warnings, and unreadable records up to its limit; default: fail at the first one.
     """
     findings = findings or Findings()
+    for note in source.notes:
+        findings.note(note)
     for file in source.files:
         for note in file.notes:
             findings.note(note)
-        empty = True
+        empty, name = True, file.name
         for row in _READERS[file.format](file, findings):
             empty = False
-            yield row
+            yield row if row.source == name else row._replace(source=name)
         findings.check()
         if empty:
             raise DataError(f"{file.path}: the file has no rows")

@@ -12,6 +12,7 @@ from typing import Any, BinaryIO, NamedTuple
 from gptj_ft.data.readers.encodings import HOW_TO_SAY, OTHERS, RECODED_BYTES, WINDOWS, as_utf8, guess_encoding
 from gptj_ft.data.readers.source import File, opened_file
 from gptj_ft.errors import DataError
+from gptj_ft.system.plain_text import escape_controls
 
 PLACES_SHOWN = 5  # of each finding
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -86,10 +87,10 @@ class Findings:
 
     def add(self, file: File, line: int, problem: str) -> None:
         """Record an unreadable record."""
-        self.bad.append((f"{file.path}:{line}", problem))
+        self.bad.append((f"{file.name}:{line}", problem))
 
     def note(self, text: str) -> None:
-        self.notes[text] = None
+        self.notes[escape_controls(text)] = None
 
     def check(self) -> None:
         """Fail if there are too many unreadable records."""

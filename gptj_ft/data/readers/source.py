@@ -14,6 +14,7 @@ import re
 import struct
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,13 +25,14 @@ from typing import BinaryIO
 from gptj_ft.config.options import MOST_RECORD_BYTES, Recipe
 from gptj_ft.data.readers.cells import is_guarded
 from gptj_ft.data.readers.encodings import DETECT, ENCODING_NAMES, encoding_by_head
-from gptj_ft.errors import DataError, UsageError, did_you_mean
+from gptj_ft.errors import DataError, UsageError, did_you_mean, listed
 from gptj_ft.system.compression import COMPRESSIONS, SNIFFED_BYTES, compression_of, decompressed, has_checksum
 from gptj_ft.system.plain_text import shortened
 
 HEADER_BYTES = 12  # of a TFRecord
 # A zip archive ends with its central directory, then a record of the directory's size with a comment of up to 64 KiB.
-END_BYTES, MOST_LIST_BYTES = 2**16 + 22, 2**22
+# Before it, ZIP64 has a record with larger fields, and that record's place.
+END_BYTES, MOST_LIST_BYTES, RECORD_64, PLACE_64 = 2**16 + 22 + 76, 2**22, 56, 20
 
 
 def record_length(header: bytes) -> int | None:
@@ -66,8 +68,13 @@ def names_in_zip(raw: BinaryIO) -> frozenset[str]:
     # zipfile reads the whole directory into memory: check its size (bytes 12 to 16 of the end record) first.
     end = raw.read()
     at = end.rfind(b"PK\5\6")
-    # PK\6\7 marks ZIP64, for more entries than any document has.
-    if at < 0 or b"PK\6\7" in end or int.from_bytes(end[at + 12 : at + 16], "little") > MOST_LIST_BYTES:
+    size = end[at + 12 : at + 16]
+    if b"PK\6\7" in end:  # ZIP64, which some programs write for small archives too
+        record = end[: max(at - PLACE_64, 0)][-RECORD_64:]
+        if end[: max(at, 0)][-PLACE_64:][:4] != b"PK\6\7" or record[:4] != b"PK\6\6":
+            return frozenset()
+        size = record[40:48]
+    if at < 0 or int.from_bytes(size, "little") > MOST_LIST_BYTES:
         return frozenset()
     try:
         with zipfile.ZipFile(raw) as archive:
@@ -133,6 +140,7 @@ OPEN_DOCUMENT = {b"opendocument.spreadsheet": ".ods", b"opendocument.text": ".od
 DATASET_FILES = ("dataset_dict.json", "dataset_info.json")  # written by `datasets.save_to_disk`
 ROWS_MANIFEST = "manifest.json"  # in a folder of prepared data
 NOT_ROWS_IN_FOLDER = (".index", "data_params.json")  # an index repeats the other files' names
+ABOUT = ("readme", "license", "licence")  # names, without suffix, of files about the rows
 
 
 @dataclass(frozen=True)
@@ -185,6 +193,11 @@ class File:
     options: FileOptions = FileOptions()
     is_guarded: bool = False  # whether its texts are those of `cells.guarded`
 
+    @property
+    def name(self) -> str:
+        r"""Return the path as valid Unicode, with bytes of another encoding written as ``\xfc``."""
+        return os.fsencode(self.path).decode("utf-8", "backslashreplace")
+
 
 @dataclass(frozen=True)
 class Source:
@@ -192,6 +205,7 @@ class Source:
 
     path: Path  # a file, a folder or a glob pattern
     files: tuple[File, ...]  # sorted by name
+    notes: tuple[str, ...] = ()  # warnings about the path
 
     @property
     def is_prepared(self) -> bool:
@@ -207,7 +221,7 @@ class Source:
             for path in [file.path] if file.path.is_file() else sorted(file.path.rglob("*")):
                 if path.is_file():
                     # Names without folders: the same data in another place has the same digest.
-                    whole.update(f"{path.name}\0{_sha256_of(path)}\n".encode())
+                    whole.update(f"{path.name}\0{_sha256_of(path)}\n".encode(errors="surrogateescape"))
         return whole.hexdigest()
 
 
@@ -226,12 +240,14 @@ def identify(path: Path, options: FileOptions = FileOptions()) -> Source:
 
     Call this once, where a command receives the path: everything below takes the `Source`.
     """
+    notes: tuple[str, ...] = ()
     if path.is_dir():
         if is_prepared(path):
             return Source(path, (File(path, "prepared"),))
         if any((path / name).is_file() for name in DATASET_FILES):
             return Source(path, (File(path, "dataset"),))
-        files = [identify_file(file, options) for file in _files_in(path, options)]
+        paths, notes = _files_in(path, options)
+        files = [identify_file(file, options) for file in paths]
     elif not path.exists() and glob.has_magic(str(path)):
         names = [name for name in sorted(glob.glob(str(path), recursive=True)) if Path(name).is_file()]
         if not names:
@@ -248,7 +264,7 @@ def identify(path: Path, options: FileOptions = FileOptions()) -> Source:
             f"{path} has both tokens ({tokens.name}) and texts ({texts.name}), perhaps of the same rows\n"
             f"name the files to train on, e.g. '{tokens.parent}/*{tokens.suffix}'"
         )
-    return Source(path, tuple(files))
+    return Source(path, tuple(files), notes)
 
 
 def identify_file(path: Path, options: FileOptions = FileOptions()) -> File:
@@ -330,23 +346,37 @@ def _require_file(path: Path) -> None:
         raise UsageError(f"no such file: {path}{hint}")
 
 
-def _files_in(folder: Path, options: FileOptions) -> list[Path]:
-    """List the files of rows in a folder and its subfolders, except hidden files and unknown suffixes."""
+def _files_in(folder: Path, options: FileOptions) -> tuple[list[Path], tuple[str, ...]]:
+    """List the files of rows in a folder and its subfolders, except hidden files; note those with unknown suffixes."""
     files: list[Path] = []
+    others = Counter[str]()  # by suffix
     known = SUFFIXES.keys() | TASK_SUFFIXES.get(options.task, {}).keys()
     for path in sorted(folder.rglob("*")):
         suffix = suffixes_of(path)[1]
-        is_rows = suffix in known and suffix not in NOT_ROWS_IN_FOLDER and path.name not in NOT_ROWS_IN_FOLDER
         # "~$": Excel's lock file of an open workbook
         is_hidden = any(part.startswith((".", "~$")) for part in path.relative_to(folder).parts)
-        if is_rows and path.is_file() and not is_hidden:
+        if is_hidden or not path.is_file() or suffix in NOT_ROWS_IN_FOLDER or path.name in NOT_ROWS_IN_FOLDER:
+            continue
+        if suffix in known:
             files.append(path)
+        elif path.stem.casefold() not in ABOUT:
+            others[suffix] += 1
     if not files:
         raise UsageError(
             f"the folder {folder} has no files of rows ({', '.join(SUFFIXES)}), and is not prepared data (it has no "
             "manifest.json)"
         )
-    return files
+    return files, (_not_read(folder, others),) if others else ()
+
+
+def _not_read(folder: Path, others: Counter[str]) -> str:
+    """Return the note about files that are not read."""
+    kinds = []
+    for suffix, count in others.most_common():
+        advice = ADVICE.get(suffix, "").partition(": ")[2]
+        kinds.append(f"{count:,} {shortened(suffix) or 'without suffix'}{advice and f' ({advice})'}")
+    number = others.total()
+    return f"{folder}: {number:,} {'file is' if number == 1 else 'files are'} not read: {listed(kinds)}"
 
 
 def _files_of_index(index: File) -> list[File]:

@@ -70,7 +70,7 @@ def read_table(file: File, findings: Findings) -> Iterator[Row]:
     if dialect.delimiter != COLUMN_SEPARATORS[file.format] and option == DETECT:
         name = SEPARATOR_NAMES.get(dialect.delimiter, repr(dialect.delimiter))
         findings.note(f"{file.path} is separated by {name}")
-    records = _records(file, dialect, number, chain(beginning, lines))
+    records = _records(file, dialect, number, chain(beginning, lines), findings)
     number, header = next(records, (number, []))
     names = list(file.options.header)
     if len(names) == len(header) and names != header:  # otherwise the file has its own header line
@@ -214,8 +214,16 @@ def read_saved_dataset(file: File, findings: Findings) -> Iterator[Row]:
 
 def _rows_of(file: File, batches: Iterable[Any]) -> Iterator[Row]:
     """Yield the rows of record batches, numbered from 1."""
-    rows = chain.from_iterable(batch.to_pylist() for batch in batches)
+    rows = chain.from_iterable(_values_in(file, batch) for batch in batches)
     yield from (Row(str(file.path), number, values) for number, values in enumerate(rows, 1))
+
+
+def _values_in(file: File, batch: Any) -> list[dict[str, Any]]:
+    names = batch.schema.names
+    if len(set(names)) < len(names):
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise DataError(f"{file.path}: there are two columns '{shortened(repeated)}': rename or remove one")
+    return list(batch.to_pylist())
 
 
 def _unpacked(file: File, opened: BinaryIO) -> bytes:
@@ -237,17 +245,24 @@ def _beginning(lines: Iterator[str]) -> list[str]:
     return sample
 
 
-def _records(file: File, dialect: Dialect, line: int, lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
-    """Yield (first line of the record, cells); blank lines are skipped."""
-    size = 0
+def _records(
+    file: File, dialect: Dialect, line: int, lines: Iterable[str], findings: Findings
+) -> Iterator[tuple[int, list[str]]]:
+    """Yield (first line of the record, cells); blank lines are skipped.
+
+    Raises:
+        DataError: the first record is malformed, or the last one has no end.
+    """
+    size, is_first, is_at_end = 0, True, False
 
     def bounded() -> Iterator[str]:
-        nonlocal size
+        nonlocal size, is_at_end
         for text in lines:
             size += len(text)
             if size > file.options.max_record:  # an unclosed quote would swallow the rest of the file
                 raise too_long(file, line)
             yield text
+        is_at_end = True
 
     reader, before = dialect.reader(bounded()), line - 1
     while True:
@@ -255,10 +270,17 @@ def _records(file: File, dialect: Dialect, line: int, lines: Iterable[str]) -> I
         try:
             cells = next(reader, None)
         except csv.Error as error:
-            raise DataError(f"{file.path}:{line}: malformed table: {error}") from error
+            problem = f"malformed table: {error}"
+            if is_first or is_at_end:
+                raise DataError(f"{file.path}:{line}: {problem}") from error
+            if (last := before + reader.line_num) > line:
+                problem += f"; its quotes enclose everything up to line {last}"
+            findings.add(file, line, problem)
+            cells = []  # the reader goes on at the next line
         if cells is None:
             return
         if cells:
+            is_first = False
             yield line, cells
         # A quoted cell may contain line breaks, so count the reader's lines, not records.
         line = before + reader.line_num + 1

@@ -73,7 +73,16 @@ def _ranks(codes_N: NDArray[np.int64], weights_BN: Vector) -> Vector:
 
 
 def _correlation(x_BN: Vector, y_BN: Vector, weights_BN: Vector) -> Vector:
+    is_defined_B = _varies(x_BN, weights_BN) & _varies(y_BN, weights_BN)
     rows_B1 = weights_BN.sum(-1, keepdims=True)
     x_BN, y_BN = (each - divided((weights_BN * each).sum(-1, keepdims=True), rows_B1) for each in (x_BN, y_BN))
     xy_B, xx_B, yy_B = ((weights_BN * a * b).sum(-1) for a, b in ((x_BN, y_BN), (x_BN, x_BN), (y_BN, y_BN)))
-    return 100.0 * divided(xy_B, np.sqrt(xx_B * yy_B))
+    return 100.0 * divided(xy_B, np.where(is_defined_B, np.sqrt(xx_B * yy_B), 0.0))
+
+
+def _varies(numbers_BN: Vector, weights_BN: Vector) -> NDArray[np.bool_]:
+    """Tell which samples have different numbers; the mean of equal ones may differ from them by rounding."""
+    is_in_BN = weights_BN > 0
+    lowest_B = np.where(is_in_BN, numbers_BN, np.inf).min(-1)
+    varies_B: NDArray[np.bool_] = np.where(is_in_BN, numbers_BN, -np.inf).max(-1) > lowest_B
+    return varies_B
