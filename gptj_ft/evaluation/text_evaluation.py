@@ -217,9 +217,12 @@ class EvaluationPlan:
     def _prompt_group(self, rows: Sequence[int], is_written: bool) -> PromptGroup:
         prompts = [self.rows.prompts[row] for row in rows]
         documents = [self.rows.documents[row] for row in rows]
-        # The losses can reuse the prefill of the prompts only if the documents start with them.
+        # The losses can reuse the prefill of the prompts only if the documents start with them, rotated alike.
+        switches = self.setup.architecture.rotary_switches
         shared = all(
-            len(prompt) < document.num_inputs and list(document.ids[: len(prompt)]) == prompt
+            len(prompt) < document.num_inputs
+            and list(document.ids[: len(prompt)]) == prompt
+            and not any(len(prompt) <= switch < document.num_inputs for switch in switches)
             for prompt, document in zip(prompts, documents, strict=True)
         )
         # With prompt lookup the first pass also scores guesses, but `Prefill` keeps the logits of one position.

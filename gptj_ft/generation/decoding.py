@@ -9,7 +9,14 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from transformers.generation.logits_process import (
+    LogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+)
+from transformers.generation.stopping_criteria import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from gptj_ft.config.options import Generation
@@ -30,6 +37,7 @@ class PromptBatch:
     settings: Generation
     seed: int  # own seed, so that samples depend neither on other batches nor on the process that draws them
     num_return: int = 1  # continuations of each prompt
+    stops_in_blanks: bool = False  # whether a stop string among leading white space ends an answer, as in lm-eval
 
     @property
     def max_tokens(self) -> int:
@@ -65,7 +73,8 @@ def continuations(
 def _continue(model: StreamedModel, tokenizer: PreTrainedTokenizerFast, batch: PromptBatch) -> list[list[int]]:
     with fork_rng(model.device):
         torch.manual_seed(batch.seed % 2**63)
-        return generate_tokens(model, tokenizer, batch.prompts, batch.settings, batch.num_return)
+        count, in_blanks = batch.num_return, batch.stops_in_blanks
+        return generate_tokens(model, tokenizer, batch.prompts, batch.settings, count, stops_in_blanks=in_blanks)
 
 
 def generate_tokens(
@@ -76,6 +85,7 @@ def generate_tokens(
     num_return: int = 1,
     streamer: BaseStreamer | None = None,
     read: RaggedCache | None = None,
+    stops_in_blanks: bool = False,
 ) -> list[list[int]]:
     """Generate continuations of prompts, all in each pass over the weights. Finished rows cost nothing.
 
@@ -85,6 +95,7 @@ def generate_tokens(
         num_return: continuations of each prompt; default 1.
         streamer: receiver of new tokens, for a single prompt without beams; default: none.
         read: cache of prompts that are prefilled already, see `hf_model.Prefill`; default: none.
+        stops_in_blanks: whether a stop string among leading white space ends an answer; default: False.
 
     Returns:
         New tokens of each row up to an end token, which is left out; the continuations of a prompt are adjacent.
@@ -96,6 +107,10 @@ def generate_tokens(
         # `transformers` wants padding on the left, so that all rows continue in the same column.
         input_ids[row, width - len(prompt) :] = torch.tensor(prompt)
         attention_mask[row, width - len(prompt) :] = 1
+    # Guesses would be checked by the angles of a longer row.
+    most, switches = settings.max_new_tokens, model.rotary_switches
+    if any(len(prompt) <= switch < len(prompt) + most for prompt in prompts for switch in switches):
+        settings = settings.model_copy(update={"prompt_lookup_num_tokens": 0})
     ends = end_ids(tokenizer, settings)
     # With beams, the search itself drops finished ones, and it needs the logits of a row until all its beams are done.
     stops_rows = settings.num_beams == 1 and not settings.prompt_lookup_num_tokens
@@ -109,10 +124,84 @@ def generate_tokens(
         pad_token_id=ends[0],  # fills finished rows; cut off below
         num_return_sequences=num_return,
         streamer=streamer,
-        **settings.search_options(),
-        **({"tokenizer": tokenizer} if settings.stop else {}),
+        logits_processor=_processors(settings, [width - len(prompt) for prompt in prompts]),
+        stopping_criteria=[StopStrings(tokenizer, settings, width, ends, stops_in_blanks)] if settings.stop else [],
+        **(settings.search_options() | _OWN_RULES),
     )
     return [list(takewhile(lambda token: token not in ends, row)) for row in output[:, width:].tolist()]
+
+
+# `transformers` applies them to padding and prompt, too; see `_Unpadded` and `StopStrings`.
+_OWN_RULES = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "stop_strings": None}
+
+
+def _processors(settings: Generation, padding: Sequence[int]) -> list[LogitsProcessor]:
+    """Return the logits processors that read earlier tokens.
+
+    Args:
+        padding: columns of padding before each prompt.
+    """
+    penalty, size = settings.repetition_penalty, settings.no_repeat_ngram_size
+    own = [RepetitionPenaltyLogitsProcessor(penalty)] if penalty != 1.0 else []
+    own += [NoRepeatNGramLogitsProcessor(size)] if size else []
+    return [_Unpadded(each, torch.tensor(padding)) for each in own]
+
+
+class _Unpadded(LogitsProcessor):  # type: ignore[misc]
+    """Hide padding from a logits processor, so that answers do not depend on the other rows of a batch."""
+
+    def __init__(self, processor: LogitsProcessor, padding: Tensor) -> None:
+        self._processor, self._padding = processor, padding
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self._padding = self._padding.to(input_ids.device)
+        rows, columns = input_ids.shape
+        padding = self._padding.repeat_interleave(rows // len(self._padding))  # a prompt's rows are adjacent
+        is_padding = torch.arange(columns, device=input_ids.device) < padding[:, None]
+        # Padding becomes a token of its own, with a column that exists only here.
+        size = scores.shape[-1]
+        processed: Tensor = self._processor(input_ids.masked_fill(is_padding, size), F.pad(scores, (0, 1)))
+        return processed[:, :size]
+
+
+class StopStrings(StoppingCriteria):  # type: ignore[misc]
+    """Stop the rows whose answer `cut_at` cuts.
+
+    Args:
+        width: columns of the prompts.
+        ends: ids of the tokens that end an answer; they also fill finished rows.
+        stops_in_blanks: see `cut_at`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        settings: Generation,
+        width: int,
+        ends: Sequence[int],
+        stops_in_blanks: bool = False,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._stop, self._width, self._ends, self._in_blanks = settings.stop, width, ends, stops_in_blanks
+        self._most_new = 1 + settings.prompt_lookup_num_tokens  # tokens of a step
+
+    def __call__(self, input_ids: Tensor, scores: Any, **ignored: Any) -> Tensor:
+        rows = input_ids[:, self._width :].tolist()
+        return torch.tensor([self._is_complete(row) for row in rows], device=input_ids.device)
+
+    def _is_complete(self, tokens: list[int]) -> bool:
+        if tokens[-1] in self._ends:
+            return False  # finished before
+        # Most steps need not decode the whole answer: only new text completes a stop string. Decoding it alone may lose
+        # a leading space and the parts of a character.
+        new = " " + self._text(tokens[-self._most_new :])
+        if UNFINISHED not in new and not any(string[-1:] in new for string in self._stop):
+            return False
+        text = self._text(tokens)
+        return cut_at(text, self._stop, self._in_blanks) != text
+
+    def _text(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
 
 def end_ids(tokenizer: PreTrainedTokenizerFast, settings: Generation) -> list[int]:
@@ -135,12 +224,17 @@ def text_of(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[int], settings:
     return cut_at(tokenizer.decode(tokens, skip_special_tokens=True), settings.stop).strip()
 
 
-def cut_at(text: str, stop: Sequence[str]) -> str:
-    """Cut a text at the first stop string that follows a non-blank character."""
+def cut_at(text: str, stop: Sequence[str], in_blanks: bool = False) -> str:
+    """Cut a text at the first complete stop string.
+
+    Args:
+        in_blanks: whether leading white space counts; default: False.
+    """
     # Leading blanks are stripped later: a line break among them must not end the answer.
-    start = len(text) - len(text.lstrip())
-    ends = [at for string in stop if (at := text.find(string, start)) >= 0]
-    return text[: min(ends, default=len(text))]
+    start = 0 if in_blanks else len(text) - len(text.lstrip())
+    # The string that ends first decides: text that follows must not move the cut.
+    found = [(at + len(string), at) for string in stop if (at := text.find(string, start)) >= 0]
+    return text[: min(found)[1]] if found else text
 
 
 UNFINISHED = "\ufffd"  # decoded from the first bytes of a character

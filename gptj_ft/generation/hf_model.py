@@ -125,6 +125,7 @@ class StreamedModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         super().__init__(config)
         self.offloaded, self.budget_tokens = offloaded, budget_tokens
         self.context = int(architecture.config.n_positions)  # its name in ``config`` differs between families
+        self.rotary_switches = architecture.rotary_switches
         self.passes = ForwardPasses(offloaded)
         self.generation_config = GenerationConfig()  # not the folder's: settings come with each call
 
@@ -136,12 +137,17 @@ class StreamedModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     def dtype(self) -> torch.dtype:
         return self.offloaded.compute_dtype
 
+    def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
+        """Return the arguments of `forward` for the next step of `generate`."""
+        return {**super().prepare_inputs_for_generation(input_ids, **kwargs), "all_ids": input_ids}
+
     def forward(
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         past_key_values: DynamicCache | None = None,
         logits_to_keep: int = 0,
+        all_ids: Tensor | None = None,
         **ignored: Any,
     ) -> CausalLMOutputWithPast:
         """Compute the logits of the newest columns.
@@ -151,6 +157,7 @@ class StreamedModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             attention_mask: 0 at padding, which is on the left, [rows, old and new columns]; default: no padding.
             past_key_values: cache returned by the last call; None or empty at the start.
             logits_to_keep: number of last columns to return logits of; 0: all.
+            all_ids: old and new columns, int64; needed in a decode step of a model with LongRoPE.
             ignored: further arguments of `generate`.
 
         Returns:
@@ -163,7 +170,7 @@ class StreamedModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         columns = input_ids.shape[1]
         kept = min(logits_to_keep or columns, columns)
         if cache.num_columns:
-            logits = self._decode_step(input_ids, cache, kept)
+            logits = self._decode_step(input_ids, cache, kept, all_ids)
         elif cache.first is not None:
             assert kept == 1
             logits = cache.first.repeat_interleave(len(input_ids) // len(cache.first), 0)[:, None]
@@ -198,18 +205,31 @@ class StreamedModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         full[torch.tensor(rows), torch.tensor(columns)] = logits
         return full.repeat_interleave(width, 0)
 
-    def _decode_step(self, input_ids: Tensor, cache: RaggedCache, kept: int) -> Tensor:
+    def _decode_step(self, input_ids: Tensor, cache: RaggedCache, kept: int, all_ids: Tensor | None) -> Tensor:
         num_rows, columns = input_ids.shape
         rows = cache.drop_finished(input_ids)
         if not len(rows):
             return torch.zeros(num_rows, kept, self.config.vocab_size, device=self.device)
         ids = input_ids[rows]
+        lengths = cache.kv.lengths.tolist() if self.rotary_switches else []
         positions = cache.kv.begin_decode_step(columns, self.dtype)
         bounds = tuple(range(0, ids.numel() + 1, columns))
         # Decoding has no targets: `ids` fills an unused field.
-        batch = PackedBatch(ids.flatten(), positions.flatten(), ids, bounds, cache.kv, is_decode_step=True)
-        wanted = torch.arange(ids.numel(), device=self.device).view_as(ids)[:, -kept:]
-        logits = self.checked(self.passes.read([batch], [wanted.flatten()])[0]).view(len(rows), kept, -1)
+        batches = [PackedBatch(ids.flatten(), positions.flatten(), ids, bounds, cache.kv, is_decode_step=True)]
+        wanted = [torch.arange(ids.numel(), device=self.device).view_as(ids)[:, -kept:].flatten()]
+        # Rows that outgrow a length of LongRoPE are computed again as a whole: all their tokens are rotated otherwise.
+        # These batches come last, so that they replace keys, and find room for the new ones.
+        order = list(range(len(wanted[0])))
+        for row, length in enumerate(lengths):
+            if any(length <= switch < length + columns for switch in self.rotary_switches):
+                assert columns == 1, "internal error: guesses beyond the trained length"
+                assert all_ids is not None, "internal error: unknown earlier tokens"
+                document = all_ids[rows[row], -length - 1 :].tolist()
+                batches.append(pack([document], cache=cache.kv, document_ids=[row]).to(self.device))
+                wanted.append(torch.tensor([length], device=self.device))
+                order[row] = len(order) + len(wanted) - 2
+        logits = self.checked(self.passes.read(batches, wanted)[0])
+        logits = (logits[order] if len(batches) > 1 else logits).view(len(rows), kept, -1)
         if len(rows) == num_rows:
             return logits.clone()  # `generate` may write to it, which is not allowed for a tensor of inference mode
         return logits.new_zeros(num_rows, kept, logits.shape[-1]).index_copy(0, rows, logits)

@@ -368,8 +368,8 @@ class _Capped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cap: float) -> Tensor:
         out = (x / cap).tanh_().mul_(cap)
-        is_overwritten = x.device.type == "cpu" and ctx.needs_input_grad[0]  # by the loss, see `VocabularyHead.logits`
-        ctx.save_for_backward(out.clone() if is_overwritten else out)
+        # In training the loss may overwrite the output, see `VocabularyHead.logits`.
+        ctx.save_for_backward(out.clone() if ctx.needs_input_grad[0] else out)
         ctx.cap = cap
         return out
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -62,10 +63,15 @@ class KVCache:
     ) -> None:
         """Store a layer's keys and values of prompts; a document's tokens after the prompt are not stored.
 
+        In a decode step, the documents are rows up to their newest tokens, and replace what is stored of them.
+
         Args:
             k_TKH, v_TKH: keys and values of documents that begin with prompts.
-            groups: group numbers of the prompts; default: the first ones.
+            groups: group numbers of the prompts, in a decode step numbers of the rows; default: the first ones.
         """
+        if self._begin:
+            self._replace(self._layers[layer], (k_TKH, v_TKH), cu_seqlens, groups)
+            return
         if layer not in self._layers:
             shape = (len(self._counts), k_TKH.shape[1], self.num_slots + MORE_ROOM, k_TKH.shape[2])
             # Zeros: masked slots must be finite too, since 0 * inf is NaN.
@@ -75,6 +81,18 @@ class KVCache:
             for all_GKSH, x_TKH in zip(self._layers[layer], (k_TKH, v_TKH), strict=True):
                 kept = all_GKSH[group, :, self.num_slots - count : self.num_slots]
                 kept.copy_(x_TKH[start : start + count].transpose(0, 1))
+
+    def _replace(
+        self, kept: Sequence[Tensor], new: Sequence[Tensor], cu_seqlens: Sequence[int], rows: Sequence[int]
+    ) -> None:
+        """Replace a layer's keys and values of rows; shared ones of a prompt are the same for each of its rows."""
+        for row, (start, end) in zip(rows, pairwise(cu_seqlens), strict=True):
+            group, number = divmod(row, self._width)
+            slots = torch.arange(self.num_slots, device=self.lengths.device)
+            if self._seen_GWS is not None:  # in the order of the row's tokens
+                slots = slots[self._seen_GWS[group, number]]
+            for all_GKSH, x_TKH in zip(kept, new, strict=True):
+                all_GKSH[group].index_copy_(1, slots, x_TKH[start:end].transpose(0, 1))
 
     def begin_decode_step(self, columns: int, dtype: torch.dtype) -> Tensor:
         """Announce a pass over the next tokens of every row; return their positions, int64 [rows, columns].

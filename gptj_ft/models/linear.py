@@ -277,5 +277,5 @@ class VocabularyHead(nn.Module):
         raise NotImplementedError
 
     def logits(self, h_SD: Tensor, rows: RowContext) -> Tensor:
-        """Run the projection; logits are fp32. On a CPU the loss overwrites them: no operation may save them."""
+        """Run the projection; logits are fp32. The loss may overwrite them: no operation may save them."""
         raise NotImplementedError

@@ -54,8 +54,8 @@ DEFAULTS: Mapping[str, Any] = {
 }  # fmt: skip
 # Fields that only some families have -> the only value that others may have.
 SPECIAL: Mapping[str, Any] = {
-    "attention_bias": False, "mlp_bias": False, "use_sliding_window": False, "sliding_window": None,
-    "no_rope_layers": None, **dict.fromkeys(MULTIPLIERS, 1.0),
+    "attention_bias": False, "mlp_bias": False, "sliding_window": None, "no_rope_layers": None,
+    **dict.fromkeys(MULTIPLIERS, 1.0),
 }  # fmt: skip
 # Fields that would change the computation -> supported values.
 ONLY: Mapping[str, tuple[Any, ...]] = {
@@ -252,7 +252,8 @@ def _rotates(values: Mapping[str, Any]) -> tuple[bool, ...]:
 def _windows(values: Mapping[str, Any], form: Form) -> tuple[int | None, ...]:
     """Return the window of each block."""
     num_layers = values["num_hidden_layers"]
-    window = values.get("sliding_window") if values.get("use_sliding_window", True) else None
+    has_choice = "use_sliding_window" in form.defaults  # `transformers` does not read it in other families
+    window = values.get("sliding_window") if not has_choice or values["use_sliding_window"] else None
     if window is not None and (type(window) is not int or window < 1):
         raise DataError(f"sliding_window must be a positive integer, not {window!r:.100}")
     if "max_window_layers" in form.defaults:
@@ -264,7 +265,6 @@ def _windows(values: Mapping[str, Any], form: Form) -> tuple[int | None, ...]:
         default = [FULL if window is None else SLIDING] * num_layers
     types = values.get("layer_types")
     types = default if types is None else types
-    has_choice = "use_sliding_window" in form.defaults
     if not isinstance(types, list) or len(types) != num_layers or (types != default and not has_choice):
         raise DataError(f"layer_types {types!r:.100} does not fit {num_layers} layers with sliding_window {window}")
     if unknown := set(types) - ({FULL} if window is None else {FULL, SLIDING}):
@@ -512,7 +512,7 @@ def _from_gguf(metadata: Metadata, model_type: str) -> dict[str, Any]:
     if form.is_rotated_in_part:
         raw["partial_rotary_factor"] = metadata.get("rope.dimension_count", head_dim) / head_dim
     if "sliding_window" in form.defaults:
-        raw["sliding_window"] = None
+        raw["sliding_window"] = metadata.get("attention.sliding_window") or None
     if MULTIPLIERS[0] in form.defaults:
         raw |= {field: metadata[key] for key, field in GGUF_SCALES.items() if key in metadata}
     return raw

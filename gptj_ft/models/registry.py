@@ -176,6 +176,12 @@ class Architecture:
         return int(getattr(config, "num_key_value_heads", config.n_head) * width)
 
     @property
+    def rotary_switches(self) -> frozenset[int]:
+        """Lengths of a row above which LongRoPE rotates all of its tokens by other angles."""
+        rotaries = getattr(self.config, "rotaries", None) or (getattr(self.config, "rotary", None),)
+        return frozenset(each.trained_length for each in rotaries if each is not None and each.kind == "longrope")
+
+    @property
     def head(self) -> HeadForm | None:
         """The head that replaces the pre-training head, if any."""
         return None if self.task is None else self.family.head_for(self.task)
@@ -343,6 +349,8 @@ def architecture_of(raw: Mapping[str, Any], path: Path) -> Architecture:
         if raw.get(name) is not None and not isinstance(getattr(torch, str(raw[name]), None), torch.dtype):
             raise DataError(f"{path}: {name} {raw[name]!r} is not a data type")
     try:
+        if not family.is_encoder and not raw.get("is_causal", True):
+            raise DataError(f"is_causal {raw['is_causal']!r} is not supported: this model sees tokens on both sides")
         architecture = Architecture(family, family.read_config(raw), raw, *_head_of(family, raw))
         _check_rates_and_ids(architecture)
     except DataError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -54,12 +54,16 @@ class InferenceWorkload:
     adapter_bytes: int = 0
     key_width: int = 0  # of a token's keys in a block, and of its values; 0: the hidden states'
     live_tensors: int = LIVE_TENSORS  # of [tokens computed together, width] in a block
+    rotary_switches: Collection[int] = ()  # see `Architecture`
 
     @classmethod
     def of(cls, architecture: Architecture, dtype: torch.dtype, settings: Generation, **more: Any) -> InferenceWorkload:
         """Build a workload from a model and the fields after ``settings``; ``layouts`` may have sizes in files."""
         config, layouts = architecture.config, more.pop("layouts", None) or model_layouts(architecture)
-        more = {"key_width": architecture.key_width, "live_tensors": _live_tensors(architecture), **more}
+        more = {
+            "key_width": architecture.key_width, "live_tensors": _live_tensors(architecture),
+            "rotary_switches": architecture.rotary_switches, **more,
+        }  # fmt: skip
         return cls(layouts, int(config.n_embd), int(config.vocab_size), dtype, settings, **more)
 
     @property
@@ -103,6 +107,10 @@ class InferenceWorkload:
             # When the cache grows, one layer's keys and values exist twice.
             slots = slots_taken(prompt, settings.max_new_tokens, self.rows_of_prompt)
             logits = LIVE_LOGITS * 4 * self.vocabulary * len(rows) * self.rows_of_prompt
+            # Rows that outgrow a length of LongRoPE are computed again, one after another.
+            new, sizes = range(settings.max_new_tokens), [self.prompts[row] for row in rows]
+            again = max((at + 1 for at in self.rotary_switches if any(at - size in new for size in sizes)), default=0)
+            logits += again * (self.live_tensors + 2 * len(rows) * self.rows_of_prompt) * self.hidden_bytes
             most = max(most, reading, (blocks + 1) * of_slot * slots + logits)
         return most
 

@@ -12,7 +12,7 @@ from conftest import SHAPES, random_gptj
 from gptj_ft.config.options import Generation
 from gptj_ft.config.resolve import build
 from gptj_ft.errors import NotFinite, UsageError
-from gptj_ft.generation.decoding import cut_at, generate_tokens
+from gptj_ft.generation.decoding import StopStrings, _processors, cut_at, generate_tokens
 from gptj_ft.generation.hf_model import ForwardPasses, RaggedCache, StreamedModel
 from gptj_ft.models import linear as products_of
 from gptj_ft.models.batch import HeadRows
@@ -96,6 +96,28 @@ def test_every_search_matches_transformers(oracle, resident, name: str) -> None:
     options = SEARCHES[name]
     ours = generate_tokens(resident, Words(), PROMPTS, Generation(max_new_tokens=12, **options))
     assert ours == [alone(oracle, prompt, max_new_tokens=12, do_sample=False, **options) for prompt in PROMPTS]
+
+
+@one_shape
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_answers_do_not_depend_on_padding(resident, num_beams: int) -> None:
+    settings = Generation(max_new_tokens=30, min_new_tokens=30, num_beams=num_beams, no_repeat_ngram_size=1)
+    apart = [generate_tokens(resident, Words(89), [prompt], settings)[0] for prompt in PROMPTS[:2]]
+    assert generate_tokens(resident, Words(89), PROMPTS[:2], settings) == apart
+    assert 0 in apart[1], "padding, of id 0, is a token like any other"
+
+
+@pytest.mark.parametrize("options", [{"repetition_penalty": 1.7}, *({"no_repeat_ngram_size": n} for n in (1, 2, 3))])
+def test_processors_read_no_padding(options: dict[str, float]) -> None:
+    settings, generator = Generation(**options), torch.Generator().manual_seed(0)
+    for width in range(1, 9):
+        prompts = [torch.randint(3, (length,), generator=generator) for length in (width, 1, (width + 1) // 2)]
+        scores = torch.randn(6, 3, generator=generator)  # of two beams each
+        padded = torch.stack([F.pad(prompt, (width - len(prompt), 0)) for prompt in prompts for _ in range(2)])
+        (together,) = _processors(settings, [width - len(prompt) for prompt in prompts])
+        (alone,) = _processors(settings, [0])
+        rows = [alone(prompts[row // 2][None], scores[row][None])[0] for row in range(6)]
+        assert torch.equal(together(padded, scores), torch.stack(rows))
 
 
 @pytest.mark.sampled(6)
@@ -317,7 +339,64 @@ def test_contradictory_settings_are_rejected() -> None:
 
 def test_text_is_cut_at_stop_strings() -> None:
     assert cut_at("\n yes\nQuestion: more", ("\n",)) == "\n yes"
+    assert cut_at("\n yes", ("\n",), in_blanks=True) == ""
     assert cut_at("yes", ("\n",)) == "yes"
+    assert cut_at("to be or not to be", ("be or not to be", "or")) == "to be "
+
+
+class Pieces(Words):
+    """A tokenizer with these texts of tokens, in turn."""
+
+    def __init__(self, texts: list[str]) -> None:
+        super().__init__()
+        self._texts = texts
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        return "".join(self._texts[token % len(self._texts)] for token in tokens)
+
+
+STOPS = [(["\n", "a", " "], ("\n",)), (["EN", "D", "a "], ("END",)), (["\ufffd", "b\n", "\n"], ("b\n\n", "\n\n"))]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "is_complete"),
+    [
+        ([1], [0], False), ([1], [0, 1], False), ([1], [2, 0], False), ([1], [0, 1, 2], False), ([1], [1, 0], True),
+        ([0], [1], False), ([0], [0, 1, 0], True), ([1, 0], [0], False),
+    ],
+)  # fmt: skip
+def test_leading_line_break_does_not_stop(prompt: list[int], answer: list[int], is_complete: bool) -> None:
+    stopping = StopStrings(Pieces(STOPS[0][0]), Generation(stop=STOPS[0][1]), len(prompt), [9])
+    rows = torch.tensor([[*prompt, *answer], [*prompt, *answer[:-1], 9]])  # the other has ended
+    assert stopping(rows, None).tolist() == [is_complete, False]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "is_complete"),
+    [([0], [1], False), ([2, 0], [1, 2], False), ([1], [2, 0, 1], True), ([1], [0, 1], True), ([1], [0, 2, 1], False)],
+)
+def test_stop_string_lies_within_the_answer(prompt: list[int], answer: list[int], is_complete: bool) -> None:
+    stopping = StopStrings(Pieces(STOPS[1][0]), Generation(stop=STOPS[1][1]), len(prompt), [9])
+    assert stopping(torch.tensor([prompt + answer]), None).tolist() == [is_complete]
+
+
+@one_shape
+@pytest.mark.parametrize("more", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}])
+def test_stopped_answer_equals_the_cut_longer_one(resident, more: dict[str, int]) -> None:
+    prompts = PROMPTS[: 1 if "prompt_lookup_num_tokens" in more else 2]
+    for texts, stop in STOPS:
+        tokenizer, found = Pieces(texts), list[list[list[int]]]()
+        for each in (stop, ()):
+            torch.manual_seed(3)
+            settings = Generation(max_new_tokens=12, min_new_tokens=12, temperature=5.0, stop=each, **more)
+            found.append(generate_tokens(resident, tokenizer, prompts, settings))
+        for stopped, whole in zip(*found, strict=True):
+            before, text, rest = (tokenizer.decode(each, True) for each in (stopped[:-1], stopped, whole))
+            assert cut_at(before, stop) == before
+            assert len(stopped) == 12 or cut_at(text, stop) != text
+            if "num_beams" not in more:  # a stopped beam makes room for others
+                assert cut_at(text, stop) == cut_at(rest, stop)
+        assert any(len(stopped) < 12 for stopped in found[0])
 
 
 @pytest.mark.parametrize("count", [1, 2, 32, 33, 128, 129])

@@ -288,6 +288,51 @@ def test_searches_match_transformers(name: str, beams: int, built) -> None:
         assert tokens == (output[: output.index(0)] if 0 in output else output)
 
 
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "num_return": 2}, {"num_beams": 3}], ids=str)
+def test_rows_outgrow_trained_length_of_longrope(settings: dict[str, Any], built) -> None:
+    case, new = built("phi3, in part"), 8
+    trained, padding, width = case.model.config.original_max_position_embeddings, 0, 20
+    prompts = [[(7 * number) % 100 + 1 for number in range(size)] for size in (5, 10, 14, trained, width)]
+    given = {
+        "attention_mask": torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]),
+        "max_new_tokens": new, "min_new_tokens": new, "pad_token_id": padding, "eos_token_id": 0,
+        "do_sample": "temperature" in settings, "num_beams": settings.get("num_beams", 1),
+        "num_return_sequences": (each := settings.get("num_return", 1)), "return_dict_in_generate": True,
+        "output_logits": True, "output_scores": True,
+    }  # fmt: skip
+    with open_for_inference(case.folder, CPU, torch.float32) as (architecture, stack):
+        model = StreamedModel(architecture, stack)
+        ids = torch.tensor([[padding] * (width - len(prompt)) + prompt for prompt in prompts])
+        found = model.generate(ids, **given)
+    for row, tokens in enumerate(found.sequences):
+        prompt = prompts[row // each]
+        if each == 1:
+            alone = {**given, "attention_mask": torch.ones(1, len(prompt), dtype=torch.int64)}
+            theirs = case.model.generate(torch.tensor([prompt]), **alone)
+            assert theirs.sequences[0].tolist() == tokens[width - len(prompt) :].tolist()
+        if "num_beams" in settings:
+            torch.testing.assert_close(found.sequences_scores[row], theirs.sequences_scores[0], rtol=1e-5, atol=1e-5)
+        else:
+            for step, logits in enumerate(found.logits):
+                with torch.no_grad():
+                    whole = case.model(tokens[None, width - len(prompt) : width + step]).logits[0, -1]
+                torch.testing.assert_close(logits[row], whole, rtol=1e-5, atol=1e-5)
+
+
+def test_prompt_lookup_follows_longrope(built) -> None:
+    case = built("phi3, in part")
+    with open_for_inference(case.folder, CPU, torch.float32) as (architecture, stack):
+        for prompt in ([5, 9, 3, 5, 9, 3, 5, 9], [6] * 15):
+            plain, guessed = (
+                generate_tokens(
+                    StreamedModel(architecture, stack), Words(), [prompt],
+                    Generation(max_new_tokens=12, min_new_tokens=12, prompt_lookup_num_tokens=count),
+                )
+                for count in (0, 3)
+            )  # fmt: skip
+            assert guessed == plain
+
+
 @pytest.mark.sampled(6)
 @every_shape
 def test_folder_returns_the_same_bits(name: str, built, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from support.family_shapes import LLAMA
 from gptj_ft.checkpoints.architecture import read_architecture
 from gptj_ft.checkpoints.model_folder import check_tensors, open_checkpoint
 from gptj_ft.errors import DataError, UsageError
+from gptj_ft.models.gguf_form import TENSORS
 from gptj_ft.models.registry import Architecture, families
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -67,10 +68,20 @@ def test_unsupported_config_is_rejected(model_type: str, fields: dict[str, Any],
             (8, None, None),
         ),
         ("phi3", {"sliding_window": 8}, (8, 8, 8)),
+        ("phi3", {"sliding_window": 8, "use_sliding_window": False}, (8, 8, 8)),  # as in `transformers`
     ],
 )
 def test_windows_follow_the_config(model_type: str, fields: dict[str, Any], windows: tuple[int | None, ...]) -> None:
     assert families()[model_type].read_config({**LLAMA, **fields}).windows == windows
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "phi3"])
+def test_gguf_windows_are_those_of_the_file(model_type: str) -> None:
+    metadata = {"attention.head_count": 6, "embedding_length": 48, TENSORS: ()}
+    form = families()[model_type].gguf
+    assert form is not None
+    for stored, window in (({"attention.sliding_window": 8}, 8), ({"attention.sliding_window": 0}, None), ({}, None)):
+        assert form.to_config({**metadata, **stored})["sliding_window"] == window
 
 
 def test_old_files_of_phi3_mean_longrope() -> None:

@@ -9,8 +9,8 @@ import pytest
 from support.family_shapes import FAMILY_SHAPES
 
 from gptj_ft.checkpoints.tiny import FAMILIES
-from gptj_ft.errors import UsageError
-from gptj_ft.models.registry import families
+from gptj_ft.errors import DataError, UsageError
+from gptj_ft.models.registry import architecture_of, families
 from gptj_ft.models.supported import MODEL_TYPES, TINY_MODELS, check_supported, context_of
 
 CONFIG = Path("config.json")
@@ -52,3 +52,11 @@ def test_context_is_that_of_family() -> None:
 def test_rejection_names_the_missing_part(raw: dict[str, Any], reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
         check_supported(CONFIG, raw)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen2", "mistral"])
+def test_bidirectional_decoders_are_rejected(name: str) -> None:
+    raw = {**FAMILIES[name], "model_type": name, "vocab_size": 99}
+    assert architecture_of({**raw, "is_causal": True}, CONFIG).family.model_type == name
+    with pytest.raises(DataError, match=r"config\.json: is_causal False is not supported"):
+        architecture_of({**raw, "is_causal": False}, CONFIG)

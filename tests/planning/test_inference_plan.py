@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -82,6 +83,14 @@ def test_little_memory_reduces_the_token_budget(reads: InferenceWorkload) -> Non
     few = token_budget_within(reads, 2048, 6 * GiB)
     assert least.written < few.written < most.written
     assert reads.working_bytes(few) <= 6 * GiB
+
+
+def test_longrope_rows_are_planned_to_be_reread(reads: InferenceWorkload) -> None:
+    most = token_budget_within(reads, 2048, 100 * GiB)
+    plain, never, some = (
+        replace(reads, rotary_switches=lengths).working_bytes(most) for lengths in ((), (5000,), (1000,))
+    )
+    assert plain == never < some
 
 
 def status(name: str) -> int:

@@ -12,6 +12,7 @@ from support.small_stack import PROMPTS, assert_identical, documents, oracle_los
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.batches import micro_batches
 from gptj_ft.models import layout
+from gptj_ft.models.gemma import capped
 from gptj_ft.streaming.adamw import AdamW
 from gptj_ft.streaming.buffers import BufferBudget
 from gptj_ft.streaming.objective import CrossEntropy
@@ -80,3 +81,10 @@ def test_sampled_tiles_match_whole_vocabulary(
     whole = train(case.open_training(tmp_path / "whole", recipe=recipe), recipe)
     for ours, theirs in zip(tiled[1], whole[1], strict=True):
         assert all(relative(ours[name], theirs[name]) < 1e-4 for name in theirs)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])  # both check for overwritten tensors
+def test_losses_may_overwrite_capped_logits(device: str) -> None:
+    logits = capped(torch.ones(2, 3, device=device, requires_grad=True), 2.0)
+    gradient = logits.detach().sub_(1.0)
+    torch.autograd.backward(logits, gradient)

@@ -128,7 +128,12 @@ class StreamedLM(TemplateLM):  # type: ignore[misc]
             batches = [[numbers[index] for index in group] for group in groups]
             for some in pending_rounds(batches, text_of.keys(), self.model.offloaded.exchange.num_replicas):
                 prompt_batches = [
-                    PromptBatch([prompt_of[n] for n in batches[b]], settings, self._seed * 1_000_003 + batches[b][0])
+                    PromptBatch(
+                        [prompt_of[n] for n in batches[b]],
+                        settings,
+                        self._seed * 1_000_003 + batches[b][0],
+                        stops_in_blanks=True,
+                    )
                     for b in some
                 ]
                 outputs = generate_batches(self.model, self.tokenizer, prompt_batches)
