@@ -22,6 +22,7 @@ from gptj_ft.models.batch import HeadRows, PackedBatch, Poll
 from gptj_ft.models.dropout import Dropout
 from gptj_ft.models.embedding import Embedding
 from gptj_ft.models.linear import Linear
+from gptj_ft.models.norm import LayerNorm
 from gptj_ft.models.registry import Family, HeadForm, Home, check_numbers
 
 # "gelu" is the exact form, by the error function; "gelu_new" and "gelu_pytorch_tanh" are the same approximation.
@@ -119,7 +120,7 @@ class Embed(nn.Module):
         padding = config.first_position - 1 if config.first_position else None
         self.position = Embedding(config.max_position_embeddings, width, "positions_T", padding)
         self.token_type = Embedding(config.type_vocab_size, width, "types_T")
-        self.norm = nn.LayerNorm(width, config.layer_norm_eps)
+        self.norm = LayerNorm(width, config.layer_norm_eps)
         self.dropout = Dropout(config.hidden_dropout_prob, "embedding")
 
     def forward(self, tokens_T: Tensor, batch: PackedBatch, poll: Poll) -> Tensor:
@@ -175,9 +176,9 @@ class Block(nn.Module):
     def __init__(self, config: BertConfig, index: int) -> None:
         super().__init__()
         self.attention = Attention(config, index)
-        self.attention_norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
+        self.attention_norm = LayerNorm(config.hidden_size, config.layer_norm_eps)
         self.mlp = MLP(config, index)
-        self.mlp_norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
+        self.mlp_norm = LayerNorm(config.hidden_size, config.layer_norm_eps)
 
     def forward(self, x_TD: Tensor, batch: PackedBatch, poll: Poll) -> Tensor:
         x_TD = self.attention_norm(self.attention(x_TD, batch, poll))

@@ -21,6 +21,7 @@ from gptj_ft.models.attention import attend_in_buckets
 from gptj_ft.models.batch import Documents, HeadRows
 from gptj_ft.models.dropout import Dropout, Noise
 from gptj_ft.models.linear import Linear
+from gptj_ft.models.norm import LayerNorm
 from gptj_ft.models.registry import HeadForm, Home
 
 NUM_LAYERS, MOST_HEADS, INNER, EPSILON = 2, 8, 2048, 1e-6
@@ -52,7 +53,7 @@ class SentenceMLP(nn.Module):
     def __init__(self, config: Any, layer: int) -> None:
         super().__init__()
         self.w_1, self.w_2 = Linear(config.n_embd, INNER), Linear(INNER, config.n_embd)
-        self.layer_norm = nn.LayerNorm(config.n_embd, EPSILON)
+        self.layer_norm = LayerNorm(config.n_embd, EPSILON)
         self.inner_dropout, self.dropout = (
             Dropout(config.head_dropout, "sentences", layer, name) for name in ("mlp inner", "mlp")
         )
@@ -69,7 +70,7 @@ class SentenceLayer(nn.Module):
     def __init__(self, config: Any, layer: int) -> None:
         super().__init__()
         self.self_attn, self.feed_forward = SentenceAttention(config, layer), SentenceMLP(config, layer)
-        self.layer_norm = nn.LayerNorm(config.n_embd, EPSILON) if layer else nn.Identity()
+        self.layer_norm = LayerNorm(config.n_embd, EPSILON) if layer else nn.Identity()
         self.dropout = Dropout(config.head_dropout, "sentences", layer, "attention")
 
     def forward(self, x_SD: Tensor, rows: HeadRows, documents: Documents) -> Tensor:
@@ -84,7 +85,7 @@ class SentenceScores(nn.Module):
     def __init__(self, config: Any, num_outputs: int) -> None:
         super().__init__()
         self.transformer_inter = nn.ModuleList(SentenceLayer(config, layer) for layer in range(NUM_LAYERS))
-        self.layer_norm = nn.LayerNorm(config.n_embd, EPSILON)
+        self.layer_norm = LayerNorm(config.n_embd, EPSILON)
         self.wo = Linear(config.n_embd, num_outputs)
 
     def forward(self, x_SD: Tensor, rows: HeadRows) -> Tensor:

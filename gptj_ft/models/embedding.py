@@ -52,7 +52,7 @@ class Embedding(nn.Module):
 
 
 class _LookUp(torch.autograd.Function):
-    """Look up rows; the gradient is sparse, with the same bits as the dense one."""
+    """Look up rows; the gradient is sparse and fp32, with the same bits as the dense one in fp32."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, indices: Tensor, padding_row: int | None) -> Tensor:
@@ -66,8 +66,9 @@ class _LookUp(torch.autograd.Function):
         # of zeros is allocated and added.
         (indices,) = ctx.saved_tensors
         rows, inverse = indices.unique(return_inverse=True)
+        # In fp32: torch sums in the gradients' type. Autograd rounds the sums if the leaf's gradient is not fp32.
         # -1: no padding row. False: gradients are not divided by the counts of tokens.
-        sums = torch.ops.aten.embedding_dense_backward(gradients[0], inverse, len(rows), -1, False)
+        sums = torch.ops.aten.embedding_dense_backward(gradients[0].float(), inverse, len(rows), -1, False)
         if ctx.padding_row is not None:
             sums[rows == ctx.padding_row] = 0.0
         # `unique` sorts, so the tensor is coalesced. Checking that would cost another pass. Without the context, torch

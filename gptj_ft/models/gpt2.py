@@ -23,6 +23,7 @@ from gptj_ft.models.embedding import Embedding
 from gptj_ft.models.gguf_form import GgufForm
 from gptj_ft.models.heads import DROPOUT, decoder_heads, words_dropout
 from gptj_ft.models.linear import Conv1D, Linear, RowContext, TiedLinear, VocabularyHead
+from gptj_ft.models.norm import LayerNorm
 from gptj_ft.models.registry import Family, Leaf, check_numbers
 
 # "gelu" is the exact form, by the error function; OpenAI's models use the approximation.
@@ -185,9 +186,9 @@ class Block(nn.Module):
 
     def __init__(self, config: GPT2Config, index: int) -> None:
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon)
+        self.ln_1 = LayerNorm(config.n_embd, config.layer_norm_epsilon)
         self.attn = Attention(config, index)
-        self.ln_2 = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon)
+        self.ln_2 = LayerNorm(config.n_embd, config.layer_norm_epsilon)
         self.mlp = MLP(config, index)
 
     def forward(self, x_TD: Tensor, batch: PackedBatch, poll: Poll) -> Tensor:
@@ -202,7 +203,7 @@ class Head(VocabularyHead):
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
-        self.ln_f = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon)
+        self.ln_f = LayerNorm(config.n_embd, config.layer_norm_epsilon)
         num_rows, width = config.vocab_size, config.n_embd
         self.lm_head: nn.Module = (
             TiedLinear((num_rows, width), "wte.weight")

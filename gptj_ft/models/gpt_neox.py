@@ -23,6 +23,7 @@ from gptj_ft.models.embedding import Embedding
 from gptj_ft.models.gguf_form import GgufForm, Metadata, rotary_config, rotary_metadata
 from gptj_ft.models.heads import decoder_heads
 from gptj_ft.models.linear import Linear, RowContext, TiedLinear, VocabularyHead
+from gptj_ft.models.norm import LayerNorm
 from gptj_ft.models.registry import Family, check_numbers
 from gptj_ft.models.rotary import RotarySpec, rotary_spec, rotate_halves
 
@@ -166,9 +167,9 @@ class Block(nn.Module):
     def __init__(self, config: GPTNeoXConfig, index: int) -> None:
         super().__init__()
         self.is_parallel = config.use_parallel_residual
-        self.ln_1 = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
+        self.ln_1 = LayerNorm(config.hidden_size, config.layer_norm_eps)
         self.attention = Attention(config, index)
-        self.ln_2 = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
+        self.ln_2 = LayerNorm(config.hidden_size, config.layer_norm_eps)
         self.mlp = MLP(config, index)
 
     def forward(self, x_TD: Tensor, batch: PackedBatch, poll: Poll) -> Tensor:
@@ -183,7 +184,7 @@ class Head(VocabularyHead):
 
     def __init__(self, config: GPTNeoXConfig) -> None:
         super().__init__()
-        self.ln_f = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
+        self.ln_f = LayerNorm(config.hidden_size, config.layer_norm_eps)
         num_rows, width = config.vocab_size, config.hidden_size
         self.embed_out: nn.Module = (
             TiedLinear((num_rows, width), "embed_in.weight")

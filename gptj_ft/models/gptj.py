@@ -21,6 +21,7 @@ from gptj_ft.models.dropout import Dropout
 from gptj_ft.models.embedding import Embedding
 from gptj_ft.models.heads import decoder_heads
 from gptj_ft.models.linear import Linear, project_by_all
+from gptj_ft.models.norm import LayerNorm
 from gptj_ft.models.registry import Family, Leaf, check_numbers
 from gptj_ft.models.rotary import apply_rotary, rotary_freqs
 
@@ -179,7 +180,7 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTJConfig, index: int) -> None:
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon)
+        self.ln_1 = LayerNorm(config.n_embd, config.layer_norm_epsilon)
         self.attn = Attention(config, index)
         self.mlp = MLP(config, index)
 
@@ -197,7 +198,7 @@ class Head(nn.Module):
 
     def __init__(self, config: GPTJConfig) -> None:
         super().__init__()
-        self.ln_f = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon)
+        self.ln_f = LayerNorm(config.n_embd, config.layer_norm_epsilon)
         self.lm_head = Linear(config.n_embd, config.vocab_size)
 
     def forward(self, x_SD: Tensor, rows: HeadRows) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gptj_ft.models.batch import HeadRows
 from gptj_ft.models.dropout import Dropout, seed_of
 from gptj_ft.models.linear import Linear
-from gptj_ft.models.norm import RMSNorm
+from gptj_ft.models.norm import LayerNorm, RMSNorm
 from gptj_ft.models.registry import Architecture, HeadForm
 
 DROPOUT = "classifier_dropout"  # config field of the rate before the labels of words
@@ -29,7 +29,7 @@ class FinalNorm(NamedTuple):
 
 
 LAYER_NORM = FinalNorm(
-    "ln_f", lambda config: nn.LayerNorm(config.n_embd, config.layer_norm_epsilon), ("ln_f.weight", "ln_f.bias")
+    "ln_f", lambda config: LayerNorm(config.n_embd, config.layer_norm_epsilon), ("ln_f.weight", "ln_f.bias")
 )
 
 

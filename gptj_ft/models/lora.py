@@ -10,7 +10,7 @@ Axis letters: T tokens, I input width, O output width, R rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from gptj_ft.models.dropout import Dropout, seed_of
 from gptj_ft.models.linear import Conv1D, Kernel, RowContext, project
-from gptj_ft.models.products import ONEDNN, WIDE_ROWS, Products, input_gradient
+from gptj_ft.models.products import ONEDNN, Products, input_gradient, some_rows
 from gptj_ft.models.registry import Architecture, Family
 
 A, B = "lora_A", "lora_B"
@@ -143,7 +143,7 @@ def _add_widened(
 ) -> None:
     """Add an adapter's bf16 output, multiplied in fp32; write the narrow matrix between its two products."""
     a_RI, b_OR = a_RI.float() * scaling, b_OR.float()
-    for out, dropped, narrow in _some_rows(out_TO, dropped_TI, narrow_TR):
+    for out, dropped, narrow in some_rows(out_TO, dropped_TI, narrow_TR):
         narrow.copy_(dropped.float() @ a_RI.t())
         out.add_(narrow.float() @ b_OR.t())
 
@@ -155,20 +155,13 @@ def _widened_gradients(
     of_dropped_TI, dtype = torch.empty_like(dropped_TI), a_RI.dtype
     a_RI, b_OR = a_RI.float() * scaling, b_OR.float()
     of_a_RI, of_b_OR = torch.zeros_like(a_RI), torch.zeros_like(b_OR)
-    for gradient, dropped, narrow, of_dropped in _some_rows(gradient_TO, dropped_TI, narrow_TR, of_dropped_TI):
+    for gradient, dropped, narrow, of_dropped in some_rows(gradient_TO, dropped_TI, narrow_TR, of_dropped_TI):
         wide = gradient.float()
         of_narrow = wide @ b_OR
         of_dropped.copy_(of_narrow @ a_RI)
         of_a_RI.addmm_(of_narrow.t(), dropped.float(), alpha=scaling)
         of_b_OR.addmm_(wide.t(), narrow.float())
     return of_dropped_TI, of_a_RI.to(dtype), of_b_OR.to(dtype)
-
-
-def _some_rows(*matrices: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the same rows of several matrices, `WIDE_ROWS` at a time."""
-    # Whole fp32 matrices between tensors that are kept until backward would leave holes in the heap: a third of a small
-    # run's memory.
-    return zip(*(torch.split(matrix, WIDE_ROWS) for matrix in matrices), strict=True)
 
 
 class DoRALinear(LoRALinear):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -206,6 +206,13 @@ def _add_blocks(total_MN: Tensor, left_TM: Tensor, right_TN: Tensor) -> None:
         if left.dtype == torch.float32:  # oneDNN copies a transposed slice itself otherwise, and slower
             left = left.contiguous().t().contiguous().t()
         total.add_(multiply(left.t(), right_TN.t()))
+
+
+def some_rows(*matrices: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the same rows of several matrices, `WIDE_ROWS` at a time."""
+    # Whole fp32 matrices between tensors that are kept until backward would leave holes in the heap: a third of a small
+    # run's memory.
+    return zip(*(torch.split(matrix, WIDE_ROWS) for matrix in matrices), strict=True)
 
 
 def _sum_rows(total_MN: Tensor) -> int:

@@ -82,7 +82,7 @@ def test_dora_layer_and_gradients_match_peft(is_transposed: bool, dropout: float
 @pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("kind", [LoRALinear, DoRALinear])
 def test_widened_adapter_matches_fp32(kind, is_transposed: bool, monkeypatch) -> None:
-    monkeypatch.setattr("gptj_ft.models.lora.WIDE_ROWS", 8)  # the last rows are 4
+    monkeypatch.setattr("gptj_ft.models.products.WIDE_ROWS", 8)  # the last rows are 4
     torch.manual_seed(1)
     values = {name: torch.randn(shape).bfloat16() for name, shape in (("bias", HEIGHT), ("lora_B", (HEIGHT, 4)))}
     x, gradient = torch.randn(TOKENS, WIDTH).bfloat16(), torch.randn(TOKENS, HEIGHT).bfloat16()

@@ -488,6 +488,8 @@ def test_concurrent_merges_change_no_bit(foreign) -> None:
     ("change", "message"),
     [
         ({"lora_bias": True}, "lora_bias True is not supported"),
+        ({"alora_invocation_tokens": [7, 8]}, "alora_invocation_tokens [7, 8] is not supported"),
+        ({"init_lora_weights": "pissa_niter_4"}, "save it with path_initial_model_for_weight_conversion"),
         ({"peft_type": "IA3"}, "peft_type IA3 is not supported"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"base_model_name_or_path": "nowhere/at-all"}, "nowhere/at-all, which does not exist"),
