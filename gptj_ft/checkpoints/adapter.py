@@ -40,7 +40,12 @@ from gptj_ft.system.paths import ADAPTER_CONFIG, TOKENIZER_FILES, is_adapter, is
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _PREFIX = "base_model.model."
 # Settings that change the computation, with the only supported value.
-UNSUPPORTED = {"bias": "none", "lora_bias": False, "layer_replication": None}
+UNSUPPORTED = {
+    "bias": "none", "lora_bias": False, "layer_replication": None, "alora_invocation_tokens": None, "use_bdlora": None,
+    "arrow_config": None,
+}  # fmt: skip
+# Starts of initializations that change the model's own weights, in PEFT each time the adapter is opened.
+CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
 TASK_TYPES: Mapping[Task, str] = {  # PEFT's
     "language-model": "CAUSAL_LM",
     "classification": "SEQ_CLS",
@@ -106,16 +111,24 @@ def weight_norms(base: Checkpoint, module: str, is_transposed: bool, change: Ten
 class MergedCheckpoint(Checkpoint):
     """Checkpoint with an adapter merged into its weights; each weight keeps its type."""
 
-    def __init__(self, base: Checkpoint, adapter: Adapter) -> None:
+    def __init__(self, base: Checkpoint, adapter: Adapter, is_fp32: bool = False) -> None:
+        """Combine an open checkpoint and an adapter.
+
+        Args:
+            is_fp32: give the changed weights in fp32, for a conversion to another type.
+        """
         super().__init__(base.folder, {})
-        self._base, self._adapter = base, adapter
+        self._base, self._adapter, self._is_fp32 = base, adapter, is_fp32
         self.names = (*base.names, *sorted(adapter.whole - set(base.names)))
         # Of the last tensor, which may be read in pieces: its module, its change, and DoRA's scale.
         self._change: tuple[str, Tensor, Tensor | None] = "", torch.empty(0), None
 
     def entry(self, name: str) -> TensorInfo:
-        whole, entries = self._adapter.whole, self._adapter.shard.entries
-        return entries[self._adapter.key(name)] if name in whole else self._base.entry(name)
+        if name in self._adapter.whole:
+            return self._adapter.shard.entries[self._adapter.key(name)]
+        entry = self._base.entry(name)
+        is_wider = self._is_fp32 and self._module(name) is not None
+        return TensorInfo(torch.float32, entry.shape) if is_wider else entry
 
     def file_of(self, name: str) -> Path:
         return self._adapter.shard.path if name in self._adapter.whole else self._base.file_of(name)
@@ -126,8 +139,8 @@ class MergedCheckpoint(Checkpoint):
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         if name in self._adapter.whole:
             return self._adapter.read_whole(name, start, stop)
-        tensor, module = self._base.read(name, start, stop), name.removesuffix(".weight")
-        if module == name or module not in self._adapter.ranks:
+        tensor, module = self._base.read(name, start, stop), self._module(name)
+        if module is None:
             return tensor
         last = self._change  # a local reference: another thread may replace the cache
         if last[0] != module:  # the whole product, because a product of fewer rows may round differently
@@ -138,7 +151,12 @@ class MergedCheckpoint(Checkpoint):
         merged = tensor.float() + change[start:stop]
         if scale is not None:
             merged *= scale if module in self._adapter.transposed else scale[start:stop, None]
-        return merged.to(tensor.dtype)
+        return merged if self._is_fp32 else merged.to(tensor.dtype)
+
+    def _module(self, name: str) -> str | None:
+        """Return the adapted linear layer that a weight belongs to; ``None`` for other tensors."""
+        module, _, part = name.rpartition(".")
+        return module if part == "weight" and module in self._adapter.ranks else None
 
 
 def open_adapter(folder: Path, architecture: Architecture) -> Adapter:
@@ -154,6 +172,11 @@ def open_adapter(folder: Path, architecture: Architecture) -> Adapter:
     for key, plain in UNSUPPORTED.items():
         if config.get(key, plain) not in (plain, [] if plain is None else plain):
             raise UsageError(f"{folder / ADAPTER_CONFIG}: {key} {config[key]!r} is not supported")
+    if str(start := config.get("init_lora_weights")).lower().startswith(CHANGING):
+        raise UsageError(
+            f"{folder / ADAPTER_CONFIG}: init_lora_weights {start!r} also changes the model's own weights, which is "
+            "not supported; in PEFT, save it with path_initial_model_for_weight_conversion, or merge it"
+        )
     shard, places = open_weights(folder), linear_layers(architecture)
     path = shard.path
     layers, ranks = architecture.skeleton, {}

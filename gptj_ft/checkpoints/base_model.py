@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,21 +38,41 @@ WITHOUT_OWNER = r"(bert|roberta|xlm-roberta|gpt2)(-[a-z-]+)?"
 def find_model(name: str) -> Path:
     """Find the folder of a model or adapter by its name or path.
 
-    Candidates, in this order: the folder itself, ``model/`` of a run folder, a converted model, a downloaded model. A
-    GGUF file is converted at its first use.
+    Candidates, in this order: the folder itself, ``model/`` of a run folder, those of `in_home`. A GGUF file is
+    converted at its first use.
 
     Raises:
         UsageError: no such model, or its family is not supported.
-        DataError: a GGUF file is damaged.
+        DataError: a GGUF file or a ``source.json`` is damaged.
     """
     path = Path(name).expanduser()
     if path.suffix.lower() == ".gguf" and path.is_file():
         return gguf_folder(path)
-    for folder in (path, path / "model", model_folder(name), download_folder(name)):
+    for folder in chain((path, path / "model"), in_home(name)):
         if is_tuned(folder):
             _check_family(folder)
             return folder
     raise UsageError(_explain_missing(name, path))
+
+
+def in_home(name: str) -> Iterator[Path]:
+    """Yield the folders in the home of models that a name may stand for: a converted model, a downloaded one.
+
+    A converted model has the name ``owner/name`` only if it comes from that repository. A path stands for none.
+    """
+    if re.fullmatch(r"[^/.~][^/]*(/[^/]+)?", name):
+        folder = model_folder(name)
+        if "/" not in name or _is_of(folder, name):
+            yield folder
+        yield download_folder(name)
+
+
+def _is_of(folder: Path, repository: str) -> bool:
+    """Tell whether a folder's weights come from a repository on the Hub."""
+    from gptj_ft.checkpoints.download import read_origin  # slow to import
+
+    origin = read_origin(folder)
+    return origin is not None and origin.repository == repository
 
 
 def gguf_folder(path: Path) -> Path:

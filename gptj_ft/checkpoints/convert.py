@@ -22,6 +22,7 @@ from gptj_ft.checkpoints.gguf.writer import NewTensor
 from gptj_ft.checkpoints.metadata import check_base
 from gptj_ft.checkpoints.model_folder import (
     DESCRIPTION,
+    GENERATION_CONFIG,
     METADATA_FILE,
     Checkpoint,
     check_tensors,
@@ -205,7 +206,7 @@ def _merged(source: CheckpointSource, conversion: Conversion) -> tuple[Checkpoin
     adapter = open_adapter(adapter_folder, architecture)
     if not conversion.any_base:
         check_base(adapter_folder, architecture, source.checkpoint)
-    merged = MergedCheckpoint(source.checkpoint, adapter)
+    merged = MergedCheckpoint(source.checkpoint, adapter, is_fp32=conversion.dtype != "keep")
     source = replace(source, architecture=replace(architecture, new=frozenset()), checkpoint=merged)
     return source, check_tensors(source.architecture, merged)
 
@@ -346,12 +347,20 @@ class _Work:
         quantized = source.checkpoint if isinstance(source.checkpoint, PartsCheckpoint) else None
         stored = reduce(torch.promote_types, weights.types if quantized is None else quantized.value_types)
         copy_origin(source.folder, draft)
-        copy_files(source.folder, draft, DESCRIPTION)
+        companions = _tokenizer_of(options, source)
+        if options.merge is None:
+            copy_files(source.folder, draft, DESCRIPTION)
+        else:  # the base's card and chat template are those of another model
+            copy_files(source.folder, draft, ("LICENSE",))
+            for folder in (companions, options.merge):  # the adapter's last: it replaces the other
+                copy_files(folder, draft, ("chat_template.jinja",))
         if (metadata := (options.merge or source.folder) / METADATA_FILE).is_file():
             write_json_file(draft / METADATA_FILE, read_json(metadata))
         # Last, because config.json makes the folder a model.
         quantization = None if quantized is None else quantized.quantization_config(stored)
-        write_companions(draft, source.architecture, stored, options.tokenizer or source.folder, quantization)
+        folders = (folder for folder in (options.merge, companions, source.folder) if folder is not None)
+        generation = next((folder for folder in folders if (folder / GENERATION_CONFIG).is_file()), None)
+        write_companions(draft, source.architecture, stored, companions, quantization, generation)
 
     def verify(self, draft: Path) -> None:
         """Compare each written tensor with its source."""

@@ -441,6 +441,7 @@ def write_companions(
     stored: torch.dtype,
     source: Path | None,
     quantization: Mapping[str, Any] | None = None,
+    generation: Path | None = None,
 ) -> None:
     """Write tokenizer, generation settings and ``config.json`` of a new model folder.
 
@@ -449,13 +450,16 @@ def write_companions(
         stored: a type that holds every stored value.
         source: folder whose tokenizer files and generation settings are copied, if it has them.
         quantization: ``quantization_config`` of quantized weights.
+        generation: folder of the generation settings; ``None``: the source.
     """
-    generates = architecture.task is None and not architecture.family.is_encoder
+    generates, generation = architecture.task is None and not architecture.family.is_encoder, generation or source
     if source is not None:
-        copy_files(source, folder, (*TOKENIZER_FILES, *((GENERATION_CONFIG,) if generates else ())))
+        copy_files(source, folder, TOKENIZER_FILES)
+    if generation is not None and generates:
+        copy_files(generation, folder, (GENERATION_CONFIG,))
     if architecture.family.is_encoder and any((folder / name).is_file() for name in TOKENIZER_FILES):
         _describe_tokenizer(folder, architecture)
-    if generates and (source is None or not (source / GENERATION_CONFIG).is_file()):
+    if generates and (generation is None or not (generation / GENERATION_CONFIG).is_file()):
         tokens = {key: getattr(architecture.config, key, None) for key in ("bos_token_id", "eos_token_id")}
         write_json_file(folder / GENERATION_CONFIG, {key: value for key, value in tokens.items() if value is not None})
     # transformers 5 reads `dtype`, version 4 `torch_dtype`. Written last: a folder without config.json is no model.

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from gptj_ft.checkpoints import optimizer_state
 from gptj_ft.checkpoints.architecture import read_architecture
+from gptj_ft.checkpoints.base_model import in_home
 from gptj_ft.checkpoints.foreign.cerebras import detect_cerebras, open_cerebras_source
 from gptj_ft.checkpoints.foreign.config import CONFIG, GOOGLE_CONFIG, find_config, read_foreign_config
 from gptj_ft.checkpoints.foreign.mesh import detect_mesh, open_mesh_source
@@ -21,6 +22,8 @@ from gptj_ft.checkpoints.source import CheckpointFormat, CheckpointSource, Forma
 from gptj_ft.errors import UsageError
 from gptj_ft.models.registry import architecture_of
 from gptj_ft.system.files import require_plain
+from gptj_ft.system.paths import is_adapter, is_tuned
+from gptj_ft.system.plain_text import command_line
 
 
 @contextmanager
@@ -52,6 +55,9 @@ def detect_format(path: Path) -> FormatName:
             return name
     if path.is_dir() and (path / CONFIG).is_file():
         return "huggingface"  # whose reader names the missing files
+    if is_adapter(path):
+        merge = command_line("convert", "--merge", path)
+        raise UsageError(f"{path} is an adapter; merge it into its base model first: {merge}")
     if not path.exists():
         raise UsageError(f"{path} does not exist")
     raise UsageError(
@@ -59,6 +65,13 @@ def detect_format(path: Path) -> FormatName:
         ".bin), nor step_N/shard_0 of mesh-transformer-jax (in a folder or a tar archive), nor a .mdl of Cerebras, nor "
         "one X.index of TensorFlow with its data, nor a .gguf"
     )
+
+
+def find_source(path: Path) -> Path:
+    """Return a checkpoint; if the path is none, the model of a run folder, or the one of that name in the home."""
+    if is_tuned(path) or any(each.detect(path) for each in FORMATS.values()):
+        return path
+    return next(filter(is_tuned, (path / "model", *in_home(str(path)))), path)
 
 
 def files_of(path: Path) -> list[Path]:

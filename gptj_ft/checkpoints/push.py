@@ -85,6 +85,18 @@ def files_left_out(folder: Path, files: list[UploadFile]) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name not in sent)
 
 
+def check_push(repository: str) -> None:
+    """Check what `push` needs and no network tells.
+
+    Raises:
+        UsageError: an invalid name, or no token.
+    """
+    if not re.fullmatch(r"[^/\s]+/[^/\s]+", repository):
+        raise UsageError(f"'{repository}' is not a repository name; write owner/name")
+    if not os.environ.get("HF_TOKEN"):
+        raise UsageError("to push, set HF_TOKEN to a token with write access (https://huggingface.co/settings/tokens)")
+
+
 def push(
     files: list[UploadFile],
     repository: str,
@@ -106,10 +118,7 @@ def push(
         UsageError: no token, network forbidden, an invalid name, or the repository is public and ``is_public`` is not.
         NetworkError: no connection, no write access, a server error.
     """
-    if not re.fullmatch(r"[^/\s]+/[^/\s]+", repository):
-        raise UsageError(f"'{repository}' is not a repository name; write owner/name")
-    if not os.environ.get("HF_TOKEN"):
-        raise UsageError("to push, set HF_TOKEN to a token with write access (https://huggingface.co/settings/tokens)")
+    check_push(repository)
     from huggingface_hub import CommitOperationAdd
 
     api, total, done = hub_api(), sum(file.bytes for file in files), 0

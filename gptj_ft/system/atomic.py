@@ -39,6 +39,22 @@ def require_new(*paths: Path) -> None:
             raise UsageError(f"{path} exists already, and nothing is overwritten; name another, or remove it")
 
 
+def require_writable(*paths: Path) -> None:
+    """Check that files can be written, by drafts of them: a command writes its report after hours of work.
+
+    Raises:
+        UsageError: a folder is missing or cannot be written to.
+        ResourceError: the disk is full.
+    """
+    for path in paths:
+        if not path.parent.is_dir():
+            raise UsageError(f"{path}: there is no folder {path.parent}; make it, or name another")
+        with disk_errors(path, other=UsageError):
+            draft = draft_of(path)
+            os.close(create_file(draft))
+            draft.unlink()
+
+
 @contextmanager
 def atomic_files(*paths: Path, mode: int = PRIVATE_FILE) -> Iterator[list[TextIO]]:
     """Open new text files; sync and name them when the block ends, or remove all of them on an error.
@@ -123,7 +139,8 @@ def atomic_folder(folder: Path, resume: Mapping[str, Any] | None = None) -> Iter
             yield draft
             if resume is not None:
                 (draft / PLAN).unlink(missing_ok=True)
-            sync_path(draft)
+            for parent, _, _ in os.walk(draft, topdown=False):
+                sync_path(Path(parent))
             draft.rename(folder)
             if resume is not None:
                 # Not before: a draft without its lock's file would look free to another process, which would clear it.

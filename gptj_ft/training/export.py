@@ -20,7 +20,8 @@ from gptj_ft.models.lora import MAGNITUDE, is_transposed, name_of, targets_in
 from gptj_ft.models.trainable import Selection, select
 from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.open import trained_parameters, whole_layers
-from gptj_ft.system.files import discard, hidden_name
+from gptj_ft.system.atomic import require_new
+from gptj_ft.system.files import discard, hidden_name, sync_path
 from gptj_ft.system.paths import is_model
 from gptj_ft.training.checkpoint import parameters
 from gptj_ft.training.retention import find_checkpoint
@@ -61,18 +62,24 @@ def export_model(
     own = trained_parameters(offloaded) if is_last else parameters(run.checkpoint(exported.step), offloaded.layouts)
     layers = offloaded.exchange.gather_layers(own, whole.trained)
     if setup.parallel.world.rank == 0:
-        write_outcome(run.model, trained, whole, layers)
+        merged = run.folder / MERGED
+        if whole.adapters and setup.recipe.lora.merge:
+            discard(merged)  # a killed process may have written it
+        write_outcome(run.model, merged, trained, whole, layers)
     elif not setup.parallel.is_replica:
         # Iterating sends this rank's layers to rank 0; replicas have the same ones.
         for _ in layers:
             pass
 
 
-def write_outcome(target: Path, trained: TunedModel, selection: Selection, layers: Iterator[dict[str, Tensor]]) -> None:
+def write_outcome(
+    target: Path, merged: Path, trained: TunedModel, selection: Selection, layers: Iterator[dict[str, Tensor]]
+) -> None:
     """Write a tuned model, or an adapter and the merged model if the recipe wants it.
 
     Args:
         target: new folder.
+        merged: new folder of the merged model.
         selection: trained parameters.
         layers: trained parameters by layer, fp32.
     """
@@ -89,9 +96,9 @@ def write_outcome(target: Path, trained: TunedModel, selection: Selection, layer
     write_adapter(draft, base, peft_settings(trained, selection), peft_layers(trained, layers), files_of_adapter)
     if merges:
         # Rename the adapter last: its folder marks the run as finished.
-        discard(target.with_name(MERGED))
-        write_merged(target.with_name(MERGED), trained, draft, files)
+        write_merged(merged, trained, draft, files)
         draft.rename(target)
+        sync_path(target.parent)
 
 
 def peft_layers(trained: TunedModel, layers: Iterable[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
@@ -158,12 +165,16 @@ def export_checkpoint(run: Run, name: str, target: Path) -> int:
 
     Args:
         name: name of the checkpoint, see `retention.find_checkpoint`.
-        target: new model folder.
+        target: new model folder; a merged model gets this name with ``-merged``.
 
     Raises:
-        UsageError: no such checkpoint, the target exists, or the base model has moved.
+        UsageError: no such checkpoint, a folder to write exists, or the base model has moved.
     """
     recipe, step = run.recipe(), find_checkpoint(run, name)
+    require_new(target)
+    merged = target.with_name(f"{target.name}-merged")
+    if recipe.method == "lora" and recipe.lora.merge:
+        require_new(merged)
     run.check_recipe(recipe)
     source = Path(recipe.model or "")
     if not is_model(source):
@@ -184,5 +195,5 @@ def export_checkpoint(run: Run, name: str, target: Path) -> int:
     }  # fmt: skip
     metrics = {"validation_loss": losses.get(step), "baseline_validation_loss": losses.get(0), "steps": step}
     trained = TunedModel(recipe, source, architecture, data, metrics)
-    write_outcome(target, trained, selection, parameters(run.checkpoint(step), selection.trained))
+    write_outcome(target, merged, trained, selection, parameters(run.checkpoint(step), selection.trained))
     return step

@@ -46,6 +46,22 @@ def test_equal_models_in_all_formats_match(shell, good: Path, tmp_path: Path) ->
         assert "bit for bit: 25 tensors, 8,512 parameters in float32" in done.said
 
 
+def test_runs_and_home_names_are_found(shell, good: Path, tmp_path: Path, own_home: Path) -> None:
+    for folder in ("runs/mine/model", own_home / "models" / "known", "foreign/model"):
+        convert(good, tmp_path / folder)
+    convert(good, tmp_path / "mesh", Conversion(to="mesh", mesh_shards=2))
+    (tmp_path / "mesh/step_0").rename(tmp_path / "foreign/step_0")
+    for line in (
+        "convert runs/mine out --to huggingface", "convert --check out runs/mine", "convert --check known known",
+        "convert known mesh-of-known --to mesh --mesh-shards 2",
+    ):  # fmt: skip
+        done = shell(line)
+        assert done.code == 0, (line, done.err)
+    (tmp_path / "foreign/model/model-00004-of-00004.safetensors").unlink()
+    # The checkpoint itself, not the model folder in it.
+    assert shell(f"convert --check foreign out --config {good}/config.json").code == 0
+
+
 def test_rounded_copy_matches(shell, good: Path, tmp_path: Path) -> None:
     convert(good, tmp_path / "half", Conversion(dtype="bf16"))
     assert (

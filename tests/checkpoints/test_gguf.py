@@ -1,7 +1,9 @@
 """Test GGUF files: read, written, and used as models; the packages gguf and transformers are the oracles."""
 
 import json
+import os
 import shutil
+import signal
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -154,6 +156,20 @@ def test_file_of_a_run_has_the_runs_name(exported, own_home: Path, shell) -> Non
     done = shell("convert runs/mine --to gguf --quiet")
     assert done.code == 0, done.err
     assert {path.name for path in (own_home / "models").iterdir()} == {"mine.gguf", "mine.Modelfile"}
+
+
+def test_stopped_export_keeps_nothing(tmp_path: Path, exported, shell, wrap_reads) -> None:
+    folder, signals = exported("llama")[0], [signal.SIGUSR1]
+
+    def signalled(read: Callable[..., torch.Tensor], *arguments: object) -> torch.Tensor:
+        if signals:
+            os.kill(os.getpid(), signals.pop())
+        return read(*arguments)
+
+    wrap_reads(signalled)
+    done = shell("convert --to gguf", folder, tmp_path / "out" / "x.gguf")
+    assert (done.code, "nothing is kept; run the same command to start again" in done.said) == (130, True), done.err
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_gptj_is_rejected_in_one_line(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def tune(base: Path, folder: Path, family: str, task: str, **options: Any) -> Pa
     optimizer.flush()
     metrics = {"steps": 3, "validation_loss": 0.5, "baseline_validation_loss": 1.5}
     trained = TunedModel(recipe, base, architecture, {"rows": 4}, metrics)
-    write_outcome(folder, trained, selection, trained_parameters(stack))
+    write_outcome(folder, folder.with_name("merged"), trained, selection, trained_parameters(stack))
     stack.close()
     return folder
 

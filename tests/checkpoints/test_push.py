@@ -195,7 +195,23 @@ def test_merged_push_sends_only_result(model: Path, shell) -> None:
     done = shell(f"convert {model} --merge {model} --push {NAME} --dry-run")
     assert done.code == 2
     assert "--push without DEST uploads SRC unchanged" in done.err
-    assert shell(f"convert {model} --dtype bf16 --push {NAME}").code == 2
+    for change in ("--dtype bf16", "--tokenizer folder", "--with-optimizer", "--config config.json"):
+        done = shell(f"convert {model} {change} --push {NAME}")
+        assert (done.code, "uploads SRC unchanged" in done.err) == (2, True), done.err
+
+
+def test_push_is_refused_before_converting(
+    hub: Hub, model: Path, tmp_path: Path, shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for options, said in (
+        (f"--push {NAME} --to gguf", "leave out --to gguf"), (f"--push {NAME} --to mesh", "leave out --to mesh"),
+        ("--push mine", "write owner/name"), (f"--push {NAME}", "set HF_TOKEN"),
+    ):  # fmt: skip
+        if "HF_TOKEN" in said:
+            monkeypatch.delenv("HF_TOKEN")
+        done = shell(f"convert {model} {tmp_path}/out {options}")
+        assert (done.code, said in done.err) == (2, True), done.err
+    assert [path.name for path in tmp_path.glob("*out*")] == []
 
 
 def test_convert_and_push_in_one_command(hub: Hub, model: Path, tmp_path: Path, shell) -> None:

@@ -9,10 +9,12 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from conftest import NOTES
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from gptj_ft.checkpoints.adapter import write_adapter
 from gptj_ft.checkpoints.architecture import read_architecture
 from gptj_ft.checkpoints.convert import Conversion, convert
 from gptj_ft.checkpoints.download import Origin, read_origin
@@ -186,6 +188,51 @@ def test_conversion_keeps_card_template_and_origin(base: Path, tmp_path: Path) -
     convert(folder, tmp_path / "half", Conversion(dtype="bf16"))
     for name in ("README.md", "chat_template.jinja", "generation_config.json", "gptj_ft.json", "source.json"):
         assert (tmp_path / "half" / name).read_bytes() == (folder / name).read_bytes()
+
+
+def adapter(base: Path, folder: Path) -> Path:
+    """Write an adapter of the first block's queries as if a recipe had trained it."""
+    trained = TunedModel(preset("summarization", method="lora"), base, read_architecture(base), DATA, METRICS)
+    name, matrices = "transformer.h.0.attn.q_proj", (("lora_A", torch.randn(2, 96)), ("lora_B", torch.randn(96, 2)))
+    layers = [{f"{name}.{part}.weight": matrix for part, matrix in matrices}]
+    write_adapter(folder, base, {"r": 2, "lora_alpha": 3}, layers, metadata_files(trained, is_adapter=True))
+    return folder
+
+
+@pytest.mark.parametrize("to", ["folder", "huggingface"])
+def test_merged_folder_describes_the_adapter(base: Path, tmp_path: Path, to: str) -> None:
+    for name in ("README.md", "chat_template.jinja", "LICENSE"):
+        (base / name).write_text("the base's")
+    own = adapter(base, tmp_path / "own")
+    convert(base, tmp_path / "merged", Conversion(to=to, merge=own))
+    for name in ("chat_template.jinja", "generation_config.json", "gptj_ft.json", "tokenizer.json"):
+        assert (tmp_path / "merged" / name).read_bytes() == (own / name).read_bytes(), name
+    assert (tmp_path / "merged" / "LICENSE").is_file()
+    assert not (tmp_path / "merged" / "README.md").exists()
+
+
+def test_merge_of_bare_adapter_keeps_settings(base: Path, tmp_path: Path) -> None:
+    bare = adapter(base, tmp_path / "bare")
+    for path in bare.iterdir():
+        if not path.name.startswith("adapter_"):
+            path.unlink()
+    (base / "chat_template.jinja").write_text("the base's")
+    (base / "generation_config.json").write_text('{"eos_token_id": 7}')
+    convert(base, tmp_path / "merged", Conversion(merge=bare))
+    for name in ("chat_template.jinja", "generation_config.json", "tokenizer.json"):
+        assert (tmp_path / "merged" / name).read_bytes() == (base / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+def test_merge_rounds_to_requested_type_only(base: Path, tmp_path: Path, quantize: str | None) -> None:
+    convert(base, tmp_path / "half", Conversion(dtype="bf16"))
+    convert(tmp_path / "half", tmp_path / "wide", Conversion(dtype="fp32"))
+    own = adapter(base, tmp_path / "own")
+    for name in ("half", "wide"):
+        conversion = Conversion(merge=own, any_base=True, dtype="fp32", quantize=quantize)
+        convert(tmp_path / name, tmp_path / f"{name}-merged", conversion)
+    for shard in (tmp_path / "wide-merged").glob("*.safetensors"):
+        assert shard.read_bytes() == (tmp_path / "half-merged" / shard.name).read_bytes(), shard.name
 
 
 def test_tuned_model_names_no_private_paths(

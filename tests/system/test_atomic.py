@@ -144,6 +144,14 @@ def test_draft_stays_locked_until_it_has_its_name(tmp_path: Path, monkeypatch: p
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["file"]
 
 
+def test_nested_folders_are_synced_before_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr(atomic, "sync_path", lambda path: synced.append(path.name))
+    with atomic_folder(tmp_path / "new") as draft:
+        (draft / "outer" / "inner").mkdir(parents=True)
+    assert synced == ["inner", "outer", draft.name, tmp_path.name]
+
+
 def test_folder_made_meanwhile_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
     def locked_late(folder: Path, work: str) -> Iterator[None]:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
+from gptj_ft.checkpoints.base_model import find_model
 from gptj_ft.checkpoints.convert import Conversion, convert
 from gptj_ft.checkpoints.download import Origin
 from gptj_ft.checkpoints.metadata import ModelMetadata
 from gptj_ft.checkpoints.tiny import make_tiny
 from gptj_ft.config.resolve import build, dump_recipe
+from gptj_ft.errors import UsageError
 from gptj_ft.system import paths
 from gptj_ft.system.hub_download import HubFile
 
@@ -110,6 +113,15 @@ def test_needed_base_model_is_removed_only_forced(models: Path, shell) -> None:
     assert "runs/one was started from gpt-j-6b" in done.err
     assert paths.is_model(models / "gpt-j-6b")
     assert shell("models remove gpt-j-6b --force").code == 0
+
+
+def test_names_stand_only_for_their_model(models: Path) -> None:
+    assert find_model("gpt-j-6b") == find_model("EleutherAI/gpt-j-6b") == models / "gpt-j-6b"
+    for name in ("someone/gpt-j-6b", "/disk/gpt-j-6b", "./it/gpt-j-6b", "~/gpt-j-6b", "a/b/gpt-j-6b", "any/mine", ".."):
+        with pytest.raises(UsageError, match=re.escape(name)):
+            find_model(name)
+    shutil.rmtree(models / "gpt-j-6b")
+    assert find_model("EleutherAI/gpt-j-6b") == models / "EleutherAI--gpt-j-6b"
 
 
 def test_finished_run_needs_no_base_model(models: Path, tmp_path: Path, shell) -> None:

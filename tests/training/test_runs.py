@@ -18,6 +18,7 @@ from gptj_ft.config.run_folder import Run, environment_changes, record_environme
 from gptj_ft.errors import DataError
 from gptj_ft.streaming.stores.state_file import StateFile
 from gptj_ft.system.lock import locked
+from gptj_ft.training import export
 
 OPTIONS = (
     "finetune --recipe summarization --data rows.jsonl --model tiny --lr 1e-2 --batch-size 8 --set holdout=0.1 "
@@ -248,6 +249,30 @@ def test_kept_checkpoint_exports_as_model(runs: Path, shell: Shell, tmp_path: Pa
     loss = json.loads((tmp_path / "best" / "gptj_ft.json").read_text())["metrics"]["validation_loss"]
     done = shell("evaluate best --data runs/done/data/validation --baseline none --set metrics=[] --json")
     assert done.json["model"]["loss"] == pytest.approx(loss, abs=1e-6)
+
+
+def test_export_never_replaces_other_folders(
+    shell: Shell, rows_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = shell(
+        "finetune --recipe summarization --data rows.jsonl --model tiny --method lora --set lora.merge=true "
+        "--batch-size 2 --max-steps 2 --save-every 1 --keep all --output runs/a"
+    )
+    assert done.code == 0, done.err
+    for folder in ("merged", "two", "three-merged"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine").touch()
+    before, synced = content(tmp_path), list[bool]()
+    monkeypatch.setattr(export, "sync_path", lambda folder: synced.append((folder / "one").is_dir()))
+    assert shell("runs export runs/a one --from 1").code == 0
+    assert synced == [True], "the new name is flushed to disk"
+    for folder in ("two", "three-merged"):
+        done = shell(f"runs export runs/a {folder.removesuffix('-merged')} --from 1")
+        assert (done.code, f"{folder} exists already" in done.err) == (2, True)
+    assert shell("runs export runs/a runs/a/again --from 1").code == 0
+    assert before.items() <= content(tmp_path).items()
+    assert not (tmp_path / "three").exists()
+    assert_same_weights(weights_of(tmp_path / "one-merged"), weights_of(tmp_path / "runs/a/again-merged"))
 
 
 def test_run_returned_to_checkpoint_ends_equal(runs: Path, shell: Shell, made: Path) -> None:

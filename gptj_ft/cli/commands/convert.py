@@ -69,6 +69,8 @@ def convert(
     A model folder has one shard per layer and opens in every other tool. Each tensor is compared with its source.
     """
     from gptj_ft.checkpoints.convert import Conversion
+    from gptj_ft.checkpoints.open import find_source
+    from gptj_ft.checkpoints.push import check_push
     from gptj_ft.cli.terminal.checkpoints import compare_checkpoints, run_conversion, send_model, show_conversion
 
     out = Output(as_json, quiet)
@@ -79,6 +81,8 @@ def convert(
         raise UsageError("--any-base needs --merge ADAPTER")
     if push is None and (public or dry_run):
         raise UsageError("--public and --dry-run need --push REPO")
+    if push is not None and to in ("mesh", "gguf"):
+        raise UsageError(f"--push uploads model folders: leave out --to {to}")
     conversion = Conversion(
         format=_form_of(source_form),
         config=config,
@@ -95,8 +99,9 @@ def convert(
         with_optimizer=with_optimizer,
     )
     source, target = _named_or_implied(source, target, conversion)
-    if push is not None and (target is None or dry_run or to == "mesh"):
-        if source is None or target is not None or (dtype, to, quantize) != ("keep", "folder", None):
+    if push is not None and (target is None or dry_run):
+        changes = (dtype, to) != ("keep", "folder") or any((quantize, config, tokenizer, with_optimizer))
+        if source is None or target is not None or changes:
             raise UsageError(
                 "--push without DEST uploads SRC unchanged: gptj-ft convert SRC --push REPO; name DEST to convert"
             )
@@ -104,9 +109,9 @@ def convert(
         return
     source = source or _downloaded()
     target = _complete(target, source, conversion)
-    if to == "gguf" and paths.is_tuned(source / "model"):  # of a run
-        source = source / "model"
-    report = run_conversion(source, target, conversion, out)
+    if push is not None:
+        check_push(push)  # not only after the conversion, which may take long
+    report = run_conversion(find_source(source), target, conversion, out)
     if push is not None:
         send_model(target, push, public, dry_run, out)
         return

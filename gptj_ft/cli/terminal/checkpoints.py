@@ -13,7 +13,7 @@ from gptj_ft.checkpoints.base_model import downloaded_model
 from gptj_ft.checkpoints.compare import diff_checkpoints
 from gptj_ft.checkpoints.convert import Conversion, ConvertReport
 from gptj_ft.checkpoints.convert import convert as convert_model
-from gptj_ft.checkpoints.open import open_source
+from gptj_ft.checkpoints.open import find_source, open_source
 from gptj_ft.checkpoints.push import files_left_out, files_to_push, push
 from gptj_ft.checkpoints.source import FormatName
 from gptj_ft.cli.terminal.output import Output, print_note
@@ -31,14 +31,16 @@ from gptj_ft.system.units import gigabytes
 
 def run_conversion(source: Path, target: Path, conversion: Conversion, out: Output) -> ConvertReport:
     """Convert a checkpoint; show the plan first and warnings afterwards."""
+    resumes = conversion.to != "gguf" and not paths.is_adapter(source)
     rows = [
         ("from", whole(str(source))),
         ("to", f"{whole(str(target))} ({gigabytes(free_disk(target))} free)"),
-        ("to stop", f"Ctrl-C; the same command {'starts again' if conversion.to == 'gguf' else 'resumes'}"),
+        ("to stop", f"Ctrl-C; the same command {'resumes' if resumes else 'starts again'}"),
     ]
     panel(out.notes, "The conversion", rows)
+    kept = "converted files are kept" if resumes else "nothing is kept"
     with (
-        stop_message(lambda: "stopped; converted files are kept; run the same command to resume"),
+        stop_message(lambda: f"stopped; {kept}; run the same command to {'resume' if resumes else 'start again'}"),
         out.bar("converting") as advance,
     ):
         report = convert_model(source, target, conversion, advance)
@@ -109,8 +111,8 @@ def compare_checkpoints(
         raise UsageError("--check needs two checkpoints: gptj-ft convert --check SRC DEST")
     with (
         scratch_folder(paths.make_home()) as scratch,
-        open_source(first, format, config, scratch / "a") as a,
-        open_source(second, None, config, scratch / "b") as b,
+        open_source(find_source(first), format, config, scratch / "a") as a,
+        open_source(find_source(second), None, config, scratch / "b") as b,
         out.bar("comparing") as advance,
     ):
         result = diff_checkpoints(a, b, advance)
