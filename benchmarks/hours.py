@@ -82,7 +82,9 @@ class Machine:
 
     @property
     def free(self) -> Free:
-        return Free(self.gpu_memory or self.ram, self.ram, 10 * TERA, is_shared=not self.gpu_memory)
+        if self.gpu_memory:
+            return Free.of_accelerator(self.gpu_memory, self.ram, 10 * TERA)
+        return Free(self.ram, self.ram, 10 * TERA, is_shared=True)
 
 
 MACHINES = [

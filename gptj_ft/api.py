@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from gptj_ft.checkpoints.base_model import default_model, find_model
 from gptj_ft.config.presets import load_preset
-from gptj_ft.config.resolve import Resolved, resolve
+from gptj_ft.config.resolve import Resolved, resolve, typed_name
 from gptj_ft.data.hub_dataset import fetch, is_reference
 from gptj_ft.errors import UsageError
 from gptj_ft.system.group import ALONE, Group
@@ -363,9 +363,9 @@ def evaluate(
     """
     from gptj_ft.evaluation.evaluate import EvaluateRequest
 
-    folder = named_model(model, "evaluate")
-    reporter = reporter or Reporter()
-    rows = fetched_rows(str(data), offline, reporter) if data is not None else None
+    folder = named_model(model, "evaluate", options)
+    reporter, rows = reporter or Reporter(), named_rows(data, options)
+    rows = fetched_rows(rows, offline, reporter) if rows else None
     recipe = model_options(folder, options).recipe
     request = EvaluateRequest(folder, recipe, str(baseline), rows, limit)
     return plan_evaluation(request, reporter).run(reporter.on_count)
@@ -413,10 +413,9 @@ def leaks(
     """
     from gptj_ft.evaluation.leaks import LeakRequest
 
-    folder, reporter = named_model(model, "evaluate"), reporter or Reporter()
-    rows = str(data) if data is not None else None
+    folder, reporter = named_model(model, "evaluate", options), reporter or Reporter()
     recipe = model_options(folder, options).recipe
-    request = LeakRequest(folder, recipe, str(baseline), rows, limit, prefix, length)
+    request = LeakRequest(folder, recipe, str(baseline), named_rows(data, options), limit, prefix, length)
     return plan_leaks(request, reporter).run(reporter.on_count)
 
 
@@ -453,7 +452,7 @@ def evaluate_tasks(
     from gptj_ft.evaluation.evaluate import PairedEvaluation, TasksRequest
     from gptj_ft.evaluation.lm_eval.tasks import TaskSelection, load_tasks
 
-    folder = named_model(model, "evaluate")
+    folder = named_model(model, "evaluate", options)
     loaded = load_tasks(TaskSelection(list(tasks), _path(include_path), num_fewshot), offline)
     request = TasksRequest(folder, model_options(folder, options).recipe, loaded, str(baseline), limit)
     return PairedEvaluation.of_tasks(request).run((reporter or Reporter()).on_count)
@@ -489,7 +488,8 @@ def evaluate_predictions(
     from gptj_ft.evaluation.predictions_file import PredictionsRequest, score_files
 
     options_ = resolved_options(recipe, options).recipe
-    rows = str(data) if data is not None else None
+    rows = data if isinstance(recipe, Resolved) else named_rows(data, options)
+    rows = None if rows is None else str(rows)
     return score_files(PredictionsRequest(Path(predictions), options_, rows, str(baseline), limit, allow_empty))
 
 
@@ -511,7 +511,7 @@ def load(model: str | os.PathLike[str] | None = None, *, raw: bool = False, **op
     """
     from gptj_ft.generation.generator import GenerationSetup
 
-    folder = named_model(model, "generate")
+    folder = named_model(model, "generate", options)
     return open_model(GenerationSetup.of(folder, model_options(folder, options, raw, writes=True).recipe))
 
 
@@ -611,7 +611,7 @@ def generate_file(
     """
     from gptj_ft.generation.generator import GenerationSetup
 
-    folder = named_model(model, "generate")
+    folder = named_model(model, "generate", options)
     setup = GenerationSetup.of(folder, model_options(folder, options, writes=True).recipe)
     return run_file(setup, plan_file(rows, output, setup, num_return), reporter or Reporter())
 
@@ -669,7 +669,7 @@ def predict_file(
     """
     from gptj_ft.generation.generator import InferenceSetup
 
-    folder = named_model(model, "predict")
+    folder = named_model(model, "predict", options)
     setup = InferenceSetup.of(folder, model_options(folder, options).recipe)
     return run_predictions(plan_predictions(rows, output, setup, keep, raw_cells), reporter or Reporter())
 
@@ -692,7 +692,7 @@ def predict(
         UsageError: the model has no head.
         DataError: a text cannot be read.
     """
-    folder = named_model(model, "predict")
+    folder = named_model(model, "predict", options)
     return label(texts, folder, model_options(folder, options).recipe)
 
 
@@ -760,9 +760,37 @@ def _preset_of(folder: Path) -> str | None:
     return PRESETS.get(task) if task else None
 
 
-def named_model(model: str | os.PathLike[str] | None, command: str) -> Path:
-    """Return the folder of a model or run; without a name, the default of the command."""
-    return find_model(str(model)) if model else default_model(command)
+def named_model(
+    model: str | os.PathLike[str] | None,
+    command: str,
+    options: Mapping[str, Any],
+    assignments: Sequence[str] | None = None,
+) -> Path:
+    """Return the folder of a model or run; without a name, the default of the command.
+
+    ``model`` in ``--set`` or the environment is such a name, too; see `typed_name`.
+    """
+    flag = "the model to evaluate" if command == "evaluate" else "--model MODEL"
+    name = _named("model", flag, model, options, assignments)
+    return find_model(name) if name else default_model(command)
+
+
+def named_rows(
+    data: str | os.PathLike[str] | None, options: Mapping[str, Any], assignments: Sequence[str] | None = None
+) -> str | None:
+    """Return the rows to measure on, if they are named: by an argument, ``--set`` or the environment."""
+    return _named("data", "--data FILE", data, options, assignments)
+
+
+def _named(
+    key: str,
+    flag: str,
+    given: str | os.PathLike[str] | None,
+    options: Mapping[str, Any],
+    assignments: Sequence[str] | None,
+) -> str | None:
+    flags, config = _split({**options, key: given} if given else options)
+    return typed_name(key, flag, flags, config, assignments)
 
 
 def fetched(resolved: Resolved, offline: bool, reporter: Reporter) -> Resolved:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from types import NoneType
@@ -78,6 +78,11 @@ def parse_size_flag(flag: str, text: str) -> int:
         return TypeAdapter(ByteSize).validate_python(text)
     except ValidationError as error:
         raise UsageError(f"{flag} {text}: {error.errors()[0]['msg']}") from error
+
+
+def is_assigned(key: str, assignments: Sequence[str] | None) -> bool:
+    """Tell whether ``--set`` names an option."""
+    return any(text.partition("=")[0] == key for text in assignments or ())
 
 
 def _show_all_help(context: typer.Context, wanted: bool) -> None:

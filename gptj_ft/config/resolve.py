@@ -124,20 +124,8 @@ def resolve(
     Raises:
         UsageError: an unknown key, an invalid value, a key set twice on the command line, or an ineffective key.
     """
-    environ = os.environ if environment is None else environment
-    flagged = dict(flags)
-    for assignment in assignments or ():
-        key, separator, text = assignment.partition("=")
-        if not separator:
-            raise UsageError(f"--set expects key=value, not '{assignment}'")
-        if key in flagged:
-            raise UsageError(f"{key} is set twice: by --{key.replace('_', '-')} and by --set {key}")
-        flagged[key] = read_value(key, text, f"--set {key}")
-    sources = [
-        ("command line", flagged),
-        ("environment", _from_environment(environ)),
-        (str(config), load_options(config) if config else {}),
-    ]
+    sources = _typed_sources(flags, config, assignments, environment)
+    flagged = sources[0][1]
     typed = frozenset(key for _, values in sources for key in values)
     name = next((values["recipe"] for _, values in sources if "recipe" in values), None)
     if name is not None and name != "custom":
@@ -163,6 +151,49 @@ def resolve(
     recipe = build(merged, origins)
     _check_options_of_methods(recipe.method, flagged)
     return Resolved(recipe, origins, typed)
+
+
+def typed_name(
+    key: str, flag: str, flags: Mapping[str, Any], config: Path | None, assignments: Sequence[str] | None
+) -> str | None:
+    """Return the model or the rows that the user has named for a command that trains nothing, or ``None``.
+
+    An option file is no such name: it has the model and the rows to train with, as does the recipe of every run.
+
+    Args:
+        key: ``model`` or ``data``.
+        flag: argument or flag with that name, for messages.
+
+    Raises:
+        UsageError: nothing but the option file names it; or it is set twice.
+    """
+    found = [(origin, values[key]) for origin, values in _typed_sources(flags, config, assignments) if key in values]
+    origin, name = found[0] if found else ("", None)
+    if name is not None and origin == str(config):
+        raise UsageError(f"{config}: {key} is for training, not for this: add {flag}, or remove {key} from the file")
+    return None if name is None else str(name)
+
+
+def _typed_sources(
+    flags: Mapping[str, Any],
+    config: Path | None,
+    assignments: Sequence[str] | None,
+    environment: Mapping[str, str] | None = None,
+) -> list[tuple[str, dict[str, Any]]]:
+    """Return what the user has set, by origin: command line, environment, option file; see `resolve`."""
+    flagged = dict(flags)
+    for assignment in assignments or ():
+        key, separator, text = assignment.partition("=")
+        if not separator:
+            raise UsageError(f"--set expects key=value, not '{assignment}'")
+        if key in flagged:
+            raise UsageError(f"{key} is set twice: by --{key.replace('_', '-')} and by --set {key}")
+        flagged[key] = read_value(key, text, f"--set {key}")
+    return [
+        ("command line", flagged),
+        ("environment", _from_environment(os.environ if environment is None else environment)),
+        (str(config), load_options(config) if config else {}),
+    ]
 
 
 def build(values: Mapping[str, Any], origins: Mapping[str, str] | None = None) -> Recipe:

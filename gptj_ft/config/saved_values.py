@@ -79,6 +79,7 @@ class SavedState(Saved):
 
 SavedName = Annotated[str, Field(pattern=r"^(state/commit|checkpoints/step-[0-9]{1,18}/manifest)[.]json$")]
 LayerName = Annotated[str, Field(pattern=r"^[0-9]{1,5}$")]
+Score = Annotated[float, Field(allow_inf_nan=True)] | None  # null, or NaN in files of earlier versions: undefined
 Layers = Annotated[list[Annotated[int, Field(ge=0, lt=100_000)]], Field(max_length=100_000)]
 
 
@@ -123,7 +124,7 @@ class MetricsLine(Saved):
     step: Step
     # Of a validation.
     validation_loss: float = 0.0
-    scores: dict[Name, Annotated[float, Field(allow_inf_nan=True)]] = {}  # without an item to score, NaN
+    scores: dict[Name, Score] = {}
     # Of a step; null: it overflowed fp16.
     loss: float | None = None
     z_loss: float | None = None
@@ -169,9 +170,6 @@ class BaseDigests(Saved):
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[Name, _SampledFile] = Field(init=False)
-
-
-Score = Annotated[float, Field(allow_inf_nan=True)] | None
 
 
 class _Evaluated(Saved):

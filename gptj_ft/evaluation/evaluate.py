@@ -118,7 +118,13 @@ class PairedEvaluation:
         return max((each.plan for each in self.runs.values()), key=lambda plan: plan.device_bytes + plan.host_bytes)
 
     def run(self, count: Count) -> ModelComparison:
-        """Evaluate the models and compare them.
+        """Evaluate the models and compare them, see `measure`; then delete the cached results."""
+        comparison = self.measure(count)
+        self.close()
+        return comparison
+
+    def measure(self, count: Count) -> ModelComparison:
+        """Evaluate the models and compare them; the results stay cached until `close`.
 
         Raises:
             Interrupted: a signal; finished rows are cached.
@@ -128,11 +134,12 @@ class PairedEvaluation:
         for name, each in self.runs.items():
             with stop_message(lambda: STOPPED):
                 results[name] = each.run(lambda done, total, name=name: count(name, done, total, self.unit))  # type: ignore[misc]
-        comparison = self.compare(results["model"], results.get("baseline"))
-        # Only now: if a comparison failed, repeating the command would not compute the results again.
+        return self.compare(results["model"], results.get("baseline"))
+
+    def close(self) -> None:
+        """Delete cached results; call it once the comparison is saved: until then, the same command reads them."""
         for each in self.runs.values():
             each.close()
-        return comparison
 
 
 def _models(request: EvaluateRequest | TasksRequest) -> tuple[Path | None, dict[str, Path]]:

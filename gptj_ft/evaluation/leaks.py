@@ -239,7 +239,13 @@ class LeakExamination:
         return max((each.plan for each in self.jobs.values()), key=lambda plan: plan.device_bytes + plan.host_bytes)
 
     def run(self, count: Count) -> LeakReport:
-        """Score the rows with both models, and report.
+        """Score the rows with both models, and report, see `measure`; then delete the cached scores."""
+        report = self.measure(count)
+        self.close()
+        return report
+
+    def measure(self, count: Count) -> LeakReport:
+        """Score the rows with both models, and report; the scores stay cached until `close`.
 
         Raises:
             Interrupted: a signal; finished rows are cached.
@@ -269,10 +275,12 @@ class LeakExamination:
             canaries=exposed,
             scores=estimate_leaks(rows, exposed, self.request.recipe.seed),
         )
-        # Only now: if the report failed, repeating the command would not compute the results again.
+        return replace(report, notes=(*self.notes, *warnings_of(report)))
+
+    def close(self) -> None:
+        """Delete the cached scores; call it once the report is saved: until then, the same command reads them."""
         for job in self.jobs.values():
             job.cache.close()
-        return replace(report, notes=(*self.notes, *warnings_of(report)))
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,11 @@ from gptj_ft.checkpoints.adapter import base_folder, tokenizer_folder, tuned_arc
 from gptj_ft.checkpoints.model_folder import open_checkpoint, with_stored_sizes
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.chat import MESSAGES, start_conversation
+from gptj_ft.data.columns import is_unicode
 from gptj_ft.data.encode import Prompt, encode_prompt
 from gptj_ft.data.template import fields_of, stripped
 from gptj_ft.data.tokenization import load_tokenizer
-from gptj_ft.errors import UsageError, did_you_mean
+from gptj_ft.errors import DataError, UsageError, did_you_mean
 from gptj_ft.generation.decoding import AnswerStreamer, generate_tokens, text_of
 from gptj_ft.generation.hf_model import StreamedModel
 from gptj_ft.generation.workers import NO_WORKERS, Workers
@@ -213,6 +214,12 @@ def check_num_return(recipe: Recipe, num_return: int) -> None:
         )
 
 
+def check_unicode(name: str, text: str) -> None:
+    """Raise `DataError` for undecodable bytes of the command line, which no tokenizer accepts."""
+    if not is_unicode(text):
+        raise DataError(f"{name} is not UTF-8 text: it has unpaired surrogates (invalid Unicode); encode it as UTF-8")
+
+
 def fill_fields(recipe: Recipe, prompt: str, more: Mapping[str, str]) -> dict[str, Any]:
     """Assign texts to the fields of the prompt template.
 
@@ -220,7 +227,11 @@ def fill_fields(recipe: Recipe, prompt: str, more: Mapping[str, str]) -> dict[st
 
     Raises:
         UsageError: a field that the template does not have, or several fields without a text.
+        DataError: a text is not valid Unicode.
     """
+    check_unicode("the prompt", prompt)
+    for name, text in more.items():
+        check_unicode(f"the field '{name}'", text)
     names = fields_of(recipe.prompt or recipe.completion)
     if not names:
         raise UsageError("this model's template has no field for the prompt: use --raw")

@@ -1,4 +1,4 @@
-"""Survive closed standard streams: a closed terminal or pipe does not fail a command."""
+"""Survive closed standard streams: a closed terminal or pipe does not fail a command. Read text from a pipe."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
+
+from gptj_ft.errors import DataError
 
 # Errors of a write that has no reader: closed pipe, terminal, descriptor, terminal device.
 GONE = {errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO}
@@ -58,6 +60,28 @@ def lasting_streams() -> Iterator[None]:
         sys.stdout.flush()
         sys.stderr.flush()
         sys.stdout, sys.stderr = before
+
+
+def input_lines() -> Iterator[str]:
+    """Yield the lines of standard input.
+
+    Raises:
+        DataError: they are not text.
+    """
+    try:
+        for line in sys.stdin:
+            line.encode()  # a locale such as C hides undecodable bytes in lone surrogates
+            yield line
+    except UnicodeError as error:
+        encoding = (sys.stdin.encoding or "utf-8").upper()
+        raise DataError(
+            f"standard input is not {encoding} text: convert it, as `iconv -f latin1 -t {encoding}` does"
+        ) from error
+
+
+def read_input() -> str:
+    """Read the text on standard input, see `input_lines`."""
+    return "".join(input_lines())
 
 
 def open_missing() -> None:

@@ -13,6 +13,7 @@ import torch
 
 from gptj_ft.config.run_folder import Run, record_environment, resume_command, what_is_saved
 from gptj_ft.errors import DataError, Interrupted, NotFinite, OutOfTime
+from gptj_ft.evaluation.comparison import finite
 from gptj_ft.planning.memory import allocator_limit
 from gptj_ft.streaming.adamw import AdamW
 from gptj_ft.streaming.offloaded_model import OffloadedModel
@@ -176,7 +177,7 @@ class Training:
         if step == 0:
             self.state = replace(self.state, loss_before=loss)
         scores = sample.scores if sample else {}
-        self.record({"step": step, LOSS: loss, **({"scores": scores} if scores else {})})
+        self.record({"step": step, LOSS: loss, **({"scores": finite(scores)} if scores else {})})
         self.reporter.on_validation(step, loss, sample)
         self.warn(self.loss_watch.after_validation(loss, self.state.loss_before))
         self.state = self.retention.after_validation(self.state, loss, scores)

@@ -284,7 +284,10 @@ class PreparedSearch:
         line = next((line for line in lines if line["step"] == 0 and LOSS in line), None)
         if line is None:
             return None
-        return line[LOSS], ValidationSample(line["scores"], "", "") if "scores" in line else None
+        if "scores" not in line:
+            return line[LOSS], None
+        scores = {name: math.nan if value is None else value for name, value in line["scores"].items()}
+        return line[LOSS], ValidationSample(scores, "", "")
 
     def _shares_start(self, candidate: Candidate) -> bool:
         """Tell whether the loss of the initial model is that of the other candidates."""

@@ -34,7 +34,12 @@ def test_missing_input_error_names_next_command(shell, rows_file: Path) -> None:
         ("generate --input rows.jsonl", "--input and --output go together"),
         ("evaluate --num-fewshot 2", "add --tasks"),
         ("evaluate --tasks some --data rows.jsonl", "leave out --data"),
+        ("evaluate --tasks some --set data=rows.jsonl", "leave out --data"),
         ("evaluate --predictions rows.jsonl --dry-run", "leave one out"),
+        ("evaluate some --predictions rows.jsonl", "leave out the model"),
+        ("evaluate --set model=some --predictions rows.jsonl", "leave out the model"),
+        ("predict x --set data=rows.jsonl", "name those to label with --input"),
+        ("predict x --set model=some", "no model 'some'"),
     ):
         done = shell(line)
         assert done.code == 2, line

@@ -5,25 +5,29 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from rouge_score.rouge_scorer import RougeScorer
 from safetensors.torch import load_file, save_file
 from support.head_chunks import limit_head_chunk
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from support.tiny_tokenizer import make_tokenizer
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from gptj_ft import api
 from gptj_ft.checkpoints.tiny import make_tiny
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.presets import load_preset
 from gptj_ft.config.resolve import build
 from gptj_ft.data.batches import Document
 from gptj_ft.data.tokenization import load_tokenizer
-from gptj_ft.errors import Interrupted
+from gptj_ft.errors import Interrupted, ResourceError
 from gptj_ft.evaluation.evaluate import EvaluateRequest, PairedEvaluation
-from gptj_ft.evaluation.likelihood import label_candidates, log_likelihoods, losses, passes, share_prompt
-from gptj_ft.evaluation.text_evaluation import make_eval_set
+from gptj_ft.evaluation.likelihood import _text_size, label_candidates, log_likelihoods, losses, passes, share_prompt
+from gptj_ft.evaluation.text_evaluation import EvalSet, EvaluationPlan, make_eval_set
 from gptj_ft.generation import hf_model
 from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.streaming.open import open_for_inference
@@ -71,6 +75,21 @@ def test_row_losses_match_transformers(folder: Path, stack: OffloadedModel) -> N
         assert loss.right == sum(int(theirs[at - 1].argmax()) == document.ids[at] for at in targets)
     assert (found[1].words, found[1].bytes) == (6, len(TEXTS[1]) - len(tokenizer.decode(ids[1][:1])))
     assert found[3].bytes == len("é 日本 naïve".encode()) - 1, "all but the first token, which is one byte of é"
+
+
+def test_bytes_are_counted_for_any_tokenizer() -> None:
+    text = "naïve 猫 🙂<|x|> a"
+    names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *"naïve"]
+    vocabulary = {name: number for number, name in enumerate([*names, "\u2581a"])}
+    backend = Tokenizer(models.BPE(vocabulary, [("\u2581", "a")], unk_token="<unk>", byte_fallback=True))
+    backend.normalizer = normalizers.Replace(" ", "\u2581")
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    for tokenizer in (PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>"), make_tokenizer()):
+        tokenizer.add_tokens(["🙂<|x|>"])
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert tokenizer.decode(ids) == text
+        assert _text_size(tokenizer, [ids]) == (4, len(text.encode()))
+        assert _text_size(tokenizer, [[*ids, 10**6]]) == (None, None)
 
 
 def test_window_loss_matches_transformers(folder, stack) -> None:
@@ -295,6 +314,66 @@ def test_missed_gate_exits_with_6(shell, folder: Path) -> None:
     assert shell(f"{line} --gate 'rougeL=3'").code == 2
 
 
+def test_output_files_are_checked_before_work(shell, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PairedEvaluation, "of", None)
+    write("notes.jsonl", notes(2))
+    for options, message in (
+        ("--report none/s.html", "none/s.html: there is no folder none; make it, or name another"),
+        ("--output none/out.jsonl", "there is no folder none"),
+        ("--report notes.jsonl/s.md --leaks", "there is no folder notes.jsonl"),
+        ("--report s.json --output ./s.json", "s.json is named twice"),
+        (f"--report {'s' * 250}.md", "File name too long"),
+    ):
+        refused = shell(f"evaluate {folder} {OPTIONS} --data notes.jsonl {options}")
+        assert (refused.code, message in refused.err) == (2, True), refused.err
+
+
+def test_results_survive_what_cannot_be_written(shell, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write("notes.jsonl", notes(2))
+    Path("run").mkdir()
+    folder.rename("run/model")
+    Path("run/recipe.yaml").write_text("recipe: summarization\n", encoding="utf-8")
+    line = f"evaluate run {OPTIONS} --data notes.jsonl --report r.html"
+
+    def refuse(path: Path, *_: object) -> None:
+        raise ResourceError(f"cannot write {path}: Read-only file system")
+
+    monkeypatch.setattr("gptj_ft.cli.html.evaluation_page.write_json", refuse)  # as in another user's run
+    with monkeypatch.context() as patch:
+        patch.setattr("gptj_ft.cli.terminal.evaluation.write_new", refuse)
+        assert shell(line).code == 4
+    (cache,) = (home() / "evaluations").iterdir()
+    done = shell(line)
+    assert (done.code, "ROUGE-L" in done.out, Path("r.html").is_file()) == (0, True, True), done.err
+    assert f"not recorded in the report of the run: cannot write {Path('run/evaluation.json').resolve()}" in done.said
+    assert not cache.exists()
+
+
+def test_set_and_environment_name_model_and_rows(shell, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write("notes.jsonl", notes(2))
+    line = f"evaluate {OPTIONS} --set data=notes.jsonl"
+    named = f"model {folder} baseline none rows notes.jsonl"
+    assert named in shell(f"{line} --set model={folder} --dry-run").said
+    monkeypatch.setenv("GPTJ_FT_MODEL", str(folder))
+    assert named in shell(f"{line} --dry-run").said
+    assert api.evaluate(data="notes.jsonl", baseline="none", max_length=64).model.model == str(folder)
+    monkeypatch.setenv("GPTJ_FT_DATA", "none.jsonl")
+    assert named in shell(f"{line} --dry-run").said
+    assert "none.jsonl" in shell(f"evaluate {OPTIONS} --dry-run").err
+    monkeypatch.delenv("GPTJ_FT_DATA")
+    Path("mine.yaml").write_text("model: tiny\ndata: notes.jsonl\n", encoding="utf-8")
+    for more, message in (
+        ("--data notes.jsonl", "set twice"),
+        (f"{folder} --data none.jsonl --config mine.yaml", "none.jsonl"),
+        ("--config mine.yaml", "mine.yaml: data is for training, not for this: add --data FILE, or remove data"),
+    ):
+        refused = shell(f"evaluate {OPTIONS} --dry-run {more} {'--set data=notes.jsonl' * ('twice' in message)}")
+        assert (refused.code, message in refused.err) == (2, True), refused.err
+    monkeypatch.delenv("GPTJ_FT_MODEL")
+    refused = shell("evaluate --data notes.jsonl --config mine.yaml")
+    assert (refused.code, "mine.yaml: model is for training" in refused.err) == (2, True), refused.err
+
+
 def test_better_predictions_have_a_clear_difference(shell) -> None:
     rows = notes(30)
     write("notes.jsonl", rows)
@@ -324,6 +403,7 @@ def test_better_predictions_have_a_clear_difference(shell) -> None:
         ([{"id": "n0", "prediction": "x"}], "no prediction of the row: notes.jsonl:2"),
         ([{"id": "n0", "prediction": "x"}] * 2, "a repeated id: p.jsonl:2"),
         ([{"prediction": "x"}], "1 predictions, the data 2 rows"),
+        ([{"id": "n1", "prediction": "x"}, {"prediction": "y"}], "p.jsonl:2 has no id, but other lines have"),
         ([{"id": "n1", "prediction": "x"}, {"id": "n0", "prediction": " "}], "an empty prediction: notes.jsonl:1"),
         ([{"id": "n0", "prediction": None}], "p.jsonl:1: no text in any of prediction, answer"),
         ([{"id": "n0", "sentence": "x"}], "p.jsonl:1: no text in any of prediction, answer"),
@@ -507,3 +587,12 @@ def test_model_without_template_measures_only_loss(shell, folder: Path) -> None:
     done = shell(f"evaluate {folder} --data notes.jsonl --baseline none --set max_length=64")
     assert done.code == 0, done.err
     assert "this model has no template, and no recipe is named" in done.out
+
+
+def test_longrope_shares_no_prompt_of_longer_document() -> None:
+    documents, prompts = [Document([1] * size, 3) for size in (9, 20, 30)], [[1] * size for size in (3, 3, 18)]
+    rows = EvalSet(documents, prompts, [], [], {}, ())
+    for switches, shared in (((), (0, 1, 2)), ((16,), (0, 2))):
+        setup: Any = SimpleNamespace(recipe=Recipe(), architecture=SimpleNamespace(rotary_switches=switches))
+        plan = EvaluationPlan(setup, None, rows, cast(Any, None), cast(Any, None))
+        assert tuple(row for row in range(3) if plan._prompt_group([row], is_written=True).documents) == shared

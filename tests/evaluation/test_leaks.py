@@ -21,7 +21,7 @@ from gptj_ft.checkpoints.tiny import make_tiny
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.run_folder import Run
 from gptj_ft.data.dataset import load_dataset
-from gptj_ft.errors import Interrupted
+from gptj_ft.errors import Interrupted, ResourceError
 from gptj_ft.evaluation import leaks as leaks_module
 from gptj_ft.evaluation.leak_report import ANSWER, TEXT, LeakReport
 from gptj_ft.evaluation.leaks import LeakExamination, LeakRequest
@@ -218,6 +218,19 @@ def test_leak_gate_exits_with_6(shell, place: Path) -> None:
     assert "leaks<=1: it is" in failed.err
     assert shell(f"{line} --gate 'leaks<=100' --gate 'untuned_auc>1'").code == 0
     assert "did you mean 'leaks'" in shell(f"{line} --gate 'leak<=1'").err
+
+
+def test_scores_stay_cached_until_reports_exist(shell, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = f"evaluate {place / 'text'} --leaks --limit 4 --baseline none --report r.md"
+
+    def refuse(path: Path, *_: object) -> None:
+        raise ResourceError(f"cannot write {path}")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("gptj_ft.cli.terminal.leaks.write_new", refuse)
+        assert shell(line).code == 4
+    (cache,) = (home() / "evaluations").iterdir()
+    assert (shell(line).code, cache.exists()) == (0, False)
 
 
 def test_bad_leak_requests_are_one_line(shell, place: Path) -> None:

@@ -122,12 +122,15 @@ def test_hostile_values_are_named_in_a_line(
         assert len(outcome.said) < 3000
 
 
-def test_scores_of_no_items_are_not_damage(made: Path, tmp_path: Path, monkeypatch: Any, shell: Shell) -> None:
+@pytest.mark.parametrize("undefined", [math.nan, None])  # of an earlier version, of this one
+def test_scores_of_no_items_are_not_damage(
+    undefined: float | None, made: Path, tmp_path: Path, monkeypatch: Any, shell: Shell
+) -> None:
     monkeypatch.setenv("GPTJ_FT_HOME", str(made / "home"))
     monkeypatch.chdir(tmp_path)
     shutil.copytree(made / "disk", "disk")
-    set_value(Path("disk/metrics.jsonl"), -1, ("scores",), {"f1": math.nan, "perplexity": math.inf})
-    for command in ("runs verify", "finetune --resume"):
+    set_value(Path("disk/metrics.jsonl"), -1, ("scores",), {"f1": undefined, "perplexity": math.inf})
+    for command in ("runs verify", "report", "finetune --resume"):
         outcome = shell(f"{command} disk")
         assert outcome.code == 0, outcome.said
 

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 from conftest import NOTES
+from support.cli_runner import Terminal
 
 from gptj_ft import api
 from gptj_ft.checkpoints.metadata import ModelMetadata, template_of
 from gptj_ft.checkpoints.model_folder import METADATA_FILE
 from gptj_ft.checkpoints.tiny import make_tiny
+from gptj_ft.cli.terminal.answers import _typed_lines
 from gptj_ft.config.options import Generation, Recipe
 from gptj_ft.config.presets import load_preset
 from gptj_ft.config.resolve import build
@@ -164,6 +166,13 @@ def test_impossible_requests_fail_with_a_reason(model: Path, shell) -> None:
         ("generate --input rows.jsonl --model tuned", 2, "--output"),
         ("generate x --num-return 3 --model tuned", 2, "--num-beams 3"),
         ("generate x --stream --num-beams 3 --model tuned", 2, "--stream"),
+        ("generate x --system 'Be brief.' --model tuned", 2, "add --chat"),
+        ("generate --input rows.jsonl --output out.jsonl --stream --model tuned", 2, "leave one out"),
+        ("generate --input rows.jsonl --output out.jsonl --field a=b --model tuned", 2, "--field is for a single"),
+        ("generate --chat --field a=b --model tuned", 2, "--field is for a single"),
+        ("generate --chat --num-return 3 --temperature 1 --model tuned", 2, "leave out --num-return"),
+        ("generate x --set data=rows.jsonl --model tuned", 2, "name those to answer with --input"),
+        ("generate x --set model=some", 2, "no model 'some'"),
         ("generate x --set 'prompt=Say it.' --model tuned", 2, "no field"),
         ("generate x --set generation.num_beans=3 --model tuned", 2, "num_beams"),
     ):
@@ -281,6 +290,43 @@ def test_chat_reads_a_pipe(tmp_path: Path, shell) -> None:
     assert done.code == 0, done.err
     assert done.out.count("\n") >= 2
     assert "/exit" in done.err
+
+
+def test_bytes_that_are_no_text_are_refused(model: Path, tmp_path: Path, shell, monkeypatch) -> None:
+    tiny(tmp_path / "chat", "chat")
+    monkeypatch.setattr("gptj_ft.api.open_model", None)
+    undecodable = b"caf\xe9".decode(errors="surrogateescape")  # as Python decodes arguments
+    for words in (
+        [undecodable],
+        ["x", "--field", f"document={undecodable}"],
+        ["--chat", "--system", undecodable, "--model", "chat"],
+    ):
+        done = shell("generate --model tuned", *words)
+        assert (done.code, "is not UTF-8 text" in done.err) == (3, True), done.err
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # the latter in the C locale
+def test_piped_bytes_must_be_text(errors: str, tmp_path: Path, model: Path, shell) -> None:
+    tiny(tmp_path / "chat", "chat")
+    for command in ("generate --model tuned", "predict", "generate --chat --model chat"):
+        piped = io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8", errors=errors)
+        done = shell(command, stdin=piped)
+        assert (done.code, "standard input is not UTF-8 text" in done.err) == (3, True), done.err
+
+
+def test_chat_drops_lines_that_are_no_text(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    typed = iter([b"caf\xe9", b"tea"])
+
+    def read(_: str) -> str:
+        line = next(typed, None)
+        if line is None:
+            raise EOFError
+        return line.decode()
+
+    monkeypatch.setattr("sys.stdin", Terminal())
+    monkeypatch.setattr("builtins.input", read)
+    assert list(_typed_lines()) == ["tea"]
+    assert "left out, because it is not text" in capsys.readouterr().err
 
 
 def test_conversation_rows_answer_the_last_question(tmp_path: Path, shell) -> None:

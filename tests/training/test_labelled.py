@@ -261,6 +261,18 @@ def test_unusable_training_rows_leave_no_run(
     assert not (tmp_path / "run").exists()
 
 
+def test_undefined_scores_are_null_in_metrics(shell: Any, tmp_path: Path) -> None:
+    write_lines(tmp_path / "train.jsonl", texts_with(range(30)))
+    write_lines(tmp_path / "val.jsonl", texts_with([3, 3, 3]))
+    done = shell(
+        f"finetune --recipe regression --data train.jsonl --val-data val.jsonl {FEW} --max-steps 1 --output run --quiet"
+    )
+    assert done.code == 0, done.said
+    first = lines_of(tmp_path / "run/metrics.jsonl")[0]["scores"]
+    assert (first["pearson"], first["spearman"]) == (None, None)
+    assert first["mse"] > 0
+
+
 def test_best_by_a_score_that_rows_lack_is_explained(shell: Any, tmp_path: Path) -> None:
     write_lines(tmp_path / "three.jsonl", texts_with([words_of(number)[0] for number in range(30)]))
     line = (
@@ -289,7 +301,7 @@ def test_odd_rows_are_labelled_or_counted(shell: Any, rows: Path, tmp_path: Path
     finetune(shell, "classification", f"--data rows.csv {TEXT} --set holdout=0", steps=1)
     odd = [
         {"text": "", "label": "red", "row": "a"},
-        {"text": 'sky; "ink",\nsea\u2028jeans', "label": "blue", "row": "b", "=a": "@b\rc", "n": -1},
+        {"text": 'sky; "ink",\nsea\u2028jeans', "label": "blue", "row": "b", "=a": "@b\rc", "n": -1, "bad": "é\ud83d"},
     ]
     write_lines(tmp_path / "odd.jsonl", [*odd, {"label": "green", "row": "c"}])
     ask = "predict --model run --input odd.jsonl --output"
@@ -315,6 +327,10 @@ def test_odd_rows_are_labelled_or_counted(shell: Any, rows: Path, tmp_path: Path
         assert (line[expected[0]], line["n"]) == (expected[1], "-1")
         (row,) = read_rows(identify(tmp_path / name))
         assert row.values["=a"] == "@b\rc"
+    for name, expected in (("bad.jsonl", "é\ud83d"), ("bad.csv", "é\\ud83d")):
+        assert shell(f"{ask} {name} --keep bad --quiet").code == 0
+        (row,) = read_rows(identify(tmp_path / name))
+        assert row.values["bad"] == expected
     outputs = [path for name in ("out*", "guarded*", "raw*") for path in tmp_path.glob(name)]
     assert {path.stat().st_mode & 0o777 for path in outputs} == {0o600}, "they hold texts"
     assert {path.name for path in tmp_path.glob("out.csv*")} == {"out.csv", "out.csv.settings.json"}

@@ -11,7 +11,7 @@ import typer
 from gptj_ft.cli.options import Json, Quiet, flag, option_of
 from gptj_ft.cli.terminal.output import Output
 from gptj_ft.errors import UsageError
-from gptj_ft.system.atomic import replace_shared
+from gptj_ft.system.atomic import replace_shared, require_writable
 from gptj_ft.system.files import SHARED_FILE, disk_errors, read_text
 
 FILE = Path("doctor.json")
@@ -33,6 +33,7 @@ def doctor(
     out, file = Output(as_json, quiet), output or (None if as_json else FILE)
     if file is not None:
         _check_replaceable(file)
+        require_writable(file)
     with out.activity():
         from gptj_ft import api
         from gptj_ft.cli.terminal.progress import TerminalReporter

@@ -22,6 +22,7 @@ from gptj_ft.cli.options import (
     SetOptions,
     complete_model,
     flag,
+    is_assigned,
     option_of,
     takes_options,
 )
@@ -101,8 +102,11 @@ def evaluate(
     from gptj_ft.cli.several import leading
 
     with leading(nproc) as workers:
-        _check_kind(predictions, tasks, data, allow_empty, include_path is not None or num_fewshot is not None)
+        has_rows = data is not None or is_assigned("data", assignments)
+        _check_kind(predictions, tasks, has_rows, allow_empty, include_path is not None or num_fewshot is not None)
         _check_leaks(leaks, predictions or tasks or output, show, leak_prefix or leak_tokens)
+        if predictions is not None and (model is not None or is_assigned("model", assignments)):
+            raise UsageError("--predictions are the outputs of any system, without a model: leave out the model")
         if predictions is not None and (dry_run or nproc not in (None, 1)):
             option = "--dry-run" if dry_run else "--nproc"
             raise UsageError(f"{option} is for evaluating a model, and --predictions reads none: leave one out")
@@ -122,8 +126,10 @@ def evaluate(
         command = shlex.join(["gptj-ft", *without_secrets(sys.argv[1:])])
         target = EvaluationOutput(out, output, reports or [], show, command)
         target.check_files()
+        settings = {**options, "config": config}
+        named = None if tasks is not None else api.named_rows(data, settings, assignments)
         with TerminalReporter(out.notes) as reporter:
-            rows = api.fetched_rows(data, offline, reporter) if data else None
+            rows = api.fetched_rows(named, offline, reporter) if named else None
         if predictions is not None:
             resolved = resolve(options, config, assignments)
             parsed = parse_gates(gates or (), score_names(resolved.recipe.metrics))
@@ -132,8 +138,8 @@ def evaluate(
             )
             target.conclude(comparison, parsed)
             return
-        folder = api.named_model(model, "evaluate")
-        recipe = api.model_options(folder, {**options, "config": config}, assignments=assignments).recipe
+        folder = api.named_model(model, "evaluate", settings, assignments)
+        recipe = api.model_options(folder, settings, assignments=assignments).recipe
         if leaks:
             wanted = LeakRequest(folder, recipe, baseline, rows, limit, leak_prefix, leak_tokens, workers)
             examine_leaks(wanted, gates or (), target, dry_run)
@@ -156,12 +162,12 @@ def _check_leaks(leaks: bool, other: Path | str | None, show: int, length: int |
 
 
 def _check_kind(
-    predictions: Path | None, tasks: str | None, data: str | None, allow_empty: bool, is_about_tasks: bool
+    predictions: Path | None, tasks: str | None, has_rows: bool, allow_empty: bool, is_about_tasks: bool
 ) -> None:
     """Check that the options fit the subject: a model on rows, a model on tasks, or the outputs of another system."""
     if predictions is None and allow_empty:
         raise UsageError("--allow-empty is for the predictions of other systems: add --predictions FILE.jsonl")
-    if tasks is not None and (predictions is not None or data):
+    if tasks is not None and (predictions is not None or has_rows):
         raise UsageError("--tasks have their own rows: leave out --data and --predictions")
     if tasks is None and is_about_tasks:
         raise UsageError("--include-path and --num-fewshot are for lm-eval's tasks: add --tasks T1,T2")

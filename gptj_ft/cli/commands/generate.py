@@ -19,10 +19,12 @@ from gptj_ft.cli.options import (
     SetOptions,
     complete_model,
     flag,
+    is_assigned,
     takes_options,
 )
 from gptj_ft.cli.terminal.output import Output
 from gptj_ft.errors import UsageError
+from gptj_ft.system.streams import read_input
 
 
 @takes_options(
@@ -73,18 +75,22 @@ def generate(
 
     check_has_rows(nproc, rows)
     with leading(nproc) as workers:
-        text = None if rows or chat else sys.stdin.read() if prompt == "-" or _is_piped(prompt) else prompt
-        _check_kind(prompt, rows, output, chat, stream or as_json)
+        _check_kind(prompt, rows, output, chat)
+        _check_options(rows, chat, stream, as_json, system, fields, num_return)
+        if is_assigned("data", assignments):
+            raise UsageError("--set data names rows to train on: name those to answer with --input FILE --output FILE")
         if dry_run and not rows:
             raise UsageError("--dry-run is for the rows of a file: add --input FILE --output FILE")
+        text = None if rows or chat else read_input() if prompt == "-" or _is_piped(prompt) else prompt
         out = Output(as_json, quiet)
         with out.activity():
             from gptj_ft import api
             from gptj_ft.cli.terminal.answers import AnswerOutput, answer_file, answer_prompt, hold_chat
             from gptj_ft.generation.generator import GenerationSetup, check_num_return
 
-        folder = api.named_model(model, "generate")
-        recipe = api.model_options(folder, {**options, "config": config}, raw, assignments, writes=True).recipe
+        settings = {**options, "config": config}
+        folder = api.named_model(model, "generate", settings, assignments)
+        recipe = api.model_options(folder, settings, raw, assignments, writes=True).recipe
         check_num_return(recipe, num_return)
         if rows and output:
             with out.activity("reading the rows"):
@@ -101,16 +107,36 @@ def _is_piped(prompt: str | None) -> bool:
     return prompt is None and not sys.stdin.isatty()
 
 
-def _check_kind(prompt: str | None, rows: Path | None, output: Path | None, chat: bool, shows: bool) -> None:
-    """Check that there is exactly one of prompt, --input and --chat, with the options it needs."""
+def _check_kind(prompt: str | None, rows: Path | None, output: Path | None, chat: bool) -> None:
+    """Check that there is exactly one of prompt, --input and --chat."""
     if sum((prompt is not None, rows is not None, chat)) > 1:
         raise UsageError("a prompt, --input and --chat exclude each other: use one")
     if (rows is None) != (output is None):
         raise UsageError("--input and --output go together: --input rows.jsonl --output out.jsonl")
     if not (prompt or rows or chat or not sys.stdin.isatty()):
         raise UsageError('nothing to answer: gptj-ft generate "prompt", or --input FILE --output FILE, or --chat')
-    if chat and shows:
+
+
+def _check_options(
+    rows: Path | None,
+    chat: bool,
+    stream: bool,
+    as_json: bool,
+    system: str | None,
+    fields: list[str] | None,
+    num_return: int,
+) -> None:
+    """Check that the options fit a prompt, the rows of a file, or a conversation."""
+    if chat and (stream or as_json):
         raise UsageError("--chat always streams, and prints no JSON: leave out --stream and --json")
+    if rows and stream:
+        raise UsageError("--stream shows the answer to one prompt, not to the rows of --input: leave one out")
+    if chat and num_return > 1:
+        raise UsageError("--chat gives one answer to each message: leave out --num-return")
+    if system is not None and not chat:
+        raise UsageError("--system starts a conversation: add --chat, or leave it out")
+    if fields and (rows or chat):
+        raise UsageError("--field is for a single prompt: the rows of --input have fields in columns, --chat has none")
 
 
 def field_texts(pairs: list[str] | None) -> dict[str, str]:

@@ -19,10 +19,12 @@ from gptj_ft.cli.options import (
     SetOptions,
     complete_model,
     flag,
+    is_assigned,
     takes_options,
 )
 from gptj_ft.cli.terminal.output import Output
 from gptj_ft.errors import UsageError
+from gptj_ft.system.streams import read_input
 
 
 @takes_options("recipe", "map", "max_bad_rows", *INFERENCE_OPTIONS, meanings={"recipe": TUNED_RECIPE})
@@ -65,7 +67,7 @@ def predict(
         if rows is not None and text is not None:
             raise UsageError("a text and --input exclude each other: use one")
         is_piped = text == "-" or (text is None and rows is None and not sys.stdin.isatty())
-        single = sys.stdin.read() if is_piped else text
+        single = read_input() if is_piped else text
         if rows is None and single is None:
             raise UsageError('nothing to label: gptj-ft predict "text", or --input FILE --output FILE')
         if (rows is None) != (output is None):
@@ -74,14 +76,17 @@ def predict(
             raise UsageError("--keep, --raw-cells and --dry-run are for the rows of a file: add --input and --output")
         if rows is not None and pair is not None:
             raise UsageError("with --input, second texts are a column of the file: leave out --pair")
+        if is_assigned("data", assignments):
+            raise UsageError("--set data names rows to train on: name those to label with --input FILE --output FILE")
         out = Output(as_json, quiet)
         with out.activity():
             from gptj_ft import api
             from gptj_ft.cli.terminal.labels import label_file, show_text_labels
             from gptj_ft.generation.generator import InferenceSetup
 
-        folder = api.named_model(model, "predict")
-        recipe = api.model_options(folder, {**options, "config": config}, assignments=assignments).recipe
+        settings = {**options, "config": config}
+        folder = api.named_model(model, "predict", settings, assignments)
+        recipe = api.model_options(folder, settings, assignments=assignments).recipe
         if rows is not None and output is not None:
             columns = tuple(name.strip() for name in (keep or "").split(",") if name.strip())
             setup = InferenceSetup.of(folder, recipe, workers=workers)

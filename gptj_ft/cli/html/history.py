@@ -113,7 +113,8 @@ class History:
         elif VALIDATION in line:
             self.validation.add(step, line[VALIDATION])
             for name, value in line.get("scores", {}).items():
-                self.scores.setdefault(name, Curve()).add(step, value)
+                if value is not None:
+                    self.scores.setdefault(name, Curve()).add(step, value)
 
     def curve(self, name: str) -> Curve:
         """Return the curve of a metric of steps, new if there is none."""

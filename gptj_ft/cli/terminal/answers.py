@@ -21,10 +21,11 @@ from gptj_ft.config.options import Recipe
 from gptj_ft.errors import UsageError
 from gptj_ft.evaluation.generate import BatchJob
 from gptj_ft.generation.chat import HELP, check_is_chat, run_chat
-from gptj_ft.generation.generator import GenerationSetup, fill_fields
+from gptj_ft.generation.generator import GenerationSetup, check_unicode, fill_fields
 from gptj_ft.models.supported import TINY_MODELS
 from gptj_ft.system.plain_text import command_line
 from gptj_ft.system.signals import every_ctrl_c
+from gptj_ft.system.streams import input_lines
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ def answer_prompt(folder: Path, recipe: Recipe, text: str, fields: Mapping[str, 
 
     Raises:
         UsageError: the template lacks a field, or the answers cannot be streamed.
+        DataError: a text is not valid Unicode.
     """
     if shown.stream and (shown.out.as_json or shown.num_return > 1 or recipe.generation.num_beams > 1):
         raise UsageError("--stream prints one answer while it is generated; remove --json, --num-return or beam search")
@@ -121,8 +123,10 @@ def hold_chat(folder: Path, recipe: Recipe, system: str | None, out: Output) -> 
 
     Raises:
         UsageError: the model was not tuned for conversations.
+        DataError: the system message is not valid Unicode.
     """
     check_is_chat(recipe)
+    check_unicode("the system message", system or "")
     with out.activity("loading the model"):
         setup = GenerationSetup.of(folder, recipe)
         model = api.open_model(setup)
@@ -134,16 +138,21 @@ def hold_chat(folder: Path, recipe: Recipe, system: str | None, out: Output) -> 
 def _typed_lines() -> Iterator[str]:
     """Yield the lines of a terminal or a pipe."""
     if not sys.stdin.isatty():
-        yield from sys.stdin
+        yield from input_lines()
         return
     with suppress(ImportError):
         import readline  # noqa: F401  # arrow keys and history
     while True:
         try:
-            yield input("> ")
+            line = input("> ")
+            line.encode()  # see `input_lines`
+        except UnicodeError:
+            print_note("(left out, because it is not text in the encoding of this terminal)")
         except (EOFError, KeyboardInterrupt):
             print()
             return
+        else:
+            yield line
 
 
 def _show(text: str) -> None:

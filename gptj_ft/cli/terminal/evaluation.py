@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,11 +28,11 @@ from gptj_ft.cli.terminal.progress import TerminalReporter
 from gptj_ft.cli.terminal.screen import next_steps, panel, say, table, whole
 from gptj_ft.cli.terminal.tables import ask, show_reading, show_threads
 from gptj_ft.config.run_folder import Run
-from gptj_ft.errors import GateError
+from gptj_ft.errors import GateError, GptjFtError, UsageError
 from gptj_ft.evaluation.comparison import Gate, ModelComparison, failed_gates
 from gptj_ft.evaluation.evaluate import EvaluateRequest, PairedEvaluation, TasksRequest
 from gptj_ft.evaluation.predictions_file import write_outputs
-from gptj_ft.system.atomic import require_new
+from gptj_ft.system.atomic import require_new, require_writable
 from gptj_ft.system.plain_text import command_line
 
 ONLY_IN_REPORTS = ("word_perplexity", "byte_perplexity")  # not on a terminal, so that the table fits
@@ -52,15 +53,32 @@ class EvaluationOutput:
         """Check the output files before the evaluation.
 
         Raises:
-            UsageError: a file exists, or the suffix of a report is unknown.
+            UsageError: a file exists, is named twice or cannot be written, or the suffix of a report is unknown.
         """
         for path in self.reports:
             check_report_path(path, EVALUATION_SUFFIXES)
         if self.output is not None:
             require_new(self.output)
+        if twice := [path for path, count in Counter(self.files).items() if count > 1]:
+            raise UsageError(f"{twice[0]} is named twice: each --report and --output needs a file of its own")
+        require_writable(*self.files)
 
-    def conclude(self, result: ModelComparison, gates: Sequence[Gate], following: Sequence[str] = ()) -> None:
+    @property
+    def files(self) -> list[Path]:
+        """New files, in the order in which they are written."""
+        return [path for path in (self.output, *self.reports) if path is not None]
+
+    def conclude(
+        self,
+        result: ModelComparison,
+        gates: Sequence[Gate],
+        following: Sequence[str] = (),
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
         """Show a comparison and the next commands, and write the output files.
+
+        Args:
+            close: function that deletes the cached results; called when the comparison is shown.
 
         Raises:
             GateError: a score missed its gate.
@@ -72,18 +90,25 @@ class EvaluationOutput:
             write_outputs(self.output, result.model, result.baseline)
         for path in self.reports:
             write_new(path, evaluation_report(path.suffix.lower(), facts, json_facts))
-        written = [path for path in (self.output, *self.reports) if path is not None]
         self.out.finish(
-            json_facts, scores_text(facts), lambda console: show_comparison(console, facts, written, following)
+            json_facts, scores_text(facts), lambda console: show_comparison(console, facts, self.files, following)
         )
+        close()
         fail_if_missed(failed, self.out)
 
     def record(self, model: Path, result: ModelComparison) -> tuple[str, ...]:
-        """Add a comparison to the report of the model's run, if any; return the command that shows it."""
+        """Add a comparison to the report of the model's run, if any; return the command that shows it.
+
+        A folder that cannot be written to, such as another user's run, only costs a note.
+        """
         run = Run(model.resolve().parent)
         if not run.recipe_file.is_file() or run.model != model.resolve():
             return ()
-        record(run.folder, result, self.command)
+        try:
+            record(run.folder, result, self.command)
+        except GptjFtError as error:
+            self.out.notes.print(f"not recorded in the report of the run: {error}")
+            return ()
         write_page(run, self.out.notes.print)
         return (command_line("report", model.parent, "--show-text"),)
 
@@ -122,11 +147,12 @@ def evaluate_model(
     show_reading(notes, "The evaluation", about, plan, writes)
     show_threads(notes, recipe, request.workers.group)
     with TerminalReporter(notes) as reporter:
-        result = evaluation.run(reporter.on_count)
+        result = evaluation.measure(reporter.on_count)
     if isinstance(request, TasksRequest):
-        shown.conclude(result, gates)
+        shown.conclude(result, gates, close=evaluation.close)
         return
-    shown.conclude(result, gates, [*shown.record(request.model, result), ask(recipe, request.model)])
+    following = [*shown.record(request.model, result), ask(recipe, request.model)]
+    shown.conclude(result, gates, following, evaluation.close)
 
 
 def rows_about(evaluation: PairedEvaluation) -> list[tuple[str, str]]:

@@ -39,13 +39,14 @@ def examine_leaks(request: LeakRequest, gate_texts: Sequence[str], shown: Evalua
     show_reading(notes, "The leak report", about, plan, writes=False)
     show_threads(notes, request.recipe, request.workers.group)
     with TerminalReporter(notes) as reporter:
-        report = examination.run(reporter.on_count)
+        report = examination.measure(reporter.on_count)
     failed = failed_gates(gates, report.scores)
     facts, json_facts = leak_facts(report, shown.command), {**report.to_dict(SHOWN_ROWS), "gates_missed": failed}
     for path in shown.reports:
         write_new(path, leak_report(path.suffix.lower(), facts, json_facts))
     text = "\n".join(f"{name} {estimate.value:.4f}" for name, estimate in report.scores.items())
     out.finish(json_facts, text, lambda console: _show(console, facts, shown.reports))
+    examination.close()
     fail_if_missed(failed, out)
 
 
