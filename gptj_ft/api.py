@@ -768,7 +768,7 @@ def named_model(
 ) -> Path:
     """Return the folder of a model or run; without a name, the default of the command.
 
-    ``model`` in ``--set`` or the environment is such a name, too; see `typed_name`.
+    ``model`` in ``--set`` is such a name, too; see `typed_name`.
     """
     flag = "the model to evaluate" if command == "evaluate" else "--model MODEL"
     name = _named("model", flag, model, options, assignments)
@@ -778,7 +778,7 @@ def named_model(
 def named_rows(
     data: str | os.PathLike[str] | None, options: Mapping[str, Any], assignments: Sequence[str] | None = None
 ) -> str | None:
-    """Return the rows to measure on, if they are named: by an argument, ``--set`` or the environment."""
+    """Return the rows to measure on, if they are named: by an argument or ``--set``."""
     return _named("data", "--data FILE", data, options, assignments)
 
 

@@ -16,6 +16,7 @@ from gptj_ft.errors import UsageError, did_you_mean
 from gptj_ft.system.plain_text import shortened
 
 ENVIRONMENT_PREFIX = "GPTJ_FT_"
+COMMAND_LINE, ENVIRONMENT = "command line", "environment"  # origins of an option
 NOT_OPTIONS = {
     "GPTJ_FT_HOME", "GPTJ_FT_TEST_DATA", "GPTJ_FT_STORE", "GPTJ_FT_TOKEN", "GPTJ_FT_PORT", "GPTJ_FT_PUBLIC_NETWORK",
     "GPTJ_FT_START_SECONDS", "GPTJ_FT_NCCL",
@@ -158,19 +159,20 @@ def typed_name(
 ) -> str | None:
     """Return the model or the rows that the user has named for a command that trains nothing, or ``None``.
 
-    An option file is no such name: it has the model and the rows to train with, as does the recipe of every run.
+    Those of an option file or the environment are to train with: a tuned model would not be meant.
 
     Args:
         key: ``model`` or ``data``.
         flag: argument or flag with that name, for messages.
 
     Raises:
-        UsageError: nothing but the option file names it; or it is set twice.
+        UsageError: nothing on the command line names it, but an option file or the environment; or it is set twice.
     """
     found = [(origin, values[key]) for origin, values in _typed_sources(flags, config, assignments) if key in values]
     origin, name = found[0] if found else ("", None)
-    if name is not None and origin == str(config):
-        raise UsageError(f"{config}: {key} is for training, not for this: add {flag}, or remove {key} from the file")
+    if name is not None and origin != COMMAND_LINE:
+        remedy = f"unset GPTJ_FT_{key.upper()}" if origin == ENVIRONMENT else f"remove {key} from the file"
+        raise UsageError(f"{origin}: {key} is for training, not for this: add {flag}, or {remedy}")
     return None if name is None else str(name)
 
 
@@ -190,8 +192,8 @@ def _typed_sources(
             raise UsageError(f"{key} is set twice: by --{key.replace('_', '-')} and by --set {key}")
         flagged[key] = read_value(key, text, f"--set {key}")
     return [
-        ("command line", flagged),
-        ("environment", _from_environment(os.environ if environment is None else environment)),
+        (COMMAND_LINE, flagged),
+        (ENVIRONMENT, _from_environment(os.environ if environment is None else environment)),
         (str(config), load_options(config) if config else {}),
     ]
 

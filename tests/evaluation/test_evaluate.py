@@ -24,7 +24,7 @@ from gptj_ft.config.presets import load_preset
 from gptj_ft.config.resolve import build
 from gptj_ft.data.batches import Document
 from gptj_ft.data.tokenization import load_tokenizer
-from gptj_ft.errors import Interrupted, ResourceError
+from gptj_ft.errors import Interrupted, ResourceError, UsageError
 from gptj_ft.evaluation.evaluate import EvaluateRequest, PairedEvaluation
 from gptj_ft.evaluation.likelihood import _text_size, label_candidates, log_likelihoods, losses, passes, share_prompt
 from gptj_ft.evaluation.text_evaluation import EvalSet, EvaluationPlan, make_eval_set
@@ -349,25 +349,29 @@ def test_results_survive_what_cannot_be_written(shell, folder: Path, monkeypatch
     assert not cache.exists()
 
 
-def test_set_and_environment_name_model_and_rows(shell, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_line_names_model_and_rows(shell, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write("notes.jsonl", notes(2))
     line = f"evaluate {OPTIONS} --set data=notes.jsonl"
     named = f"model {folder} baseline none rows notes.jsonl"
     assert named in shell(f"{line} --set model={folder} --dry-run").said
     monkeypatch.setenv("GPTJ_FT_MODEL", str(folder))
-    assert named in shell(f"{line} --dry-run").said
-    assert api.evaluate(data="notes.jsonl", baseline="none", max_length=64).model.model == str(folder)
+    refused = shell(f"{line} --dry-run")
+    said = "environment: model is for training, not for this: add the model to evaluate, or unset GPTJ_FT_MODEL"
+    assert (refused.code, said in refused.err) == (2, True), refused.err
+    with pytest.raises(UsageError, match="environment: model is for training"):
+        api.evaluate(data="notes.jsonl", baseline="none", max_length=64)
+    line = f"{line} --set model={folder}"
     monkeypatch.setenv("GPTJ_FT_DATA", "none.jsonl")
     assert named in shell(f"{line} --dry-run").said
-    assert "none.jsonl" in shell(f"evaluate {OPTIONS} --dry-run").err
+    assert "environment: data is for training" in shell(f"evaluate {folder} --dry-run").err
     monkeypatch.delenv("GPTJ_FT_DATA")
     Path("mine.yaml").write_text("model: tiny\ndata: notes.jsonl\n", encoding="utf-8")
     for more, message in (
-        ("--data notes.jsonl", "set twice"),
+        ("--data notes.jsonl --set data=notes.jsonl", "set twice"),
         (f"{folder} --data none.jsonl --config mine.yaml", "none.jsonl"),
-        ("--config mine.yaml", "mine.yaml: data is for training, not for this: add --data FILE, or remove data"),
+        (f"{folder} --config mine.yaml", "mine.yaml: data is for training, not for this: add --data FILE, or remove"),
     ):
-        refused = shell(f"evaluate {OPTIONS} --dry-run {more} {'--set data=notes.jsonl' * ('twice' in message)}")
+        refused = shell(f"evaluate {OPTIONS} --dry-run {more}")
         assert (refused.code, message in refused.err) == (2, True), refused.err
     monkeypatch.delenv("GPTJ_FT_MODEL")
     refused = shell("evaluate --data notes.jsonl --config mine.yaml")
