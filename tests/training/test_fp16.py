@@ -64,9 +64,9 @@ def straight(session: TrainSetup, tmp_path_factory: pytest.TempPathFactory) -> R
 
 def test_skipped_step_uses_no_learning_rate(session: TrainSetup, straight: Run) -> None:
     steps = steps_of(straight)
-    assert [line[4:] for line in steps] == [(65536.0, True), (32768.0, True), *[(16384.0, False)] * 3]
-    assert [line[2] for line in steps] == [session.schedule.lr(number) for number in (1, 1, 1, 2, 3)]
-    assert [line[3] is None for line in steps] == [True, True, False, False, False]
+    assert [line[4:] for line in steps] == [(65536.0, True), *[(32768.0, False)] * 2, (32768.0, True), (16384.0, False)]
+    assert [line[2] for line in steps] == [session.schedule.lr(number) for number in (1, 1, 2, 3, 3)]
+    assert [line[3] is None for line in steps] == [True, False, False, True, False]
     assert steps[0][1] != steps[1][1], "of the same rows, with the same weights"
 
 
