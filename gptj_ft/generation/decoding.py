@@ -205,18 +205,21 @@ class StopStrings(StoppingCriteria):  # type: ignore[misc]
 
 
 def end_ids(tokenizer: PreTrainedTokenizerFast, settings: Generation) -> list[int]:
-    """Return the ids of the tokens that end an answer.
+    """Return the ids of the tokens that end an answer, stop strings that are special tokens included.
 
     Raises:
         UsageError: the tokenizer lacks one.
     """
+    added = tokenizer.added_tokens_decoder.items() if settings.stop else ()
+    # Decoded text has no special tokens, so `cut_at` does not find them.
+    stops = [number for number, token in added if token.special and token.content in settings.stop]
     if not settings.end_tokens:
-        return [int(tokenizer.eos_token_id)]
+        return [int(tokenizer.eos_token_id), *stops]
     known = tokenizer.get_vocab()
     for name in settings.end_tokens:
         if name not in known:
             raise UsageError(f"generation.end_tokens: the tokenizer has no token '{name}'")
-    return [known[name] for name in settings.end_tokens]
+    return [*(known[name] for name in settings.end_tokens), *stops]
 
 
 def text_of(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[int], settings: Generation) -> str:

@@ -20,7 +20,7 @@ from support.chat_templates import (
 from transformers import PreTrainedTokenizerFast
 
 from gptj_ft.checkpoints.model_defaults import with_model_defaults
-from gptj_ft.config.options import Recipe
+from gptj_ft.config.options import Generation, Recipe
 from gptj_ft.config.resolve import resolve
 from gptj_ft.data.chat import Conversation, read_conversation
 from gptj_ft.data.chat_template import ChatTemplate, trained_borders
@@ -248,6 +248,8 @@ def test_chat_recipe_takes_the_models_template(tmp_path) -> None:
     assert completed.generation.end_tokens == ("<|eot_id|>", "</s>")
     assert end_ids(tokenizer, completed.generation) == [number("<|eot_id|>"), number("</s>")]
     assert completed.generation.stop == ()
+    stopped = Generation(stop=("<|eot_id|>", "\n"))
+    assert end_ids(tokenizer, stopped) == [tokenizer.eos_token_id, number("<|eot_id|>")], "decoding leaves it out"
     assert completed.template_date == date.today().isoformat()
     assert with_model_defaults(completed, folder) == completed
     check_is_chat(completed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -55,6 +56,8 @@ two_shapes = pytest.mark.parametrize("oracle", ["wide", "gpt2"], indirect=True)
 
 class Words:
     """A minimal tokenizer: tokens are numbers."""
+
+    added_tokens_decoder: ClassVar[dict[int, object]] = {}
 
     def __init__(self, eos_token_id: int = 0) -> None:
         self.eos_token_id = eos_token_id
