@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gptj_ft.checkpoints.architecture import read_architecture
 from gptj_ft.checkpoints.base_model import find_model
-from gptj_ft.checkpoints.model_folder import METADATA_FILE, Checkpoint, copy_files, write_json_file
+from gptj_ft.checkpoints.model_folder import METADATA_FILE, Checkpoint, copy_files, open_checkpoint, write_json_file
 from gptj_ft.checkpoints.weight_file import Shard, TensorInfo, open_shard, write_safetensors
 from gptj_ft.config.options import Task
 from gptj_ft.errors import DataError, UsageError
@@ -203,6 +203,10 @@ def open_adapter(folder: Path, architecture: Architecture) -> Adapter:
             if magnitude not in keys or shard.entries[magnitude].shape != (height,):
                 raise DataError(f"{path}: use_dora is true, but {magnitude} is missing or not of size {height}")
             keys.remove(magnitude)
+        for part in ("weight", "bias"):  # PEFT also writes those of an adapted head
+            if (own := _key(architecture, f"{module}.base_layer.{part}")) in keys:
+                _check_unchanged(folder, shard.read(own), f"{module}.{part}", architecture)
+                keys.remove(own)
         ranks[module] = Rank(rank, _scaling(config, module, rank), "fixed" if is_dora else None)
     whole = {
         name: tuple(like.shape)
@@ -223,6 +227,17 @@ def open_adapter(folder: Path, architecture: Architecture) -> Adapter:
     if keys:
         raise DataError(f"{path}: {min(keys)} belongs to no linear layer of this {architecture.family.model_type}")
     return Adapter(folder, ranks, shard, architecture, transposed, frozenset(whole))
+
+
+def _check_unchanged(folder: Path, copy: Tensor, name: str, architecture: Architecture) -> None:
+    """Raise `UsageError` unless an adapter's copy of a parameter equals the base model's."""
+    base = open_checkpoint(base_folder(folder))
+    stored = base.read(name if name in base.names else architecture.ties().get(name, name))
+    if not torch.equal(copy.float(), stored.float()):
+        raise UsageError(
+            f"{folder}: the adapter's file holds {name} with other values than its base model, which is not supported; "
+            "merge it in PEFT"
+        )
 
 
 def tuned_architecture(folder: Path) -> Architecture:

@@ -45,7 +45,7 @@ def with_model_defaults(recipe: Recipe, folder: Path, data: Path | None = None) 
     source = _source_of(recipe, folder)
     ends = () if recipe.generation.end_tokens else _configured_ends(folder)
     changes: dict[str, Any] = {"chat_template": source or NONE}
-    if source is None and len(ends) < 2:
+    if source is None and not ends:
         return recipe.model_copy(update=changes)
     tokenizer = load_row_tokenizer(_tokenizer_folder(folder))
     generation = dict[str, Any]()

@@ -28,6 +28,7 @@ from gptj_ft.models.registry import Architecture, Family, architecture_of, famil
 from gptj_ft.system.atomic import atomic_folder
 from gptj_ft.system.block_reader import Extent
 from gptj_ft.system.digests import FOLDER_DIGESTS, folder_digests, read_json
+from gptj_ft.system.dtypes import NUMPY_CODES
 from gptj_ft.system.files import SHARED_FILE, inside, read_bytes, write_file
 from gptj_ft.system.ordered_tasks import SizedTask
 from gptj_ft.system.paths import TOKENIZER_FILES
@@ -241,8 +242,8 @@ def check_tensors(architecture: Architecture, checkpoint: Checkpoint) -> list[st
                 problems.append(f"{name} in {file} is no tensor of this {family.model_type}")
         elif shape != expected[name]:
             problems.append(f"{name} in {file} has shape {list(shape)}, config.json says {list(expected[name])}")
-        elif not checkpoint.dtype(name).is_floating_point:
-            problems.append(f"{name} in {file} is {checkpoint.dtype(name)}, not floating point")
+        elif (dtype := checkpoint.dtype(name)) not in NUMPY_CODES or not dtype.is_floating_point:
+            problems.append(f"{name} in {file} is {dtype}, not fp32, bf16 or fp16")
     known = present | architecture.new | (family.optional if architecture.task is None else frozenset())
     problems += [f"{name} of shape {list(expected[name])} is missing" for name in expected if name not in known]
     if problems:

@@ -236,6 +236,8 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
         header = json.loads(text)
         header.pop("__metadata__", None)
         entries = {name: _entry(value, 8 + length) for name, value in header.items()}
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path}: corrupt safetensors header ({error!r}); get the file again") from error
     # The data of all tensors must tile the file: a gap or an overlap means a damaged or hostile header.
@@ -252,7 +254,9 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
 
 def _entry(value: Mapping[str, Any], start: int) -> TensorInfo:
     begin, end = value["data_offsets"]
-    entry = TensorInfo(FROM_SAFETENSORS[value["dtype"]], tuple(value["shape"]), start + begin)
+    if (code := value["dtype"]) not in FROM_SAFETENSORS:
+        raise DataError(f"tensors of type {code!r:.40} are not supported; get the model in fp32, bf16 or fp16")
+    entry = TensorInfo(FROM_SAFETENSORS[code], tuple(value["shape"]), start + begin)
     # JSON may hold floats, booleans or negative lengths where integers belong.
     if any(type(length) is not int or length < 0 for length in entry.shape) or entry.num_bytes != end - begin:
         raise ValueError(f"{end - begin} bytes for {value['dtype']} of shape {value['shape']}")

@@ -17,7 +17,7 @@ from gptj_ft.data.labelled.labels import LabelSet
 from gptj_ft.data.loss_mask import num_targets
 from gptj_ft.data.readers.rows import Occurrences, Row
 from gptj_ft.data.table import SCHEMA, TableWriter, TokenTable, to_arrow
-from gptj_ft.data.tokenization import Frame, RowTokenizer, frame_of, tokenize_by
+from gptj_ft.data.tokenization import Frame, RowTokenizer, check_ids, frame_of, tokenize_by
 from gptj_ft.errors import DataError, RowSkipped
 
 COUNTS = ("rows_read", "rows_kept", "rows_cut", "tokens_cut", "windows", "tokens", "target_tokens", "longest")
@@ -181,6 +181,9 @@ class RowEncoder:
         """Return a row's documents in the columns of `SCHEMA`; none if the row is skipped."""
         try:
             encoded = self._reader.row_of(row, read, tokens)
+            if self._needs_check:
+                for each in encoded.documents:
+                    check_ids(each.ids, self._vocab_size)
         except RowSkipped as reason:
             self.counts.skip(row.where, str(reason))
             return []
@@ -188,11 +191,6 @@ class RowEncoder:
             raise DataError(f"{row.where}: {error}") from error
         columns = []
         for number, each in enumerate(encoded.documents):
-            if self._needs_check and (largest := max(each.ids)) >= self._vocab_size:
-                raise DataError(
-                    f"{row.where}: token id {largest}, but the model's ids end at {self._vocab_size - 1}; "
-                    "the tokenizer is not this model's"
-                )
             prompt_length = len(each.ids) if each.prompt_length is None else each.prompt_length
             references, continues = encoded.references, number > 0
             if encoded.references_of:

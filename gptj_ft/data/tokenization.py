@@ -17,7 +17,7 @@ from tokenizers import pre_tokenizers
 
 from gptj_ft.data.untrusted_tokenizer import check_growth
 from gptj_ft.data.wordpiece import CLASSES, VOCABULARY, load_wordpiece, normalizer_of, splits_at_blanks
-from gptj_ft.errors import GptjFtError, UsageError, panic_in_words
+from gptj_ft.errors import DataError, GptjFtError, UsageError, panic_in_words
 from gptj_ft.system.digests import check_file
 from gptj_ft.system.files import read_text, require_plain
 from gptj_ft.system.paths import TOKENIZER_FILES
@@ -56,6 +56,14 @@ class NoTokenizer:
 
 
 RowTokenizer: TypeAlias = "PreTrainedTokenizerFast | NoTokenizer"
+
+
+def check_ids(ids: Sequence[int], vocab_size: int) -> None:
+    """Raise `DataError` for a token id without a row in the model's embedding."""
+    if (largest := max(ids, default=0)) >= vocab_size:
+        raise DataError(
+            f"token id {largest}, but the model's ids end at {vocab_size - 1}; the tokenizer is not this model's"
+        )
 
 
 def no_tokenizer(folder: Path) -> UsageError:

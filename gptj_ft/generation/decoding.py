@@ -20,6 +20,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from gptj_ft.config.options import Generation
+from gptj_ft.data.encode import eos_of
 from gptj_ft.errors import UsageError
 from gptj_ft.generation.hf_model import RaggedCache, StreamedModel
 from gptj_ft.system.accelerator import fork_rng
@@ -208,13 +209,13 @@ def end_ids(tokenizer: PreTrainedTokenizerFast, settings: Generation) -> list[in
     """Return the ids of the tokens that end an answer, stop strings that are special tokens included.
 
     Raises:
-        UsageError: the tokenizer lacks one.
+        UsageError: the tokenizer lacks one, or has no EOS token.
     """
     added = tokenizer.added_tokens_decoder.items() if settings.stop else ()
     # Decoded text has no special tokens, so `cut_at` does not find them.
     stops = [number for number, token in added if token.special and token.content in settings.stop]
     if not settings.end_tokens:
-        return [int(tokenizer.eos_token_id), *stops]
+        return [eos_of(tokenizer), *stops]
     known = tokenizer.get_vocab()
     for name in settings.end_tokens:
         if name not in known:

@@ -17,7 +17,7 @@ from gptj_ft.data.chat import MESSAGES, start_conversation
 from gptj_ft.data.columns import is_unicode
 from gptj_ft.data.encode import Prompt, encode_prompt
 from gptj_ft.data.template import fields_of, stripped
-from gptj_ft.data.tokenization import load_tokenizer
+from gptj_ft.data.tokenization import check_ids, load_tokenizer
 from gptj_ft.errors import DataError, UsageError, did_you_mean
 from gptj_ft.generation.decoding import AnswerStreamer, generate_tokens, text_of
 from gptj_ft.generation.hf_model import StreamedModel
@@ -151,7 +151,9 @@ class GenerationSetup(InferenceSetup):
 
     def encode(self, values: Mapping[str, Any]) -> Prompt:
         """Render, tokenize and shorten the prompt of a row as the recipe says."""
-        return encode_prompt(self.recipe, self.tokenizer, values, self.room)
+        prompt = encode_prompt(self.recipe, self.tokenizer, values, self.room)
+        check_ids(prompt.ids, int(self.architecture.config.vocab_size))
+        return prompt
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,6 @@ SPECIAL: Mapping[str, Any] = {
 # Fields that would change the computation -> supported values.
 ONLY: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": tuple(ACTIVATIONS),
-    "pretraining_tp": (1,),  # sums of partial products, which round differently
     "rope_interleaved": (False,),
     "resid_pdrop": (0.0,),
     "embd_pdrop": (0.0,),

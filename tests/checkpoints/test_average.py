@@ -13,6 +13,9 @@ from safetensors.torch import load_file, save_file
 from support.checkpoint_files import State, make_state, write_source
 from transformers import AutoModelForCausalLM
 
+from gptj_ft.checkpoints.convert import Conversion, convert
+from gptj_ft.errors import UsageError
+
 
 def weights_of(folder: Path) -> State:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
@@ -66,10 +69,30 @@ def test_only_equal_architectures_are_averaged(shell, tmp_path: Path) -> None:
 
 def adapter(base: Path, folder: Path, seed: int, **options: object) -> Path:
     torch.manual_seed(seed)
-    config = LoraConfig(target_modules=["q_proj", "fc_in"], init_lora_weights=False, **options)
+    options = {"target_modules": ["q_proj", "fc_in"], **options}
+    config = LoraConfig(init_lora_weights=False, **options)
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
     model.save_pretrained(folder)
     return folder
+
+
+def test_adapter_of_the_head_opens(tmp_path: Path) -> None:
+    base = write_source(tmp_path / "base", make_state()[1])
+    folder, file = (
+        adapter(base, tmp_path / "a", 0, r=2, target_modules=["q_proj", "lm_head"]),
+        "adapter_model.safetensors",
+    )
+    name = "base_model.model.lm_head.base_layer.weight"
+    tensors = load_file(folder / file)
+    assert name in tensors, "PEFT writes the head's own weight, too"
+    convert(base, tmp_path / "merged", Conversion(merge=folder))
+    ids = torch.tensor([[1, 7, 3, 9]])
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, rtol=1e-5, atol=1e-5)
+    save_file({**tensors, name: tensors[name] + 1}, folder / file)
+    with pytest.raises(UsageError, match=r"lm_head\.weight with other values than its base model"):
+        convert(base, tmp_path / "other", Conversion(merge=folder))
 
 
 def test_adapters_of_one_shape_are_averaged(shell, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from support.checkpoint_files import FORMS, State, logits, make_state, write_source
 from torch import Tensor
 
@@ -238,6 +239,19 @@ def test_misfit_error_names_shapes_and_file(tmp_path: Path, state: State) -> Non
     assert "transformer.h.0.ln_1.bias in model.safetensors is torch.int64" in message
     assert "transformer.h.7.ln_1.bias in model.safetensors is no tensor of this gptj" in message
     assert message.endswith("and 1 more")
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_fp8_weights_are_named(tmp_path: Path, state: State, suffix: str) -> None:
+    source = write_source(tmp_path / "source", state)
+    narrow = {name: value.to(torch.float8_e4m3fn) for name, value in state.items()}
+    if suffix == "bin":
+        (source / "model.safetensors").unlink()
+        torch.save(narrow, source / "pytorch_model.bin")
+    else:
+        save_file(narrow, source / "model.safetensors")
+    with pytest.raises(DataError, match=r"F8_E4M3' are not supported|is torch.float8_e4m3fn, not fp32"):
+        check_tensors(read_architecture(source), open_checkpoint(source))
 
 
 def test_missing_tensor_is_named(tmp_path: Path, state: State) -> None:

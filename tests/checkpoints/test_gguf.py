@@ -16,6 +16,7 @@ from support.gguf_models import MODELS, make_model
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from gptj_ft.checkpoints.architecture import read_architecture
 from gptj_ft.checkpoints.base_model import find_model
 from gptj_ft.checkpoints.convert import Conversion, convert
 from gptj_ft.checkpoints.gguf.header import read_header
@@ -86,6 +87,23 @@ def test_model_survives_gguf_and_back(tmp_path: Path, exported: Callable[[str], 
     assert (tmp_path / "back/chat_template.jinja").read_text() == (folder / "chat_template.jinja").read_text()
     ends = json.loads((tmp_path / "back/generation_config.json").read_text())["eos_token_id"]
     assert ends in (2, [2, 0])
+
+
+def test_ids_of_another_vocabulary_are_dropped(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "m", "phi3", pad_token_id=None)
+    path = folder / "config.json"
+    raw = json.loads(path.read_text()) | {"bos_token_id": 50256, "eos_token_id": 50256}
+    path.write_text(json.dumps(raw))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    kept = {key: value for key, value in settings.items() if key not in ("bos_token", "pad_token")}
+    (folder / "tokenizer_config.json").write_text(json.dumps(kept))
+    (folder / "generation_config.json").unlink()
+    convert(folder, tmp_path / "m.gguf", Conversion(to="gguf"))
+    assert "tokenizer.ggml.bos_token_id" not in read_header(tmp_path / "m.gguf").metadata
+    convert(tmp_path / "m.gguf", tmp_path / "back")
+    back = read_architecture(tmp_path / "back")
+    assert (back.config.bos_token_id, back.config.pad_token_id) == (None, None), "not the family's 32000"
+    AutoModelForCausalLM.from_pretrained(tmp_path / "back")
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])

@@ -251,6 +251,9 @@ def test_chat_recipe_takes_the_models_template(tmp_path) -> None:
     stopped = Generation(stop=("<|eot_id|>", "\n"))
     assert end_ids(tokenizer, stopped) == [tokenizer.eos_token_id, number("<|eot_id|>")], "decoding leaves it out"
     assert completed.template_date == date.today().isoformat()
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": number("</s>")}))
+    plain = with_model_defaults(recipe(chat_template="none"), folder)
+    assert plain.generation.end_tokens == ("</s>", tokenizer.eos_token), "one end that is not the tokenizer's"
     assert with_model_defaults(completed, folder) == completed
     check_is_chat(completed)
     frozen = completed.model_copy(update={"template_date": "2024-02-29"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,26 @@ def test_impossible_requests_fail_with_a_reason(model: Path, shell) -> None:
         done = shell(line)
         assert done.code == code, (line, done.err)
         assert reason in done.err, (line, done.err)
+
+
+def test_tokenizer_of_another_model_is_named(model: Path, shell) -> None:
+    name, raw = model / "tokenizer_config.json", json.loads((model / "config.json").read_text(encoding="utf-8"))
+    settings = json.loads(name.read_text(encoding="utf-8"))
+    token = settings.pop("eos_token")
+    name.write_text(json.dumps(settings), encoding="utf-8")
+    (model / "generation_config.json").unlink(missing_ok=True)
+    for line in ("generate x --raw", "generate --input rows.jsonl --output out.jsonl"):
+        Path("rows.jsonl").write_text('{"note": "x"}\n', encoding="utf-8")
+        done = shell(f"{line} --model tuned --max-new-tokens 4")
+        assert (done.code, "has no EOS token" in done.err) == (2, True), done.err
+    name.write_text(json.dumps({**settings, "eos_token": token}), encoding="utf-8")
+    make_tiny(Path("small"), ["a"], seed=0, vocab_target=260)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model / file, Path("small", file))
+    done = shell("generate 'The lift stops.' --raw --model small --max-new-tokens 4")
+    assert done.code == 3, done.err
+    assert "the tokenizer is not this model's" in done.err
+    assert raw["vocab_size"] > 260
 
 
 def test_damaged_weights_are_named(model: Path, shell) -> None:

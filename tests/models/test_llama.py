@@ -24,7 +24,6 @@ SLIDING, FULL = "sliding_attention", "full_attention"
     ("model_type", "fields", "reason"),
     [
         ("llama", {"hidden_act": "relu2"}, "hidden_act 'relu2' is not supported; known: silu, swish"),
-        ("llama", {"pretraining_tp": 2}, "pretraining_tp 2 is not supported; known: 1"),
         ("llama", {"rope_interleaved": True}, "rope_interleaved True"),
         ("llama", {"num_key_value_heads": 4}, "num_attention_heads 6 is not a multiple of num_key_value_heads 4"),
         ("llama", {"num_attention_heads": 0}, "num_attention_heads must be a positive integer"),

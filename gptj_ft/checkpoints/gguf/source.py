@@ -227,7 +227,7 @@ def read_gguf_config(header: GgufHeader) -> dict[str, Any]:
     raw["vocab_size"] = embedding.shape[0]
     raw["tie_word_embeddings"] = OUTPUT not in header.tensors
     ids = {ours: metadata.get(f"tokenizer.ggml.{theirs}_token_id") for ours, theirs in TOKEN_IDS.items()}
-    return raw | {key: value for key, value in ids.items() if value is not None}
+    return raw | ids  # those that the file lacks, too: a family's defaults are another vocabulary's
 
 
 def _numbers(header: GgufHeader, name: str) -> list[float]:

@@ -232,8 +232,10 @@ def read_vocabulary(folder: Path, num_rows: int, raw: Mapping[str, Any]) -> Voca
         types.append(_type(number, token, spelled, added, unknown if is_pieces else None, is_pieces))
     specific = _pieces_metadata(folder, content, tokens, types) if is_pieces else _byte_level_metadata(folder, content)
     template = _template(folder)
-    ends = _ends(folder, tokenizer.eos_token_id, raw)
+    # A config.json may keep the ids of another vocabulary: GPT-2's are its family's defaults.
+    ends = tuple(end for end in _ends(folder, tokenizer.eos_token_id, raw) if end < num_rows)
     bos = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else raw.get("bos_token_id")
+    bos = None if bos is None or bos >= num_rows else bos
     adds_bos = bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
     ids = {
         "bos": bos, "eos": next(iter(ends), None), "unknown": tokenizer.unk_token_id,
