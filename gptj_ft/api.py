@@ -703,6 +703,10 @@ def label(
     from gptj_ft.evaluation.predict import label_texts, text_fields
     from gptj_ft.generation.generator import InferenceSetup
 
+    if isinstance(texts, str):
+        raise UsageError("texts is one text: give a list of them")
+    if not texts:
+        return []
     setup = InferenceSetup.of(folder, recipe)
     fields = text_fields(setup.recipe)
 

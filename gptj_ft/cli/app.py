@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
@@ -195,7 +196,8 @@ def _fail(error: GptjFtError, notes: Sequence[str] = ()) -> int:
     message = "\n".join([str(error), *(notes or notes_of(error))])
     with StopRequest(on_first=lambda: None):  # a second signal must not cut off the message
         if "--json" in sys.argv:
-            print_json({"error": message, "exit_code": error.exit_code})
+            with suppress(OSError):  # stdout's disk may be full
+                print_json({"error": message, "exit_code": error.exit_code})
         text = f"gptj-ft: {message}"
         if sys.stderr.isatty():  # a terminal would break long lines inside words
             from gptj_ft.cli.terminal.screen import console_for, say, whole

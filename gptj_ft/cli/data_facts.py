@@ -77,10 +77,11 @@ def data_rows(report: Mapping[str, Any]) -> Pairs:
     trained = "of them trained on" if is_text else "places labelled"
     skipped = report["rows_read"] - report["rows_kept"]
     more = f" and {len(files) - FILES_SHOWN:,} more" if len(files) > FILES_SHOWN else ""
+    columns = (_column(field, column, settings.get("task")) for field, column in report["columns"].items())
     rows = [
         ("files" if len(files) > 1 else "file", ", ".join(files[:FILES_SHOWN]) + more),
         ("rows", f"{report['rows_read']:,} read = {report['rows_kept']:,} kept + {skipped:,} skipped"),
-        ("columns", ", ".join(_column(field, column) for field, column in report["columns"].items())),
+        ("columns", ", ".join(columns)),
         (
             "tokens",
             f"{report['tokens']:,}, {report['target_tokens']:,} {trained}; longest row {report['longest']:,}",
@@ -105,10 +106,12 @@ def data_rows(report: Mapping[str, Any]) -> Pairs:
     return [*rows, *(("note", note) for note in report["notes"])]
 
 
-def _column(field: str, column: str) -> str:
+def _column(field: str, column: str, task: str | None) -> str:
     first, several, _ = column.partition("+")
     if not several:
         return f"{field} = column '{shortened(column)}'"
+    if field == "label" and task == "multi-label":
+        return f"{field} = columns '{shortened(column)}' (1 in a column: the row has its label)"
     trained = f"'{shortened(first)}' is the target where it has a text; all are right answers"
     return f"{field} = columns '{shortened(column)}' ({trained})"
 

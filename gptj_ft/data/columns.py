@@ -317,6 +317,8 @@ class FieldReader:
     def _texts_in(self, column: str, cell: Any, is_answer: bool) -> list[str]:
         try:
             if isinstance(cell, list) and column in self._sentence_columns:
+                if any(isinstance(item, list) for item in cell):
+                    raise RowSkipped("a list within a list; write each item as one text, e.g. 'a | b | c'")
                 cell = "\n".join(part for item in cell if (part := cell_text(item)) is not None)
             if is_answer:
                 return alternatives_of(cell)

@@ -398,7 +398,7 @@ class _Process:
             ResourceError: it needs more memory than its control group allows.
             GptjFtError: it failed, or was done before it could be killed.
         """
-        command = [sys.executable, "-m", "gptj_ft", *words, "--quiet"]
+        command = [sys.executable, "-P", "-m", "gptj_ft", *words, "--quiet"]
         start = step_end = time.monotonic()
         next_sample = 0.0
         self._read_metrics()  # steps before a resume

@@ -208,8 +208,10 @@ def token_of(member: Membership, environment: Mapping[str, str]) -> str:
             draft.unlink()
         if path.stat().st_mode & 0o077 or path.is_symlink():
             raise UsageError(f"{path} is the secret of this machine's runs, and others may read it: remove it")
-        return path.read_text(encoding="ascii")
-    except OSError as error:
+        if text := path.read_text(encoding="ascii"):
+            return text
+        raise UsageError(f"{path}, the secret of this machine's runs, is empty: remove it")
+    except (OSError, UnicodeError) as error:
         raise UsageError(f"cannot keep {path}, the secret of this machine's runs: {error}; set {TOKEN}") from error
 
 
@@ -220,7 +222,8 @@ def start_others(member: Membership, token: str, arguments: Sequence[str]) -> li
     common |= {STORE: str(member.store), "OMP_NUM_THREADS": str(threads_of(member))}
     return [
         subprocess.Popen(
-            [sys.executable, "-m", "gptj_ft", *arguments],
+            # -P: no module is imported from the working directory, which may be a stranger's.
+            [sys.executable, "-P", "-m", "gptj_ft", *arguments],
             env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

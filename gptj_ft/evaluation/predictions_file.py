@@ -21,7 +21,7 @@ from gptj_ft.data.readers.source import FileOptions, identify, is_prepared
 from gptj_ft.errors import DataError, RowSkipped, UsageError
 from gptj_ft.evaluation.answerer import scores_of
 from gptj_ft.evaluation.comparison import Evaluation, ModelComparison, compare_models, finite, with_warnings
-from gptj_ft.evaluation.metrics import METRICS
+from gptj_ft.evaluation.metrics import METRICS, TASK_METRICS
 from gptj_ft.evaluation.metrics.squad import unanswered
 from gptj_ft.system.atomic import atomic_files
 
@@ -55,6 +55,7 @@ def score_files(request: PredictionsRequest) -> ModelComparison:
         DataError: outputs that do not match the rows.
     """
     recipe = request.recipe
+    recipe = recipe.model_copy(update={"metrics": recipe.metrics or TASK_METRICS.get(recipe.task, ())})
     if not recipe.metrics:
         raise UsageError("which scores? name a recipe, e.g. --recipe summarization, or add --set metrics=[rouge]")
     data = data_path(request.data) if request.data else None

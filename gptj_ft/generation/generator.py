@@ -243,6 +243,8 @@ def fill_fields(recipe: Recipe, prompt: str, more: Mapping[str, str]) -> dict[st
                 f"--field {name}: the template has no such field{did_you_mean(name, names)}; it has {', '.join(names)}"
             )
     left = [name for name in names if name not in more]
+    if not left:
+        raise UsageError(f"--field {names[0]}: the prompt itself is the last field; give this text as the prompt")
     if len(left) != 1:
         example = (
             " ".join(f'--field {name}="..."' for name in names if name == recipe.shorten) or f'--field {names[0]}="..."'

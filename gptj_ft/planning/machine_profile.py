@@ -11,6 +11,7 @@ import os
 import platform
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +26,7 @@ from gptj_ft.planning.probe import ASSUMED_DISK, FILE_BYTES, ComputeRates, DiskR
 from gptj_ft.planning.product_times import Choice, ProductKind
 from gptj_ft.planning.workload import Workload
 from gptj_ft.system.accelerator import device_name, is_accelerator, supports_bf16
+from gptj_ft.system.atomic import draft_of
 from gptj_ft.system.digests import read_sealed, sealed
 from gptj_ft.system.dtypes import PRECISIONS
 from gptj_ft.system.files import write_file
@@ -342,13 +344,14 @@ def _keep(part: str, key: str, measured: dict[str, Any]) -> None:
     """Store a measurement in the file, or in memory if the file cannot be written."""
     known = _read_cache()
     known[part] = {**_entries(part), key: measured}
-    # Other processes may write at the same time: each has its own file, and the last rename wins.
-    new = _cache().with_suffix(f".{os.getpid()}")
+    new = draft_of(_cache())  # other processes may write at the same time: the last rename wins
     try:
         make_home()
         write_file(new, json.dumps(sealed(known), indent=2) + "\n")
         os.replace(new, _cache())
     except OSError:
+        with suppress(OSError):
+            new.unlink()
         _unsaved[_cache(), part, key] = measured
     else:
         _unsaved.pop((_cache(), part, key), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -52,6 +53,8 @@ class LastingStream:
 def lasting_streams() -> Iterator[None]:
     """Wrap standard output and error in `LastingStream` inside the block."""
     open_missing()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # an answer may have letters that Latin-1 lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (cast(TextIO, LastingStream(stream)) for stream in before)
     try:

@@ -133,6 +133,7 @@ def leftovers(runs: Sequence[Run]) -> Iterator[list[Leftovers]]:
         UsageError: a folder is not a run, or is in use.
         DataError: a run contains a link out of its folder.
     """
+    runs = list({run.folder.resolve(): run for run in runs}.values())
     with ExitStack() as stack:
         for run in runs:
             folder = hidden_name(run.folder, "starting")

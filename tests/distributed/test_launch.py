@@ -409,6 +409,10 @@ def test_secret_of_a_machine_is_private(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(token) == 32
     assert token_of(one, {}) == token
     assert token_of(one, {"GPTJ_FT_TOKEN": "mine"}) == "mine"
+    for damaged in ("tok\u00e9", ""):
+        (tmp_path / "token").write_text(damaged, encoding="utf-8")
+        with pytest.raises(UsageError, match="token"):
+            token_of(one, {})
     assert token_of(several, {}) == ""
     (file,) = tmp_path.iterdir()
     assert file.stat().st_mode & 0o777 == 0o600

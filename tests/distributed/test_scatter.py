@@ -269,6 +269,7 @@ def labeller(folder: Path, rows: Path) -> Path:
 def test_nproc_predictions_keep_bytes(tmp_path, rows, shell, server) -> None:
     words = f"predict --model {labeller(tmp_path, rows)} --input {rows} --precision fp32 --set micro_batch_tokens=64"
     assert shell(f"{words} --output 1.jsonl").code == 0
+    (tmp_path / "random.py").write_text("raise SystemExit('imported from the working directory')")
     assert server.run(f"{words} --output 2.jsonl --set threads=1 --nproc 2 --json", tmp_path)[0] == 0
     assert json.loads((tmp_path / "output.txt").read_text(encoding="utf-8"))["rows"] == 18, "nothing else is printed"
     assert Path("2.jsonl").read_bytes() == Path("1.jsonl").read_bytes()

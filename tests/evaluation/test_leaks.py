@@ -262,6 +262,7 @@ def test_wilson_interval_of_no_leak_is_not_zero() -> None:
     none, half = wilson_estimate(0, 100), wilson_estimate(50, 100)
     assert (none.value, none.low, none.high) == pytest.approx((0, 0, 3.6995), abs=1e-3)
     assert (half.value, half.low, half.high) == pytest.approx((50, 40.383, 59.617), abs=1e-3)
+    assert (wilson_estimate(0, 3).low, wilson_estimate(3, 3).high) == (0.0, 100.0)
     assert wilson_estimate(0, 0).low is None
 
 

@@ -30,7 +30,7 @@ from gptj_ft.config.run_folder import Run, steps_done, what_is_saved
 from gptj_ft.errors import Interrupted, ResourceError
 from gptj_ft.system import signals
 from gptj_ft.system.signals import SIGNALS, StopRequest
-from gptj_ft.system.streams import LastingStream, open_missing
+from gptj_ft.system.streams import LastingStream, lasting_streams, open_missing
 from gptj_ft.training import compute, export, loop, restore, retention, row_scores
 from gptj_ft.training.finetune import saved_state_in_errors
 from gptj_ft.training.nonfinite import LossWatch
@@ -487,6 +487,14 @@ def test_stream_survives_closed_reader_not_full_disk() -> None:
     stream.close()
     with open("/dev/full", "w") as full, pytest.raises(OSError, match="No space"):
         LastingStream(full).write("x" * 100_000)
+
+
+def test_letters_that_stdout_lacks_are_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(inner, encoding="latin-1"))
+    with lasting_streams():
+        print("naïve 日本")
+    assert inner.getvalue() == b"na\xefve \\u65e5\\u672c\n"
 
 
 def test_closed_terminal_fails_no_run(model: Path, straight: dict[str, torch.Tensor], tmp_path: Path) -> None:

@@ -202,8 +202,8 @@ def test_flipped_bit_prevents_resume(file: str, runs: Path, shell: Shell) -> Non
 def test_cleaning_finished_run_keeps_model_and_metrics(runs: Path, shell: Shell) -> None:
     kept = {path: data for path, data in content(runs / "done").items() if "checkpoints" not in path.parts}
     size = shell("runs list runs/done --json").json["runs"][0]["bytes"]
-    done = shell("runs clean runs/done --dry-run --json")
-    assert done.code == 0
+    done = shell("runs clean runs/done runs/done/ --dry-run --json")
+    assert (done.code, len(done.json["runs"])) == (0, 1)
     assert done.json["runs"][0]["paths"] == ["runs/done/checkpoints"]
     assert (runs / "done" / "checkpoints" / "step-000003").exists()
     assert shell("runs clean runs/done").out.startswith("runs/done: ")

@@ -27,7 +27,9 @@ def wilson_estimate(count: int, total: int) -> Estimate:
     rate, square = count / total, _NORMAL**2 / total
     middle = (rate + square / 2) / (1 + square)
     reach = _NORMAL * math.sqrt(rate * (1 - rate) / total + square / (4 * total)) / (1 + square)
-    return Estimate(100.0 * rate, 100.0 * max(0.0, middle - reach), 100.0 * min(1.0, middle + reach))
+    # Exactly 0 and 100 there: rounding would leave the rate outside its interval.
+    low, high = middle - reach if count else 0.0, middle + reach if count < total else 1.0
+    return Estimate(100.0 * rate, 100.0 * low, 100.0 * high)
 
 
 @dataclass(frozen=True)
