@@ -704,9 +704,7 @@ def label(
     from gptj_ft.generation.generator import InferenceSetup
 
     if isinstance(texts, str):
-        raise UsageError("texts is one text: give a list of them")
-    if not texts:
-        return []
+        raise UsageError("texts is one text; give a list: predict([text], ...)")
     setup = InferenceSetup.of(folder, recipe)
     fields = text_fields(setup.recipe)
 
@@ -719,7 +717,8 @@ def label(
             raise UsageError(f"{folder} labels {expected}; on the command line, --pair TEXT is the second text")
         return dict(zip(fields, parts, strict=False))
 
-    return [dict(answer.facts) for answer in label_texts(setup, [values(text) for text in texts])]
+    rows = [values(text) for text in texts]
+    return [dict(answer.facts) for answer in label_texts(setup, rows)] if rows else []
 
 
 def resolved_options(recipe: str | Resolved | None, options: Mapping[str, Any]) -> Resolved:

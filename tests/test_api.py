@@ -179,6 +179,12 @@ def test_a_plan_is_that_of_the_command(in_run: Path, shell, capfd) -> None:
         assert facts[name] == typed[name], name
 
 
+def test_predict_takes_a_list_of_texts(in_run: Path) -> None:
+    assert gptj_ft.predict([], "run") == []
+    with pytest.raises(gptj_ft.GptjFtError, match="texts is one text"):
+        gptj_ft.predict("excellent", "run")
+
+
 def test_api_evaluation_equals_command(in_run: Path, shell, capfd) -> None:
     notebook, settings = Notebook(), {"max_new_tokens": 2}
     capfd.readouterr()

@@ -205,7 +205,7 @@ def open_adapter(folder: Path, architecture: Architecture) -> Adapter:
             keys.remove(magnitude)
         for part in ("weight", "bias"):  # PEFT also writes those of an adapted head
             if (own := _key(architecture, f"{module}.base_layer.{part}")) in keys:
-                _check_unchanged(folder, shard.read(own), f"{module}.{part}", architecture)
+                _check_unchanged(folder, shard.read(own), f"{module}.{part}")
                 keys.remove(own)
         ranks[module] = Rank(rank, _scaling(config, module, rank), "fixed" if is_dora else None)
     whole = {
@@ -229,14 +229,13 @@ def open_adapter(folder: Path, architecture: Architecture) -> Adapter:
     return Adapter(folder, ranks, shard, architecture, transposed, frozenset(whole))
 
 
-def _check_unchanged(folder: Path, copy: Tensor, name: str, architecture: Architecture) -> None:
+def _check_unchanged(folder: Path, copy: Tensor, name: str) -> None:
     """Raise `UsageError` unless an adapter's copy of a parameter equals the base model's."""
-    base = open_checkpoint(base_folder(folder))
-    stored = base.read(name if name in base.names else architecture.ties().get(name, name))
-    if not torch.equal(copy.float(), stored.float()):
+    with open_checkpoint(base_folder(folder)) as base:
+        is_same = name in base.names and torch.equal(copy.float(), base.read(name).float())
+    if not is_same:
         raise UsageError(
-            f"{folder}: the adapter's file holds {name} with other values than its base model, which is not supported; "
-            "merge it in PEFT"
+            f"{folder}: its copy of {name} differs from the base model's, which is not supported; merge it in PEFT"
         )
 
 

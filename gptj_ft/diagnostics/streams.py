@@ -136,7 +136,7 @@ def run_sanitizer(
     Raises:
         Skipped: the process failed or took too long, which proves nothing about the device.
     """
-    command = [sys.executable, "-m", __name__, str(folder), str(device), precision]
+    command = [sys.executable, "-P", "-m", __name__, str(folder), str(device), precision]
     environment = {**os.environ, "TORCH_CUDA_SANITIZER": "1"}
     try:
         done = run_process(

@@ -55,7 +55,8 @@ def score_files(request: PredictionsRequest) -> ModelComparison:
         DataError: outputs that do not match the rows.
     """
     recipe = request.recipe
-    recipe = recipe.model_copy(update={"metrics": recipe.metrics or TASK_METRICS.get(recipe.task, ())})
+    if not recipe.metrics:
+        recipe = recipe.model_copy(update={"metrics": TASK_METRICS.get(recipe.task, ())})
     if not recipe.metrics:
         raise UsageError("which scores? name a recipe, e.g. --recipe summarization, or add --set metrics=[rouge]")
     data = data_path(request.data) if request.data else None

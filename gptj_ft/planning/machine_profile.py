@@ -7,11 +7,9 @@ these seconds again.
 from __future__ import annotations
 
 import json
-import os
 import platform
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,10 +24,9 @@ from gptj_ft.planning.probe import ASSUMED_DISK, FILE_BYTES, ComputeRates, DiskR
 from gptj_ft.planning.product_times import Choice, ProductKind
 from gptj_ft.planning.workload import Workload
 from gptj_ft.system.accelerator import device_name, is_accelerator, supports_bf16
-from gptj_ft.system.atomic import draft_of
+from gptj_ft.system.atomic import replace_shared
 from gptj_ft.system.digests import read_sealed, sealed
 from gptj_ft.system.dtypes import PRECISIONS
-from gptj_ft.system.files import write_file
 from gptj_ft.system.machine import cpu_kernels, emulates_bf16, existing_folder, free_disk
 from gptj_ft.system.paths import home, make_home
 
@@ -344,14 +341,10 @@ def _keep(part: str, key: str, measured: dict[str, Any]) -> None:
     """Store a measurement in the file, or in memory if the file cannot be written."""
     known = _read_cache()
     known[part] = {**_entries(part), key: measured}
-    new = draft_of(_cache())  # other processes may write at the same time: the last rename wins
     try:
         make_home()
-        write_file(new, json.dumps(sealed(known), indent=2) + "\n")
-        os.replace(new, _cache())
+        replace_shared(_cache(), json.dumps(sealed(known), indent=2) + "\n")
     except OSError:
-        with suppress(OSError):
-            new.unlink()
         _unsaved[_cache(), part, key] = measured
     else:
         _unsaved.pop((_cache(), part, key), None)

@@ -172,8 +172,12 @@ def _clear_unless(draft: Path, resume: Mapping[str, Any] | None) -> None:
 def replace_shared(path: Path, text: str, mode: int = PRIVATE_FILE) -> None:
     """Replace a small file that other processes may replace at the same time; the last one wins, whole."""
     draft = draft_of(path)
-    write_file(draft, text, mode)
-    os.replace(draft, path)
+    try:
+        write_file(draft, text, mode)
+        os.replace(draft, path)
+    except OSError:
+        discard(draft)
+        raise
     sync_path(path.parent)
 
 

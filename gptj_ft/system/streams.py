@@ -53,7 +53,8 @@ class LastingStream:
 def lasting_streams() -> Iterator[None]:
     """Wrap standard output and error in `LastingStream` inside the block."""
     open_missing()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # an answer may have letters that Latin-1 lacks
+    # An answer may have letters that Latin-1 lacks. Another handler than "strict" was chosen, and stays.
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (cast(TextIO, LastingStream(stream)) for stream in before)

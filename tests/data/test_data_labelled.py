@@ -14,6 +14,7 @@ from support.tiny_tokenizer import make_tokenizer
 from support.tiny_wordpiece import SPECIAL, make_wordpiece, write_vocabulary
 from transformers import AutoTokenizer, BertTokenizer, RobertaTokenizer
 
+from gptj_ft.cli.data_facts import data_rows
 from gptj_ft.config.options import Recipe
 from gptj_ft.data.checks.tokens import check_tokens
 from gptj_ft.data.dataset import Prepared, save_dataset
@@ -341,6 +342,7 @@ def test_label_columns_hold_yes_or_no(bert: Any) -> None:
     ]  # fmt: skip
     done = prepared(bert, rows, task="multi-label", map={"label": "rude+kind"})
     assert done.report.labels == ("kind", "rude")
+    assert "'rude+kind' (1 in a column: the row has its label)" in dict(data_rows(done.report.to_dict()))["columns"]
     assert [row["values"] for row in done.rows] == [[0.0, 1.0], [1.0, 0.0], [0.0, 0.0]]
     assert list(done.report.rows_skipped) == ["column 'rude' has 'perhaps', which is neither 1 nor 0"]
 

@@ -236,6 +236,14 @@ def test_first_answer_is_target_all_are_references():
     assert found.references == ["x", "y"]
 
 
+def test_list_of_lists_is_no_list_of_sentences():
+    columns, facts = {"text": "text", "relations": "triples"}, recipe("relation-extraction")
+    found = read_fields({"text": "A", "triples": ["a | b | c", "d | e | f"]}, columns, facts)
+    assert found.values["relations"] == "a | b | c\nd | e | f"
+    with pytest.raises(RowSkipped, match="column 'triples': a list within a list"):
+        read_fields({"text": "A", "triples": [["a", "b", "c"]]}, columns, facts)
+
+
 def test_plain_text_has_no_references():
     plain = recipe("continuous-pretraining")
     assert read_fields({"text": ["A.", "B."]}, {"text": "text"}, plain).references == []

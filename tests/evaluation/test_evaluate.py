@@ -471,6 +471,8 @@ def test_squad_v2_predictions_have_split_scores(shell) -> None:
     assert again.code == 0, again.err
     assert again.json["model"]["scores"] == done.json["model"]["scores"]
     assert not again.json["model"]["notes"]
+    spans = shell("evaluate --predictions p.json --data dev.json --recipe squad2-bert --json")
+    assert spans.json["model"]["scores"] == done.json["model"]["scores"], "a head that answers by spans"
     Path("p.json").write_text(json.dumps({**official, "a": ""}, indent=1), encoding="utf-8")
     said = shell("evaluate --predictions p.json --data dev.json --recipe squad --json").json["model"]
     assert (said["scores"]["HasAns_exact"], said["notes"][0][:24]) == (0.0, "1 predictions are empty,")

@@ -172,6 +172,7 @@ def test_impossible_requests_fail_with_a_reason(model: Path, shell) -> None:
         ("generate --input rows.jsonl --output out.jsonl --field a=b --model tuned", 2, "--field is for a single"),
         ("generate --chat --field a=b --model tuned", 2, "--field is for a single"),
         ("generate --chat --num-return 3 --temperature 1 --model tuned", 2, "leave out --num-return"),
+        ("generate x --field document=b --model tuned", 2, "give this text as the prompt"),
         ("generate x --set data=rows.jsonl --model tuned", 2, "name those to answer with --input"),
         ("generate x --set model=some", 2, "no model 'some'"),
         ("generate x --set 'prompt=Say it.' --model tuned", 2, "no field"),
@@ -182,15 +183,15 @@ def test_impossible_requests_fail_with_a_reason(model: Path, shell) -> None:
         assert reason in done.err, (line, done.err)
 
 
-def test_tokenizer_of_another_model_is_named(model: Path, shell) -> None:
-    name, raw = model / "tokenizer_config.json", json.loads((model / "config.json").read_text(encoding="utf-8"))
+def test_unfit_tokenizer_is_named(model: Path, shell) -> None:
+    name = model / "tokenizer_config.json"
     settings = json.loads(name.read_text(encoding="utf-8"))
     token = settings.pop("eos_token")
     name.write_text(json.dumps(settings), encoding="utf-8")
     for other in ("generation_config.json", "special_tokens_map.json"):
         (model / other).unlink()
+    Path("rows.jsonl").write_text('{"note": "x"}\n', encoding="utf-8")
     for line in ("generate x --raw", "generate --input rows.jsonl --output out.jsonl"):
-        Path("rows.jsonl").write_text('{"note": "x"}\n', encoding="utf-8")
         done = shell(f"{line} --model tuned --max-new-tokens 4")
         assert (done.code, "has no EOS token" in done.err) == (2, True), done.err
     name.write_text(json.dumps({**settings, "eos_token": token}), encoding="utf-8")
@@ -200,7 +201,6 @@ def test_tokenizer_of_another_model_is_named(model: Path, shell) -> None:
     done = shell("generate 'The lift stops.' --raw --model small --max-new-tokens 4")
     assert done.code == 3, done.err
     assert "the tokenizer is not this model's" in done.err
-    assert raw["vocab_size"] > 260
 
 
 def test_damaged_weights_are_named(model: Path, shell) -> None:

@@ -247,6 +247,10 @@ def test_unwritable_home_costs_one_measurement(
         assert machine_profile.rates(CPU, tmp_path, machine=machine) == fixed_rates
     assert machine.counts == {"compute": 1, "disk": 1}
     monkeypatch.setenv("GPTJ_FT_HOME", str(tmp_path / "another-home"))
+    (tmp_path / "another-home" / "machine.json").mkdir(parents=True)
+    machine_profile.rates(CPU, tmp_path, machine=machine)
+    assert len([*(tmp_path / "another-home").iterdir()]) == 1, "the draft stays"
+    monkeypatch.setenv("GPTJ_FT_HOME", str(tmp_path / "third-home"))
     assert not machine_profile.is_known(CPU), "another home knows the unsaved rates of the first"
 
 
