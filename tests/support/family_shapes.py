@@ -67,7 +67,9 @@ FAMILY_SHAPES: Mapping[str, Mapping[str, Any]] = {
         **LLAMA, **ODD, "model_type": "qwen3", "attention_bias": True, "tie_word_embeddings": True,
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0},
     },
-    "smollm3": {**LLAMA, "model_type": "smollm3", "no_rope_layer_interval": 2, "pad_token_id": None, "pretraining_tp": 2},
+    "smollm3": {
+        **LLAMA, "model_type": "smollm3", "no_rope_layer_interval": 2, "pad_token_id": None, "pretraining_tp": 2,
+    },
     "smollm3, odd": {
         **LLAMA, **ODD, "model_type": "smollm3", "no_rope_layers": [0, 1, 1], "attention_bias": True, "mlp_bias": True,
         "tie_word_embeddings": False, "pad_token_id": None,
