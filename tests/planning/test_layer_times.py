@@ -122,7 +122,7 @@ def test_cached_layers_are_not_timed_again(machine: FakeMachine, tmp_path: Path,
     rates(CPU, tmp_path, again=True, machine=machine)
     with_times(workload, "fp32", CPU, PLENTY, machine)
     assert len(machine.timed) == count + 12, "plan --measure"
-    monkeypatch.setattr(machine_profile, "write_file", refuse)
+    monkeypatch.setattr(machine_profile, "replace_shared", refuse)
     rates(CPU, tmp_path, again=True, machine=machine)
     with_times(workload, "fp32", CPU, PLENTY, machine)
     assert len(machine.timed) == count + 16, "also if the measurements cannot be written"
