@@ -28,11 +28,11 @@ from gptj_ft.system.accelerator import (
     supports_bf16,
 )
 from gptj_ft.system.direct_io import takes_direct
+from gptj_ft.system.cgroup import memory_limits
 from gptj_ft.system.machine import existing_folder, free_memory
 from gptj_ft.system.memory import allocate
 
 LIBRARIES = ("torch", "transformers", "datasets", "tokenizers", "numpy", "huggingface_hub")
-CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 PROBED_BYTES = 64 * 2**20
 FIRST_LOCKED, MAX_LOCKED = 256 * 2**20, 16 * 2**30
 LOCKED_SHARE = 0.5  # of free RAM, at most
@@ -93,20 +93,10 @@ def _memory() -> dict[str, Any]:
     return {
         "total": int(psutil.virtual_memory().total),
         "free": free_memory(CPU),
-        "container_limit": _container_limit(),
+        "container_limit": min((each.limit for each in memory_limits()), default=None),
         "lockable_by_ulimit": None if locked == resource.RLIM_INFINITY else locked,
         "huge_pages_had": _if_known(huge_share),
     }
-
-
-def _container_limit() -> int | None:
-    """Return a container's memory limit in bytes."""
-    for path in CGROUPS:
-        with suppress(OSError, ValueError):
-            limit = int(Path(path).read_text(encoding="ascii"))
-            # Without a limit, version 1 of control groups has a number near 2^63.
-            return limit if limit < 1 << 60 else None
-    return None
 
 
 def huge_share() -> float:

@@ -1,6 +1,6 @@
-"""Limit the memory of a process with a control group (cgroup): RAM and page cache together, without swap.
+"""Memory limits of control groups (cgroups): read those of this process, set one for another, without swap.
 
-Supports both versions of Linux control groups (https://docs.kernel.org/admin-guide/cgroup-v2.html, section Memory;
+A limit counts RAM and page cache together. Supports both versions of Linux control groups (https://docs.kernel.org/admin-guide/cgroup-v2.html, section Memory;
 cgroup-v1/memory.html).
 """
 
@@ -25,6 +25,12 @@ NO_SWAP = {
     1: {"memory.memsw.limit_in_bytes": "{limit}", "memory.swappiness": "0"},
     2: {"memory.swap.max": "0", "memory.oom.group": "1"},
 }
+
+
+# Page cache in memory.stat, with that of all groups below: the kernel drops it before it refuses memory.
+PAGE_CACHE = {1: ("total_inactive_file", "total_active_file"), 2: ("inactive_file", "active_file")}
+MEMORY_USED = {1: "memory.usage_in_bytes", 2: "memory.current"}
+UNLIMITED = 1 << 60  # bytes; version 1 has a number near 2^63 where there is no limit
 
 
 class NoCgroup(Exception):
@@ -72,11 +78,37 @@ class Cgroup:
         return self._counts("memory.oom_control" if self.version == 1 else "memory.events").get("oom_kill", 0)
 
     def _counts(self, name: str) -> Mapping[str, int]:
-        try:
-            lines = (self.folder / name).read_text(encoding="ascii").splitlines()
-        except OSError:
-            return {}
-        return {words[0]: int(words[1]) for line in lines if len(words := line.split()) == 2}
+        return _counts(self.folder / name)
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """Memory limit of a control group, and what its processes may still take."""
+
+    limit: int  # bytes
+    free: int  # bytes, page cache that the kernel can drop included
+
+
+def memory_limits(proc: Path = PROC_SELF) -> list[MemoryLimit]:
+    """Return the limits of this process's control group and of all groups above it; empty without any.
+
+    Args:
+        proc: folder of this process under ``/proc``.
+    """
+    try:
+        version, folder, top = _own_group(proc)
+    except NoCgroup:
+        return []
+    limits = []
+    for group in (folder, *folder.parents):
+        limit, used = _number(group / MEMORY_LIMIT[version]), _number(group / MEMORY_USED[version])
+        if limit is not None and used is not None and limit < UNLIMITED:
+            counts = _counts(group / "memory.stat")
+            used -= sum(counts.get(name, 0) for name in PAGE_CACHE[version])
+            limits.append(MemoryLimit(limit, max(0, limit - max(0, used))))
+        if group == top:
+            break
+    return limits
 
 
 @contextmanager
@@ -130,6 +162,12 @@ def _remove(folder: Path, seconds: float) -> None:
 
 def _parent(proc: Path) -> tuple[int, Path]:
     """Return the version of the memory controller, and the folder in which a group can be made."""
+    version, own, top = _own_group(proc)
+    return version, own if version == 1 else _delegating(own, top)
+
+
+def _own_group(proc: Path) -> tuple[int, Path, Path]:
+    """Return the version of the memory controller, this process's group, and the topmost group that it can see."""
     try:
         groups, mounts = _groups(proc / "cgroup"), _mounts(proc / "mountinfo")
     except OSError as error:
@@ -137,10 +175,10 @@ def _parent(proc: Path) -> tuple[int, Path]:
     # On a hybrid system both are mounted, and version 1 has the memory controller.
     for root, mount, kind, options in mounts:
         if kind == "cgroup" and "memory" in options:
-            return 1, _folder(mount, root, groups.get("memory", "/"))
+            return 1, _folder(mount, root, groups.get("memory", "/")), mount
     for root, mount, kind, _ in mounts:
         if kind == "cgroup2":
-            return 2, _delegating(_folder(mount, root, groups.get("", "/")), mount)
+            return 2, _folder(mount, root, groups.get("", "/")), mount
     raise NoCgroup("no control groups are mounted")
 
 
@@ -189,6 +227,15 @@ def _folder(mount: Path, root: str, group: str) -> Path:
     below = group.removeprefix(root) if root != "/" else group
     folder = mount / below.lstrip("/")
     return folder if folder.is_dir() and ".." not in folder.parts else mount
+
+
+def _counts(file: Path) -> dict[str, int]:
+    """Read lines of a name and a number; empty if the file is missing."""
+    try:
+        lines = file.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return {}
+    return {words[0]: int(words[1]) for line in lines if len(words := line.split()) == 2}
 
 
 def _number(file: Path) -> int | None:

@@ -177,20 +177,17 @@ def _torch_warnings() -> Iterator[list[str]]:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the free bytes of a device's memory; for the CPU, of RAM within the container's limit."""
+    """Return the free bytes of a device's memory; for the CPU, of RAM within the limits of its control groups."""
     if device.type != "cpu":
         from gptj_ft.system.accelerator import free_and_total
 
         return free_and_total(device)[0]
     import psutil
 
-    available = int(psutil.virtual_memory().available)
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    try:  # a container may have less than the machine
-        # memory.current counts page cache, which the kernel can drop: the result is a lower bound.
-        return min(available, int(limit.read_text()) - int(used.read_text()))
-    except (OSError, ValueError):
-        return available
+    from gptj_ft.system.cgroup import memory_limits
+
+    # A container, a batch system or a service may have less than the machine.
+    return min([int(psutil.virtual_memory().available), *(each.free for each in memory_limits())])
 
 
 def free_disk(folder: Path) -> int:

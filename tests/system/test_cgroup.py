@@ -1,4 +1,4 @@
-"""Test memory-limited control groups: enforced limits, swap, removal, and the reasons for not making one."""
+"""Test memory-limited control groups: enforced limits, swap, removal, those that this process is in."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gptj_ft.system.cgroup import Cgroup, NoCgroup, limited_memory
+from gptj_ft.system.cgroup import Cgroup, MemoryLimit, NoCgroup, limited_memory, memory_limits
 
 LIMIT = 64 * 2**20
 TAKE = "held = bytearray({size}); print(len(held))"
@@ -99,6 +99,37 @@ def test_limited_group_is_not_escaped(tmp_path: Path, control: str, limit: str, 
     with pytest.raises(NoCgroup, match=reason), limited_memory(LIMIT, "proof", own):
         pass
     assert {path.name for path in (tmp_path / "tree" / "job").iterdir()} == {"cgroup.subtree_control", "step"}
+
+
+@pytest.mark.parametrize(
+    ("group", "mount", "names", "cache"),
+    [
+        ("0::/job/step", "cgroup2 cgroup2 rw", ("memory.max", "memory.current"), ("inactive_file", "active_file")),
+        (
+            "4:memory:/job/step",
+            "cgroup cgroup rw,memory",
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+            ("total_inactive_file", "total_active_file"),
+        ),
+    ],
+)
+def test_limits_of_all_groups_above_count(tmp_path: Path, group: str, mount: str, names, cache) -> None:
+    own = described(tmp_path, group, mount)
+    no_limit = "max" if "cgroup2" in mount else str(2**63 - 4096)
+    for folder, limit, used in (("", no_limit, 90), ("job", "1000", 800), ("job/step", "600", 500)):
+        (tmp_path / "tree" / folder / names[0]).write_text(f"{limit}\n")
+        (tmp_path / "tree" / folder / names[1]).write_text(f"{used}\n")
+    (tmp_path / "tree" / "job" / "memory.stat").write_text(f"rss 7\n{cache[0]} 100\n{cache[1]} 20\n")
+    assert memory_limits(own) == [MemoryLimit(600, free=100), MemoryLimit(1000, free=1000 - 800 + 120)]
+    assert memory_limits(tmp_path / "no-such-system") == []
+
+
+def test_free_memory_is_within_the_group_of_the_process(group: Cgroup) -> None:
+    code = "import torch; from gptj_ft.system.machine import free_memory as f; print(f(torch.device('cpu')))"
+    with limited_memory(2 * 2**30, f"gptj-ft-test-{id(object())}") as roomy:
+        words = roomy.command([sys.executable, "-c", code])
+        free = int(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
+    assert 0 < free <= 2 * 2**30 - 50 * 2**20, "the interpreter and torch take some"
 
 
 def test_missing_control_groups_give_a_reason(tmp_path: Path) -> None:
