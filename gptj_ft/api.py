@@ -220,6 +220,8 @@ def prepare_search(
 
     reporter = reporter or Reporter()
     if resume is not None:
+        if over or (not isinstance(recipe, Resolved) and (recipe or set(options) - {"max_time"})):
+            raise UsageError("resume takes the options of the search from its folder; only max_time may be added")
         limit = recipe.recipe.max_time if isinstance(recipe, Resolved) else options.get("max_time")
         return resume_search(Path(resume).expanduser(), limit, reporter)
     resolved = fetched(resolved_options(recipe, options), offline, reporter)

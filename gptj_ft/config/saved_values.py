@@ -75,6 +75,7 @@ class SavedState(Saved):
     step: Step
     facts: _Facts
     update: _Update | None = None
+    is_regular: bool = False  # a checkpoint made every `save_every` steps
 
 
 SavedName = Annotated[str, Field(pattern=r"^(state/commit|checkpoints/step-[0-9]{1,18}/manifest)[.]json$")]

@@ -138,7 +138,7 @@ class Migration:
             return 0
         moved = self._fetch(folder, best.step, ("layer",))
         if run.writes and not is_local:
-            write_sealed(folder / MANIFEST, {key: manifest[key] for key in ("step", "facts")})
+            write_sealed(folder / MANIFEST, {key: value for key, value in manifest.items() if key != "update"})
             sync_path(folder)
         return moved
 

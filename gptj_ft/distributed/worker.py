@@ -43,7 +43,7 @@ def follow_run(group: Group, session: Session | None = None) -> None:
     writes = share_folder(group, Run(folder))
     data = Run(folder).data
     rows = (load_dataset(data / "train"), load_dataset(data / "validation") if (data / "validation").exists() else None)
-    setup = make_run_setup(recipe, Path(recipe.model or ""), rows, folder, parallel=parallel)
+    setup = make_run_setup(recipe, Path(recipe.model or ""), rows, folder, parallel=parallel, done=plan["start"])
     run = worker_run(folder, setup, writes)
     # One rank locks the folder of its machine: ranks that share it must not exclude each other.
     with locked(folder, "training") if run.writes else nullcontext():

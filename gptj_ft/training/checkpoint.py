@@ -23,11 +23,12 @@ that was killed before it saved anything (a fresh start).
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,22 +107,25 @@ def wrong_stamp(choice: EveryLayer, path: Path, layer: int, step: int, stamp: in
     return f"{path} is of step {stamp}, the run is at step {step}{needed}"
 
 
-def save_checkpoint(run: Run, group: Group, offloaded: OffloadedModel, state: RunState) -> None:
+def save_checkpoint(
+    run: Run, group: Group, offloaded: OffloadedModel, state: RunState, is_regular: bool = False
+) -> None:
     """Write a checkpoint of a flushed model; a failure leaves earlier checkpoints in place.
 
     Args:
         group: processes that share the layers.
+        is_regular: whether it is one of those made every ``save_every`` steps.
     """
-    if not _exists(run, group, state):
-        with _new_checkpoint(run, group, state) as folder:
+    if not _exists(run, group, state, is_regular):
+        with _new_checkpoint(run, group, state, is_regular) as folder:
             _write_layers(folder, offloaded, state.step)
     run.note_saved(run.checkpoint(state.step) / MANIFEST)
 
 
-def link(run: Run, group: Group, offloaded: OffloadedModel, state: RunState) -> None:
-    """Make a checkpoint of a flushed run on disk from hard links to its state."""
-    if not _exists(run, group, state):
-        with _new_checkpoint(run, group, state) as folder:
+def link(run: Run, group: Group, offloaded: OffloadedModel, state: RunState, is_regular: bool = False) -> None:
+    """Make a checkpoint of a flushed run on disk from hard links to its state, see `save_checkpoint`."""
+    if not _exists(run, group, state, is_regular):
+        with _new_checkpoint(run, group, state, is_regular) as folder:
             are_links = _link_layers(run.state, folder, offloaded)
         if not are_links:
             run.log(f"{run.folder} is on a file system without hard links: its checkpoints are copies")
@@ -153,7 +157,7 @@ def turn_into_checkpoint(run: Run, state: RunState) -> None:
         remove_folder(run.state)
         return
     keep_folder(run.checkpoints)
-    _publish(run.state, final, state)
+    _publish(run.state, final, state.to_dict())
 
 
 def restore(folder: Path, offloaded: OffloadedModel, step: int) -> None:
@@ -242,20 +246,20 @@ def _link_layers(source: Path, target: Path, offloaded: OffloadedModel) -> bool:
     return all(are_links)
 
 
-def _exists(run: Run, group: Group, state: RunState) -> bool:
+def _exists(run: Run, group: Group, state: RunState, is_regular: bool = False) -> bool:
     """Tell whether the checkpoint of a step exists; if so, update its manifest, since it may now be the best."""
     manifest = run.checkpoint(state.step) / MANIFEST
     facts = group.gather("has checkpoint", {"is_there": manifest.is_file()})
     exists = all(each["is_there"] for each in facts)
     if run.writes and exists:
-        write_sealed(manifest, state.to_dict())
+        write_sealed(manifest, _manifest(state, is_regular))
     elif run.writes:
         remove_folder(manifest.parent)  # a kill can leave it published on some machines only
     return exists
 
 
 @contextmanager
-def _new_checkpoint(run: Run, group: Group, state: RunState) -> Iterator[Path]:
+def _new_checkpoint(run: Run, group: Group, state: RunState, is_regular: bool = False) -> Iterator[Path]:
     """Yield a folder for the layers of all processes; publish it as the checkpoint at the end."""
     final = run.checkpoint(state.step)
     temporary = doomed_name(final)
@@ -267,7 +271,7 @@ def _new_checkpoint(run: Run, group: Group, state: RunState) -> Iterator[Path]:
         yield temporary
         group.barrier("checkpoint written")  # all layers are on disk: it may be published
         if run.writes:
-            _publish(temporary, final, state)
+            _publish(temporary, final, _manifest(state, is_regular))
         group.barrier("checkpoint published")
     except (OSError, ResourceError) as error:
         if run.writes:
@@ -275,14 +279,19 @@ def _new_checkpoint(run: Run, group: Group, state: RunState) -> Iterator[Path]:
         raise (disk_error(error, f"checkpoint {final}", RESUME) if isinstance(error, OSError) else error) from error
 
 
-def _publish(temporary: Path, final: Path, state: RunState) -> None:
+def _publish(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
     """Write the manifest and rename the folder; the name is durable when this returns."""
     # Manifest, rename, sync, in this order: after a power cut, a folder with the final name is whole.
-    write_sealed(temporary / MANIFEST, state.to_dict())
+    write_sealed(temporary / MANIFEST, manifest)
     temporary.rename(final)
     # The folder of checkpoints may be new, so its own name must reach the disk, too.
     for folder in (final.parent, final.parent.parent):
         sync_path(folder)
+
+
+def _manifest(state: RunState, is_regular: bool) -> dict[str, Any]:
+    """Return the values of a manifest; the mark is written only if set: earlier versions know no such key."""
+    return {**state.to_dict(), **({"is_regular": True} if is_regular else {})}
 
 
 def _forms(offloaded: OffloadedModel, kinds: tuple[Kind, ...]) -> dict[int, StateFile]:

@@ -210,7 +210,7 @@ def resume_run(
         if part is not None:
             check_tokens(part, where, vocab_size_of(model), recipe.max_length)
     step = None if start is None else 0 if start == START else find_checkpoint(run, start)
-    setup = make_run_setup(recipe, model, rows, run.folder, parallel=parallel)
+    setup = make_run_setup(recipe, model, rows, run.folder, parallel=parallel, done=step)
     _measure_network(setup.parallel, reporter or Reporter())
     return PreparedRun(setup, rows[0].report, Resolved(recipe, {}), rows, run, step)
 
@@ -360,10 +360,11 @@ def make_run_setup(
     folder: Path,
     target: Target | None = None,
     parallel: Parallel = ONE_PROCESS,
+    done: int | None = None,
 ) -> TrainSetup:
-    """Set up a run from its prepared rows."""
+    """Set up a run from its prepared rows, see `make_setup`."""
     train, validation = rows
-    check_keep(recipe, len(validation.rows) if validation else 0)
+    check_keep(recipe, len(validation.rows) if validation else 0, Run(folder).recipe_file.is_file())
     return make_setup(
         recipe,
         model,
@@ -374,4 +375,5 @@ def make_run_setup(
         target,
         train.report.labels,
         parallel,
+        done,
     )

@@ -132,7 +132,8 @@ def open_session(setup: TrainSetup, run: Run, reporter: Reporter, session: Sessi
                 LossWatch(setup.num_classes, losses), recent,
             )  # fmt: skip
             with training.rescuing():
-                training.state = retention.begin(state)
+                retention.begin(state)
+                training.warn_of_lost_best()
                 training.warn(retention.note)
                 yield training
 
@@ -228,7 +229,7 @@ class Training:
 
     @property
     def exported(self) -> ExportedState:
-        best = self.state.best
+        best = self.retention.kept_best
         if best and self.setup.recipe.export == "best":
             return ExportedState(best.step, best.validation_loss)
         return ExportedState(self.state.step, self.validation_loss)
@@ -326,6 +327,13 @@ class Training:
             return
         with self.deadline.measure("flush"):
             self.optimizer.flush()
+
+    def warn_of_lost_best(self) -> None:
+        """Warn if the best state so far was not kept, which the recipe wants now."""
+        best, kept = self.state.best, self.retention.kept_best
+        if self.setup.recipe.keeps_best and best and best != kept:
+            instead = f"step {kept.step}" if kept else "the next validated one"
+            self.warn(f"the best state so far, of step {best.step}, has no checkpoint; kept as best: {instead}")
 
     def warn_unmoved(self) -> None:
         """Warn of tensors that the first update has not changed, once it has reached every layer."""

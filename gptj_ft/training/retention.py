@@ -5,17 +5,20 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from gptj_ft.checkpoints.metadata import read_metadata
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.run_folder import COMMIT, MANIFEST, STEP_FOLDER, Run
-from gptj_ft.errors import UsageError, did_you_mean
+from gptj_ft.errors import DataError, UsageError, did_you_mean
 from gptj_ft.evaluation.comparison import LOWER_IS_BETTER
 from gptj_ft.evaluation.metrics import score_names
 from gptj_ft.streaming.adamw import AdamW
 from gptj_ft.streaming.offloaded_model import OffloadedModel
 from gptj_ft.system.files import discard, remove_folder, sync_path
+from gptj_ft.system.paths import is_tuned
 from gptj_ft.training import checkpoint
 from gptj_ft.training.parallel import Mirrors
 from gptj_ft.training.run_state import LOSS, BestState, RunState
@@ -37,26 +40,42 @@ class CheckpointRetention:
         self._run, self._offloaded, self._optimizer = run, offloaded, optimizer
         self._saved_at = time.monotonic()
         self._mirrors = Mirrors()
+        self._regular: set[int] = set()  # steps of checkpoints made every `save_every` steps, by any session
+        self._kept_best: BestState | None = None
 
-    def begin(self, state: RunState) -> RunState:
-        """Apply the recipe to the existing checkpoints; return the state, without a best whose checkpoint is missing.
+    def begin(self, state: RunState) -> None:
+        """Apply the recipe to the existing checkpoints.
 
         The recipe may have changed since, and a crash may have prevented a checkpoint or its mirrors.
         """
-        if state.best and self._recipe.keeps_best:
-            exists = self._parallel.is_replica or state.best.step in self._run.whole_checkpoints()
-            if not all(each["is_there"] for each in self._parallel.world.gather("best", {"is_there": exists})):
-                state = replace(state, best=None)  # not kept at the time, or the run returned to an earlier step
+        self._regular = {step for step in self._run.whole_checkpoints() if is_regular(self._run, step)}
+        if self._recipe.keeps_best:
+            self._kept_best = self._best_checkpoint(state)
         self._mirrors = self._parallel.open_mirrors(self._setup, self._run)
         if self._mirrors.is_active:
-            self._mirrors.mirror_existing(state.best.step if state.best and self._recipe.keeps_best else None)
+            self._mirrors.mirror_existing(self._kept_best.step if self._kept_best else None)
             if self._mirrors.newest is None and state.step:
                 self._save(state)
         # A crash may have come after the commit of a step and before its checkpoint.
         if self._is_durable and state.step:
             self.save_if_due(state)
         self.prune(state)
-        return state
+
+    def _best_checkpoint(self, state: RunState) -> BestState | None:
+        """Return the best state of the run, or the best one with a checkpoint if that was not kept."""
+        own = None if self._parallel.is_replica else list(self._run.whole_checkpoints())
+        messages = self._parallel.world.gather("checkpoints", {"steps": own})
+        complete = set.intersection(*(set(each["steps"]) for each in messages if each["steps"] is not None))
+        if state.best is None or state.best.step in complete:
+            return state.best
+        name, best = self._recipe.best_by, None
+        for line in self._run.metrics():
+            value = line.get(LOSS) if name == LOSS else line.get("scores", {}).get(name)
+            if line["step"] in complete and value is not None and beats(name, value, best):
+                best = BestState(line["step"], line[LOSS], name, value)
+        # Each machine may have its own metrics: rank 0's decide.
+        chosen = self._parallel.world.broadcast("best checkpoint", {"best": best.to_dict() if best else None})["best"]
+        return BestState.of(chosen) if chosen else None
 
     def after_validation(self, state: RunState, loss: float, scores: Mapping[str, float]) -> RunState:
         """Return the state after a validation; make a checkpoint if it is the best by the recipe's score.
@@ -64,17 +83,25 @@ class CheckpointRetention:
         Raises:
             UsageError: the validation rows have no such score.
         """
-        name, best, measured = self._recipe.best_by, state.best, {LOSS: loss, **scores}
+        name, measured = self._recipe.best_by, {LOSS: loss, **scores}
         if name not in measured:  # such as the area under the curve of more than two labels
             raise UsageError(f"best_by: these rows have no score '{name}'; choose from {', '.join(measured)}")
         value = measured[name]
-        is_best = math.isfinite(value) and (best is None or is_better(name, value, best.score(name)))
-        if state.step == 0 or not is_best:
+        if state.step == 0 or not math.isfinite(value):
             return state
-        state = replace(state, best=BestState(state.step, loss, name, value))
-        if self._recipe.keeps_best and state.step < self._num_steps:
-            self._save(state)
+        found = BestState(state.step, loss, name, value)
+        if beats(name, value, state.best):
+            state = replace(state, best=found)
+        if self._recipe.keeps_best and beats(name, value, self._kept_best):
+            self._kept_best = found
+            if state.step < self._num_steps:
+                self._save(state)
         return state
+
+    @property
+    def kept_best(self) -> BestState | None:
+        """The best state that has a checkpoint, or is the last one; ``None`` if the recipe keeps no best."""
+        return self._kept_best
 
     def is_out_of_patience(self, state: RunState) -> bool:
         """Tell whether ``patience`` validations have passed since the best."""
@@ -93,14 +120,14 @@ class CheckpointRetention:
     def save_if_due(self, state: RunState, is_late: bool = False) -> bool:
         """Make a checkpoint if one is due by steps or, with ``is_late``, by time; return True if it was made."""
         recipe, step = self._recipe, state.step
-        is_regular = is_multiple(step, recipe.save_every)
+        is_regular_step = is_multiple(step, recipe.save_every)
         if step == self._num_steps:
             return False  # the export follows
-        is_kept = is_regular and recipe.num_newest_kept != 0
+        is_kept = is_regular_step and recipe.num_newest_kept != 0
         # A run on disk is its own checkpoint, unless checkpoints are mirrored to other disks.
-        is_due = is_kept if self._is_durable and not self._mirrors.is_active else is_regular or is_late
+        is_due = is_kept if self._is_durable and not self._mirrors.is_active else is_regular_step or is_late
         if is_due:
-            self._save(state)
+            self._save(state, is_kept)
         return is_due
 
     def save_now(self, state: RunState) -> None:
@@ -115,7 +142,9 @@ class CheckpointRetention:
         if not self._run.writes:
             return {}  # do not look: another process is removing them
         checkpoints = self._run.whole_checkpoints()
-        kept = kept_steps(self._recipe, checkpoints, state.best.step if state.best else None)
+        # A resume may change `save_every`: checkpoints of earlier sessions stay regular.
+        regular = [step for step in checkpoints if step in self._regular or is_multiple(step, self._recipe.save_every)]
+        kept = kept_steps(self._recipe, regular, self._kept_best.step if self._kept_best else None)
         if checkpoints and not self._is_durable and not is_finished:
             kept.add(max(checkpoints))
         if self._mirrors.newest is not None and not is_finished:
@@ -127,18 +156,21 @@ class CheckpointRetention:
             discard(self._run.checkpoints)
         return {step: folder for step, folder in checkpoints.items() if step in kept}
 
-    def _save(self, state: RunState) -> None:
+    def _save(self, state: RunState, is_kept: bool = False) -> None:
         group = self._parallel.pipeline
         # A checkpoint has no pending update: apply it to every layer first.
         self._optimizer.flush()
+        if is_kept:
+            self._regular.add(state.step)
+        is_regular_step = state.step in self._regular
         if self._parallel.is_replica:
             pass  # the first replica saves
         elif self._is_durable:
-            checkpoint.link(self._run, group, self._offloaded, state)
+            checkpoint.link(self._run, group, self._offloaded, state, is_regular_step)
             # Commit the name of this best checkpoint before `prune` removes the one before.
             checkpoint.commit_together(self._run, group, state, self._optimizer.pending)
         else:
-            checkpoint.save_checkpoint(self._run, group, self._offloaded, state)
+            checkpoint.save_checkpoint(self._run, group, self._offloaded, state, is_regular_step)
         if self._mirrors.is_active:
             self._mirrors.mirror(state.step)
         self._saved_at = time.monotonic()
@@ -150,11 +182,16 @@ class CheckpointRetention:
         return self._mirrors.note
 
 
-def kept_steps(recipe: Recipe, steps: Iterable[int], best: int | None) -> set[int]:
-    """Return the steps of the checkpoints that ``keep`` and ``save_every`` keep."""
-    regular = sorted(step for step in steps if is_multiple(step, recipe.save_every))
-    count = len(regular) if recipe.num_newest_kept is None else recipe.num_newest_kept
-    kept = set(regular[max(0, len(regular) - count) :])
+def kept_steps(recipe: Recipe, regular: Iterable[int], best: int | None) -> set[int]:
+    """Return the steps of the checkpoints that ``keep`` keeps.
+
+    Args:
+        regular: steps of the checkpoints made every ``save_every`` steps.
+        best: step of the best checkpoint.
+    """
+    steps = sorted(regular)
+    count = len(steps) if recipe.num_newest_kept is None else recipe.num_newest_kept
+    kept = set(steps[max(0, len(steps) - count) :])
     if recipe.keeps_best and best is not None:
         kept.add(best)
     return kept
@@ -165,10 +202,22 @@ def is_better(name: str, value: float, other: float) -> bool:
     return math.isnan(other) or (value < other if name in (LOSS, *LOWER_IS_BETTER) else value > other)
 
 
-def check_keep(recipe: Recipe, num_validation_rows: int) -> None:
-    """Raise `UsageError` if ``keep``, ``best_by`` or ``patience`` need validations or saves that never happen."""
+def beats(name: str, value: float, best: BestState | None) -> bool:
+    """Tell whether a value of a score is better than that of the best state, if there is one."""
+    return best is None or is_better(name, value, best.score(name))
+
+
+def check_keep(recipe: Recipe, num_validation_rows: int, has_begun: bool = False) -> None:
+    """Raise `UsageError` if ``keep``, ``best_by`` or ``patience`` need validations or saves that never happen.
+
+    Args:
+        has_begun: whether the run resumes: its validations cannot change any more.
+    """
+    add = "this run has none, and they cannot be added now; start a new run with" if has_begun else "add"
     if recipe.patience and not (num_validation_rows and recipe.validate_every):
-        raise UsageError("patience counts validations during the run: add --validate-every N, and rows to validate on")
+        raise UsageError(
+            f"patience counts validations during the run: {add} --validate-every N, and rows to validate on"
+        )
     if recipe.sample_rows and recipe.task == "language-model" and not (num_validation_rows and recipe.metrics):
         raise UsageError(
             "sample_rows are validation rows, scored by the recipe's metrics: this run lacks validation rows or metrics"
@@ -182,9 +231,11 @@ def check_keep(recipe: Recipe, num_validation_rows: int) -> None:
             f"best_by: '{recipe.best_by}' is not measured{hint}; choose from {', '.join([LOSS, *names])}{more}"
         )
     if recipe.keeps_best and not num_validation_rows:
-        raise UsageError("the best state is the one with the lowest validation loss: add --val-data FILE, or a holdout")
+        raise UsageError(
+            f"the best state is the one with the lowest validation loss: {add} --val-data FILE, or a holdout"
+        )
     if recipe.keeps_best and not recipe.validate_every:
-        raise UsageError("the best state is found by validations during the run: add --validate-every N")
+        raise UsageError(f"the best state is found by validations during the run: {add} --validate-every N")
     if recipe.num_newest_kept != 0 and not recipe.save_every:
         raise UsageError(f"--keep {','.join(recipe.keep)} keeps what is saved every N steps: add --save-every N")
 
@@ -217,8 +268,24 @@ def go_back(run: Run, step: int) -> None:
         sync_path(run.state)
 
 
+def is_regular(run: Run, step: int) -> bool:
+    """Tell whether a checkpoint was made every ``save_every`` steps; False for one of earlier versions, or damaged."""
+    with suppress(DataError):
+        return bool(run.manifest(step).get("is_regular"))
+    return False
+
+
 def _best_of(run: Run, checkpoints: dict[int, Path]) -> int | None:
-    """Return the step of the best state, if it has a checkpoint."""
-    newest = run.last_commit() or (run.manifest(max(checkpoints)) if checkpoints else None)
-    best = RunState.of(newest).best if newest else None
+    """Return the step of the best state, if it has a checkpoint.
+
+    Raises:
+        UsageError: it is the tuned model itself.
+    """
+    if is_tuned(run.model) and (metadata := read_metadata(run.model)):
+        best = BestState.of(metadata.metrics["best"]) if metadata.metrics.get("best") else None
+        if best and best.step not in checkpoints and best.step == metadata.metrics.get("steps"):
+            raise UsageError(f"the best state, of step {best.step}, is the run's model: it is in {run.model}")
+    else:
+        newest = run.last_commit() or (run.manifest(max(checkpoints)) if checkpoints else None)
+        best = RunState.of(newest).best if newest else None
     return best.step if best and best.step in checkpoints else None

@@ -42,7 +42,6 @@ from gptj_ft.training.finetune import (
     PreparedRun,
     make_run_setup,
     opened_run,
-    options_on_resume,
     planning_activity,
     resume_run,
     use_threads,
@@ -300,7 +299,9 @@ class PreparedSearch:
         if is_tuned(run.model):
             raise UsageError(f"{run.folder} was trained to its end outside this search: remove it, and it trains again")
         if run.recipe_file.is_file():
-            return resume_run(run.folder, options_on_resume({"max_time": plan.max_time}), reporter=reporter)
+            free = {key: getattr(plan.recipe, key) for key in FREE_ON_RESUME - {"output"}}
+            options = Resolved(build({**free, "max_time": plan.max_time}), {})
+            return resume_run(run.folder, options, reporter=reporter)
         recipe = candidate.recipe(plan.recipe).model_copy(update={"output": str(run.folder)})
         setup = make_run_setup(recipe, Path(recipe.model or ""), self.rows, run.folder)
         resolved = Resolved(setup.recipe, dict.fromkeys(candidate.values, "search"))
@@ -455,7 +456,8 @@ def prepare_search(
     folder, is_new = choose_search_folder(recipe, request)
     if not is_new:
         reporter.on_message(f"resuming {folder}")
-        return resume_search(folder, recipe.max_time, reporter)
+        changes = {key: getattr(recipe, key) for key in resolved.typed & FREE_ON_RESUME - {"output"}}
+        return resume_search(folder, recipe.max_time, reporter, changes)
     use_threads(recipe, ONE_PROCESS, reporter)
     device = choose_device(recipe.device, recipe.device_memory)
     reporter.on_activity("reading the rows")
@@ -488,13 +490,20 @@ def prepare_search(
     return PreparedSearch(folder, plan, rows, PreparedRun(setup, inputs.report, own, rows, None))
 
 
-def resume_search(folder: Path, max_time: float | None = None, reporter: Reporter | None = None) -> PreparedSearch:
+def resume_search(
+    folder: Path,
+    max_time: float | None = None,
+    reporter: Reporter | None = None,
+    changes: Mapping[str, Any] | None = None,
+) -> PreparedSearch:
     """Read the folder of a search; resuming a finished one returns its result again.
 
     Args:
         max_time: seconds of this session; default: as before.
+        changes: changed options, none of which decides a number, such as placement and threads.
     """
     plan, _ = read_search(folder)
+    plan = replace(plan, recipe=plan.recipe.model_copy(update=dict(changes or {})))
     plan = plan if max_time is None else replace(plan, max_time=max_time)
     use_threads(plan.recipe, ONE_PROCESS, reporter or Reporter())
     train, validation = (load_dataset(folder / "data" / name) for name in ("train", "validation"))

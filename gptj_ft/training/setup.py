@@ -85,6 +85,7 @@ def make_setup(
     target: Target | None = None,
     labels: Sequence[str] = (),
     parallel: Parallel = ONE_PROCESS,
+    done: int | None = None,
 ) -> TrainSetup:
     """Derive the steps of a run, and plan its placement.
 
@@ -93,6 +94,7 @@ def make_setup(
         target: device and resources to plan for; default: this machine.
         labels: names of the classes, for a task with labels.
         parallel: ranks that share the run.
+        done: steps of the run that need not be trained; default: those of its newest state.
 
     Raises:
         ResourceError: the run does not fit.
@@ -110,7 +112,7 @@ def make_setup(
     )
     num_steps = recipe.num_steps(len(train))
     workload = target.settled(workload_of(recipe, architecture, whole, train, validation), recipe)
-    done = steps_done(Run(folder))
+    done = steps_done(Run(folder)) if done is None else done
     workload = replace(workload, num_steps=num_steps - done, steps_done=done)
     planned, workload = parallel.local_job(recipe, workload)
     plan = choose(planned, workload, target.free, target.rates, has_begun)

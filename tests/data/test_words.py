@@ -16,6 +16,7 @@ from gptj_ft.data.checks.tokens import check_tokens
 from gptj_ft.data.dataset import Prepared
 from gptj_ft.data.load import read_or_prepare
 from gptj_ft.data.prepare import TokenizeJob, tokenize_rows
+from gptj_ft.data.readers.source import FileOptions, identify_file
 from gptj_ft.data.tokenization import tokenize
 from gptj_ft.errors import DataError, UsageError
 
@@ -198,6 +199,24 @@ def test_words_without_tags_can_be_predicted(bert: Any) -> None:
     Path("data.conll").write_text("EU\nrejects\n\nBonn\n", encoding="utf-8")
     done = prepared(bert, Path("data.conll"), needs_target=False)
     assert [row["texts"] for row in done.rows] == [["EU", "rejects"], ["Bonn"]]
+
+
+@pytest.mark.parametrize(
+    ("text", "format_"),
+    [
+        ("Anna lives in Paris .\n", "txt"),
+        ("EU rejects it\nPeter reads two books\nBonn\n", "txt"),
+        ("EU\nrejects\n\nBonn\n", "conll"),
+        ("EU org\nrejects o\nit o\n", "conll"),
+        ("EU NNP B-ORG\nrejects VBZ O\n", "conll"),
+        ("EU\tnnp\torg\nrejects\tv\to\n", "conll"),
+    ],
+)
+def test_text_of_sentences_is_not_conll(text: str, format_: str, tmp_path: Path) -> None:
+    for encoding in ("utf-8", "utf-16"):
+        path = tmp_path / f"{encoding}.txt"
+        path.write_text(text, encoding=encoding)
+        assert identify_file(path, FileOptions(task="token-labels")).format == format_
 
 
 def test_text_file_is_not_conll_elsewhere(bert: Any) -> None:

@@ -51,6 +51,11 @@ def session(request: pytest.FixtureRequest, model: Path) -> TrainSetup:
     return small_session(model, STEPS, validate_every=2, **request.param)
 
 
+def made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
 def stop_run(session: TrainSetup, run: Run, step: int) -> None:
     """End a run as a kill does: nothing is saved on the way out."""
     with failing(step, Stopped()), pytest.raises(Stopped):
@@ -75,7 +80,7 @@ def losses_at(losses: dict[int, float]) -> AbstractContextManager[None]:
     ],
 )
 def test_kept_are_those_that_the_recipe_names(keep: str, best: int | None, kept: set[int]) -> None:
-    assert kept_steps(build({"keep": keep, "save_every": 20}), [20, 50, 80, 100, 113, 120], best) == kept
+    assert kept_steps(build({"keep": keep, "save_every": 20}), [20, 80, 100, 120], best) == kept
 
 
 def test_keep_needs_validations_and_save_every(model: Path) -> None:
@@ -292,6 +297,41 @@ def test_checkpoints_have_step_best_last_names(session: TrainSetup, tmp_path: Pa
     assert {name: find_checkpoint(run, name) for name in names} == names
     with pytest.raises(UsageError, match=r"no checkpoint '5' .* it has step-000003, step-000004, step-000006"):
         find_checkpoint(run, "5")
+
+
+@pytest.mark.sampled(2)
+def test_resume_with_another_interval_keeps_what_was_kept(session: TrainSetup, tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    stop_run(with_options(session, keep=("all",), save_every=2), run, 6)
+    train(with_options(session, keep=("all",), save_every=3), run)
+    assert list(run.whole_checkpoints()) == [2, 4, 6]
+
+
+@pytest.mark.sampled(2)
+def test_keeping_the_best_later_changes_no_end(session: TrainSetup, model: Path, tmp_path: Path) -> None:
+    losses, run = {0: 9.0, 2: 1.0, 4: 3.0, 6: 2.0, 8: 0.5}, new_run(tmp_path)
+    session = with_options(session, patience=2, save_every=4)
+    with losses_at(losses):
+        straight = train(session, new_run(made(tmp_path / "straight")))
+        stop_run(session, run, 5)
+        result = train(with_options(session, keep=("best",), export="best"), run)
+    assert (result.steps, result.best) == (straight.steps, straight.best)
+    assert result.steps == 6, "two validations without a better state have passed"
+    assert "of step 2, has no checkpoint" in (run.folder / "log.txt").read_text()
+    assert (result.exported_step, result.loss_after, result.best_checkpoint) == (6, 2.0, None)
+
+
+@pytest.mark.sampled(2)
+def test_best_of_a_finished_run_is_the_run_s_best(session: TrainSetup, tmp_path: Path) -> None:
+    session = with_options(session, keep=("best", "all"), save_every=4)
+    with losses_at({2: 2.0, 4: 3.0, 6: 4.0, 8: 1.0}):
+        train(session, run := new_run(made(tmp_path / "last")))
+        assert list(run.whole_checkpoints()) == [4]
+        with pytest.raises(UsageError, match=f"of step 8, is the run's model: it is in {run.model}"):
+            find_checkpoint(run, "best")
+    with losses_at({2: 2.0, 4: 3.0, 6: 1.5, 8: 4.0}):
+        train(session, run := new_run(made(tmp_path / "earlier")))
+        assert find_checkpoint(run, "best") == 6
 
 
 @pytest.mark.sampled(2)

@@ -168,6 +168,14 @@ def test_kill_between_score_and_export() -> None:
     assert len(list(Path("s").glob("*/model"))) == 2
 
 
+def test_repeated_command_applies_saving_options() -> None:
+    assert killed("step 2", folder="s", options=TWINS)
+    result = run_search("s", {**TWINS, "save_every": 2, "keep": "all"})
+    assert {each.name for each in Path(result.run, "checkpoints").iterdir()} == {"step-000002", "step-000004"}
+    with pytest.raises(UsageError, match="only max_time may be added"):
+        api.search(resume="s", threads=1)
+
+
 @pytest.mark.thorough
 def test_search_that_learns_nothing_drops_nobody_in_time() -> None:
     options = {**OPTIONS, "lr": [1e-9, 2e-9, 3e-9]}

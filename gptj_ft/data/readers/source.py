@@ -140,6 +140,8 @@ OPEN_DOCUMENT = {b"opendocument.spreadsheet": ".ods", b"opendocument.text": ".od
 DATASET_FILES = ("dataset_dict.json", "dataset_info.json")  # written by `datasets.save_to_disk`
 ROWS_MANIFEST = "manifest.json"  # in a folder of prepared data
 NOT_ROWS_IN_FOLDER = (".index", "data_params.json")  # an index repeats the other files' names
+MOST_LINES = 0.8  # share of the lines with the same number of columns, in a file of words and tags
+TAG = re.compile(r"[A-Z]-.+|[^a-z]+")  # B-PER, O, NNP
 ABOUT = ("readme", "license", "licence")  # names, without suffix, of files about the rows
 
 
@@ -283,6 +285,8 @@ def identify_file(path: Path, options: FileOptions = FileOptions()) -> File:
     if named and not compression and head:
         notes.append(f"{path} is not compressed with {named}, although its name says so")
     by_task = TASK_SUFFIXES.get(options.task, {}).get(suffix, "")
+    if by_task and suffix == ".txt" and not _has_columns(_recoded(head, encoding_by_head(head))):
+        by_task = ""
     by_content = by_task or _format_by_content(head)
     if not by_content and (foreign := _foreign(suffix, head, parts)):
         by_content = SUFFIXES.get(foreign, "")
@@ -450,6 +454,21 @@ def _format_of(head: bytes, by_name: str) -> str:
     if not by_name:
         return {b"[": "json", b"{": "jsonl"}.get(start, "")
     return by_name
+
+
+def _has_columns(head: bytes) -> bool:
+    """Tell whether a text has one word per line, with or without tags, rather than sentences."""
+    lines = head.decode("utf-8", "replace").splitlines()
+    lines = lines[:-1] if len(head) == SNIFFED_BYTES else lines  # the last one may be cut
+    rows = [line.split("\t") if "\t" in line else line.split() for line in lines if line.strip()]
+    if not rows:
+        return True
+    columns, number = Counter(map(len, rows)).most_common(1)[0]
+    if number < MOST_LINES * len(rows):
+        return False
+    are_tagged = sum(bool(TAG.fullmatch(row[-1])) for row in rows) > len(rows) / 2
+    has_tabs = sum("\t" in line for line in lines) >= number
+    return columns == 1 or has_tabs or (len(rows) > 1 and (are_tagged or columns == 2))
 
 
 def _begins_a_list_of_objects(line: bytes) -> bool:
