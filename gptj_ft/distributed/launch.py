@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import ipaddress
 import json
+import math
 import os
 import platform
 import re
@@ -32,12 +33,15 @@ from gptj_ft.distributed.process_group import NCCL, NO_TIMEOUT, ProcessGroup
 from gptj_ft.errors import UsageError
 from gptj_ft.system.group import ALONE, Group
 from gptj_ft.system.paths import make_home
+from gptj_ft.system.plain_text import shortened
 from gptj_ft.system.scratch import scratch_folder
 
-START_SECONDS = float(os.environ.get("GPTJ_FT_START_SECONDS", "300"))  # until every rank has connected
+START = "GPTJ_FT_START_SECONDS"  # until every rank has connected
+START_SECONDS = 300.0
 STORE = "GPTJ_FT_STORE"  # rendezvous file of --nproc
 TOKEN = "GPTJ_FT_TOKEN"  # shared secret; --nproc makes one
 FIRST_SPECIAL_STEP = 0xFFFFFFF0  # Slurm numbers the steps of shells, scripts and containers from here
+MOST_RANKS, MOST_PORT, MOST_NUMBER = 2**20, 65535, 2**63 - 1
 _PR_SET_PDEATHSIG = 1
 
 
@@ -60,11 +64,13 @@ class Membership:
             UsageError: it is incomplete or contains a value that is no number.
         """
         if {"RANK", "WORLD_SIZE"} <= environment.keys():
-            rank, size = (_number(environment, name) for name in ("RANK", "WORLD_SIZE"))
-            local_size = _number(environment, "LOCAL_WORLD_SIZE", 1)
-            local_rank = _number(environment, "LOCAL_RANK", rank % max(1, local_size))
+            size = _number(environment, "WORLD_SIZE", least=1, most=MOST_RANKS)
+            rank = _number(environment, "RANK", most=size - 1)
+            local_size = _number(environment, "LOCAL_WORLD_SIZE", 1, least=1, most=size)
+            local_rank = _number(environment, "LOCAL_RANK", rank % local_size, most=size - 1)
         elif _is_slurm_step(environment, has_terminal or _has_terminal):
-            rank, size = _number(environment, "SLURM_PROCID"), _number(environment, "SLURM_NTASKS")
+            size = _number(environment, "SLURM_NTASKS", least=1, most=MOST_RANKS)
+            rank = _number(environment, "SLURM_PROCID", most=size - 1)
             local_size, local_rank = _slurm_local_size(environment), _number(environment, "SLURM_LOCALID", 0)
         elif "ACCELERATE_MIXED_PRECISION" in environment and "MASTER_ADDR" in environment:
             # Without accelerators, accelerate starts a single process, silently.
@@ -79,18 +85,33 @@ class Membership:
         if not host:
             raise UsageError("RANK and WORLD_SIZE are set, MASTER_ADDR is not: start it by torchrun, or set all three")
         # The launcher itself uses MASTER_PORT on its machine.
-        port = _number(environment, "GPTJ_FT_PORT", _number(environment, "MASTER_PORT", _default_port(environment)) + 1)
+        port = 1 + _number(environment, "MASTER_PORT", _default_port(environment), least=1, most=MOST_PORT - 1)
+        port = _number(environment, "GPTJ_FT_PORT", port, least=1, most=MOST_PORT)
         return cls(rank, size, local_size, (host, port), None, local_rank)
 
 
-def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+def _number(
+    environment: Mapping[str, str], name: str, default: int | None = None, least: int = 0, most: int = MOST_NUMBER
+) -> int:
     text = environment.get(name)
     if text is None and default is not None:
         return default
     try:
-        return int(text or "")
+        number = int(text or "")
     except ValueError:
-        raise UsageError(f"{name} is {text!r} in the environment, and should be a number") from None
+        raise UsageError(f"{name} is {shortened(text or '')!r} in the environment, and should be a number") from None
+    if not least <= number <= most:
+        raise UsageError(f"{name} is {shortened(text or '')} in the environment, and should be from {least} to {most}")
+    return number
+
+
+def start_seconds() -> float:
+    """Return the seconds until every rank must have connected."""
+    text = os.environ.get(START)
+    with suppress(ValueError):
+        if 0.0 < (seconds := float(text or START_SECONDS)) < math.inf:
+            return seconds
+    raise UsageError(f"{START} is {shortened(text or '')!r} in the environment, and should be a number of seconds")
 
 
 def _is_slurm_step(environment: Mapping[str, str], has_terminal: Callable[[], bool]) -> bool:
@@ -274,7 +295,7 @@ def connected(member: Membership, token: str, check_children: Callable[[], None]
     import torch
     import torch.distributed as dist
 
-    threads_alone = torch.get_num_threads()
+    seconds, threads_alone = start_seconds(), torch.get_num_threads()
     torch.set_num_threads(threads_of(member))
     interface, host = interface_to(member.address)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -290,14 +311,15 @@ def connected(member: Membership, token: str, check_children: Callable[[], None]
             if file is not None:
                 file.set("control", json.dumps(listener.getsockname()[:2]))
             store_port = for_store.getsockname()[1]
-            control = host_control(
-                listener, member.size, token, name, START_SECONDS, check_children, store_port=store_port
-            )
+            control = host_control(listener, member.size, token, name, seconds, check_children, store_port=store_port)
             store = file or _tcp_store(host, store_port, member, for_store.detach())
     else:
-        control = join_control(_control_address(file, member), member.rank, token, name, START_SECONDS)
+        control = join_control(_control_address(file, member), member.rank, token, name, seconds)
         target = member.address[0] if member.address else host
         store = file or _tcp_store(target, control.store_port, member)
+    if member.store is not None:
+        # A dead rank of this machine closes its connection; one that is silent was stopped (Ctrl-Z), and may go on.
+        control.silent_seconds = math.inf
     group = ProcessGroup(control, member.local_size, member.local_rank, threads_alone if member.store else None)
     try:
         dist.init_process_group("gloo", store=store, rank=member.rank, world_size=member.size, timeout=NO_TIMEOUT)
@@ -310,8 +332,8 @@ def connected(member: Membership, token: str, check_children: Callable[[], None]
 
 
 def wait_until(condition: Callable[[], bool]) -> bool:
-    """Poll a condition for at most START_SECONDS; return its last value. torch's own waits ignore signals."""
-    end = time.monotonic() + START_SECONDS
+    """Poll a condition for at most `start_seconds`; return its last value. torch's own waits ignore signals."""
+    end = time.monotonic() + start_seconds()
     while not condition():
         if time.monotonic() > end:
             return False
@@ -338,7 +360,7 @@ def _control_address(file: Any, member: Membership) -> tuple[str, int]:
             raise UsageError(f"{text}: nobody answers there; GPTJ_FT_PORT names a port")
         return host, port
     if not wait_until(lambda: file.check(["control"])):
-        raise PeerFailed(f"process 1 has not come within {START_SECONDS:g} s", 1, 0)
+        raise PeerFailed(f"process 1 has not come within {start_seconds():g} s", 1, 0)
     address, port = json.loads(file.get("control"))
     return address, port
 
@@ -349,7 +371,7 @@ def _tcp_store(host: str, port: int, member: Membership, listener: int | None = 
 
     try:
         return dist.TCPStore(  # type: ignore[attr-defined]
-            host, port, member.size, member.rank == 0, timedelta(seconds=START_SECONDS), wait_for_workers=False,
+            host, port, member.size, member.rank == 0, timedelta(seconds=start_seconds()), wait_for_workers=False,
             master_listen_fd=listener,
         )  # fmt: skip
     except (OSError, RuntimeError) as error:

@@ -172,11 +172,27 @@ def test_no_launcher_means_single_process(environment: dict[str, str]) -> None:
         ({"RANK": "first"}, "RANK is 'first' in the environment"),
         ({"MASTER_ADDR": ""}, "MASTER_ADDR is not"),
         ({"MASTER_PORT": "http"}, "MASTER_PORT is 'http'"),
+        ({"RANK": "-1"}, "RANK is -1 in the environment, and should be from 0 to 2"),
+        ({"RANK": "3"}, "RANK is 3 in the environment, and should be from 0 to 2"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is 0"),
+        ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE is 0"),
+        ({"MASTER_PORT": "65535"}, "MASTER_PORT is 65535"),
+        ({"GPTJ_FT_PORT": "70000"}, "GPTJ_FT_PORT is 70000"),
     ],
 )
 def test_bad_launcher_variable_is_named(change: dict[str, str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Membership.of({**TORCHRUN, **change})
+
+
+@pytest.mark.parametrize("text", ["soon", "", "-1", "0", "inf", "nan"])
+def test_time_to_start_is_checked(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(launch.START, text)
+    if text:
+        with pytest.raises(UsageError, match=f"GPTJ_FT_START_SECONDS is '{text}' in the environment"):
+            launch.start_seconds()
+    else:
+        assert launch.start_seconds() == 300.0
 
 
 def test_public_network_needs_permission(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,7 +389,7 @@ def test_rank_accepts_no_stranger_as_first(line: bytes, monkeypatch: pytest.Monk
 
 @pytest.mark.usefixtures("_same_threads")
 def test_launched_run_listens_locally_without_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "START_SECONDS", 1.0)
+    monkeypatch.setenv(launch.START, "1")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -546,6 +562,36 @@ def test_dead_child_ends_start(tmp_path: Path) -> None:
     environment = {**os.environ, "GPTJ_FT_HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
     assert "process 2 is gone, with exit code 9" in done.stderr
+
+
+STOPPED = """
+import os, signal, subprocess, sys, time
+from gptj_ft.distributed import control, launch
+control.SILENT_SECONDS = 1.0
+
+def start(member, token, _):
+    own = {launch.TOKEN: token, launch.STORE: str(member.store), "RANK": "1", "WORLD_SIZE": "2"}
+    started.append(subprocess.Popen([sys.executable, __file__], env={**os.environ, **own, "LOCAL_WORLD_SIZE": "2"}))
+    return started
+
+started, launch.start_others = [], start
+with launch.joined(None if "RANK" in os.environ else 2) as group:
+    group.gather("before", {})
+    if started:
+        started[0].send_signal(signal.SIGSTOP)
+        time.sleep(4.0)
+        started[0].send_signal(signal.SIGCONT)
+    print(group.gather("after", {"rank": group.rank}))
+"""
+
+
+@pytest.mark.thorough
+def test_stopped_rank_of_one_machine_may_go_on(tmp_path: Path) -> None:
+    script = tmp_path / "stopped.py"
+    script.write_text(STOPPED)
+    environment = {**os.environ, "GPTJ_FT_HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=90)
+    assert (done.returncode, done.stdout.splitlines()) == (0, ["[{'rank': 0}, {'rank': 1}]"] * 2), done.stderr
 
 
 def test_single_process_does_not_import_launch() -> None:

@@ -245,9 +245,11 @@ def test_kept_checkpoint_exports_as_model(runs: Path, shell: Shell, tmp_path: Pa
     assert done.code == 0, done.err
     assert done.json == {"model": "three", "step": 3}
     assert shell("runs export runs/done three --from 3").code == 2
-    assert shell("runs export runs/done best").code == 0
-    loss = json.loads((tmp_path / "best" / "gptj_ft.json").read_text())["metrics"]["validation_loss"]
-    done = shell("evaluate best --data runs/done/data/validation --baseline none --set metrics=[] --json")
+    done = shell("runs export runs/done best")
+    assert (done.code, "is the run's model: it is in runs/done/model" in done.err) == (2, True)
+    assert shell("runs export runs/done last --from last").code == 0
+    loss = json.loads((tmp_path / "last" / "gptj_ft.json").read_text())["metrics"]["validation_loss"]
+    done = shell("evaluate last --data runs/done/data/validation --baseline none --set metrics=[] --json")
     assert done.json["model"]["loss"] == pytest.approx(loss, abs=1e-6)
 
 
