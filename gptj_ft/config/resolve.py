@@ -76,6 +76,12 @@ PEERS_NAMES: Mapping[str, str] = {
     }.items()
     for peer in peers.split()
 }
+OPTIONS_IN_GROUPS = {  # by their names in the environment; the pieces of a schedule are no group
+    f"{group}_{name}": f"{group}.{name}"
+    for group, kind in GROUPS.items()
+    if group != "schedule"
+    for name in kind.model_fields
+}
 VALUE_SHOWN = 80  # characters of a value in a message
 TEMPLATES = ("prompt", "completion", "chat_template")  # may be @FILE
 
@@ -310,7 +316,8 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     for name, text in environ.items():
         if name.startswith(ENVIRONMENT_PREFIX) and name not in NOT_OPTIONS:
             key = name.removeprefix(ENVIRONMENT_PREFIX).lower()
-            if key not in Recipe.model_fields:
+            key = OPTIONS_IN_GROUPS.get(key, key)
+            if key not in Recipe.model_fields and key not in OPTIONS_IN_GROUPS.values():
                 raise UsageError(f"environment: unknown option {name}{suggest_option(key, Recipe.model_fields)}")
             values[key] = read_value(key, text, name)
     return values

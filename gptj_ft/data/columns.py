@@ -36,6 +36,7 @@ TURNS = {  # role -> columns that form a conversation of one question and its an
 }
 NOT_IN_A_NAME = ",;\t|"  # a "column" with one of these is probably a line with a wrong delimiter
 JOINED = "+"  # joins the names of a field's several columns
+RELATIONS = "relations"  # metric: each line is a fact, `subject | relation | object`
 
 
 class FieldTexts(NamedTuple):
@@ -317,9 +318,8 @@ class FieldReader:
     def _texts_in(self, column: str, cell: Any, is_answer: bool) -> list[str]:
         try:
             if isinstance(cell, list) and column in self._sentence_columns:
-                if any(isinstance(item, list) for item in cell):
-                    raise RowSkipped("a list within a list; write each item as one text, e.g. 'a | b | c'")
-                cell = "\n".join(part for item in cell if (part := cell_text(item)) is not None)
+                items = map(_fact, cell) if RELATIONS in self._recipe.metrics else cell
+                cell = "\n".join(part for item in items if (part := cell_text(item)) is not None)
             if is_answer:
                 return alternatives_of(cell)
             text = cell_text(cell)
@@ -334,6 +334,16 @@ class FieldReader:
         if word is None:
             raise RowSkipped(f"label '{shortened(label.strip())}' is none of {', '.join(self._recipe.labels)}")
         return word
+
+
+def _fact(item: Any) -> Any:
+    """Write a fact that is a list of subject, relation and object as one text, as the metric reads it."""
+    if not isinstance(item, list):
+        return item
+    parts = [cell_text(part) for part in item]
+    if len(parts) != 3 or not all(parts):
+        raise RowSkipped("a list of a fact has three texts: subject, relation, object")
+    return " | ".join(part for part in parts if part)
 
 
 def read_fields(row: Mapping[str, Any], columns: Mapping[str, str], recipe: Recipe) -> FieldTexts:

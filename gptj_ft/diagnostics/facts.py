@@ -27,8 +27,8 @@ from gptj_ft.system.accelerator import (
     runs_on,
     supports_bf16,
 )
-from gptj_ft.system.direct_io import takes_direct
 from gptj_ft.system.cgroup import memory_limits
+from gptj_ft.system.direct_io import takes_direct
 from gptj_ft.system.machine import existing_folder, free_memory
 from gptj_ft.system.memory import allocate
 

@@ -1,7 +1,7 @@
 """Memory limits of control groups (cgroups): read those of this process, set one for another, without swap.
 
-A limit counts RAM and page cache together. Supports both versions of Linux control groups (https://docs.kernel.org/admin-guide/cgroup-v2.html, section Memory;
-cgroup-v1/memory.html).
+A limit counts RAM and page cache together. Both versions of Linux control groups are supported
+(https://docs.kernel.org/admin-guide/cgroup-v2.html, section Memory; cgroup-v1/memory.html).
 """
 
 from __future__ import annotations

@@ -127,9 +127,10 @@ def open_session(setup: TrainSetup, run: Run, reporter: Reporter, session: Sessi
             StopRequest(reporter.on_stop_request, partial(what_is_saved, run), session.owns_process) as stop,
         ):
             losses = [line["loss"] for line in step_lines(run) if line["loss"] is not None]
+            validations = [line[LOSS] for line in run.metrics() if LOSS in line]
             training = Training(
                 setup, run, reporter, offloaded, optimizer, state, retention, validator, deadline, stop, record,
-                LossWatch(setup.num_classes, losses), recent,
+                LossWatch(setup.num_classes, losses, validations, state.loss_before), recent,
             )  # fmt: skip
             with training.rescuing():
                 retention.begin(state)

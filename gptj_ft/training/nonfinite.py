@@ -41,14 +41,24 @@ class LossWatch:
     Args:
         vocabulary: number of tokens.
         earlier: losses of earlier sessions, which are not reported again.
+        validations: their validation losses, not reported again either.
+        before: validation loss before training.
     """
 
-    def __init__(self, vocabulary: int, earlier: Iterable[float] = ()) -> None:
+    def __init__(
+        self,
+        vocabulary: int,
+        earlier: Iterable[float] = (),
+        validations: Iterable[float] = (),
+        before: float | None = None,
+    ) -> None:
         self._guessing, self._best = math.log(vocabulary), math.inf
         self._recent: deque[float] = deque(maxlen=BEST_OF_STEPS + ABOVE_BEST_STEPS)
         self._has_warned = False
         for loss in earlier:
             self.after_step(loss)
+        for loss in validations:
+            self.after_validation(loss, before)
 
     def after_step(self, loss: float) -> str | None:
         """Add a step's loss, unless it overflowed fp16; return the warning, if any."""

@@ -94,7 +94,7 @@ NULLABLE = {
 NULL_WAYS = {
     (way, option)
     for option in NULLABLE
-    for way in ("api", "--set", "--config", "group of api" if "." in option else "environment")
+    for way in ("api", "--set", "--config", "environment", *(["group of api"] if "." in option else []))
 }
 
 
@@ -109,7 +109,7 @@ def test_null_differs_from_an_absent_option(way: str, option: str, tmp_path: Pat
         recipe = resolve({}, config, assignments, NOWHERE, lower).recipe
     else:
         if way == "environment":
-            monkeypatch.setenv(f"GPTJ_FT_{name.upper()}", "null")
+            monkeypatch.setenv(f"GPTJ_FT_{option.upper().replace('.', '_')}", "null")
         keywords = {"api": {option: None}, "group of api": null, "environment": {}}[way]
         recipe = resolved_options(None, {**keywords, "config": config}).recipe
     assert attrgetter(option)(recipe) is None

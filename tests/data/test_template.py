@@ -236,12 +236,22 @@ def test_first_answer_is_target_all_are_references():
     assert found.references == ["x", "y"]
 
 
-def test_list_of_lists_is_no_list_of_sentences():
+def test_sentences_may_be_lists_of_words():
+    columns = {"article": "src", "highlights": "tgt"}
+    row = {"src": [["A", "b", "."], ["C", "."]], "tgt": [["D", "."], ["E", "f"]]}
+    found = read_fields(row, columns, recipe("cnn-dailymail"))
+    assert found.values == {"article": "A b . C .", "highlights": "D .\nE f"}
+
+
+def test_facts_may_be_lists_of_three():
     columns, facts = {"text": "text", "relations": "triples"}, recipe("relation-extraction")
     found = read_fields({"text": "A", "triples": ["a | b | c", "d | e | f"]}, columns, facts)
     assert found.values["relations"] == "a | b | c\nd | e | f"
-    with pytest.raises(RowSkipped, match="column 'triples': a list within a list"):
-        read_fields({"text": "A", "triples": [["a", "b", "c"]]}, columns, facts)
+    found = read_fields({"text": "A", "triples": [["a", "b", "c"], ["d", "e", 5], "g | h | i"]}, columns, facts)
+    assert found.values["relations"] == "a | b | c\nd | e | 5\ng | h | i"
+    for broken in (["a", "b"], ["a", None, "c"], ["a", "", "c"], ["a", "b", "c", "d"]):
+        with pytest.raises(RowSkipped, match="column 'triples': a list of a fact has three texts"):
+            read_fields({"text": "A", "triples": [broken]}, columns, facts)
 
 
 def test_plain_text_has_no_references():

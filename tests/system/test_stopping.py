@@ -626,6 +626,11 @@ def test_exploding_loss_warns_once(losses: list[float], latest: int) -> None:
     assert not any(watch.after_step(loss) for loss in losses[step:])
 
 
+def test_worse_validation_is_not_reported_again_on_resume() -> None:
+    assert LossWatch(50_400, validations=[2.0, 2.5], before=2.0).after_validation(4.0, 2.0)
+    assert not LossWatch(50_400, validations=[2.0, 4.0], before=2.0).after_validation(4.0, 2.0)
+
+
 def test_exploding_run_warns_terminal_and_log(model: Path, tmp_path: Path) -> None:
     from rich.console import Console
 
