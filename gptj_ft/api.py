@@ -517,12 +517,13 @@ def load(model: str | os.PathLike[str] | None = None, *, raw: bool = False, **op
     return open_model(GenerationSetup.of(folder, model_options(folder, options, raw, writes=True).recipe))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Model(AbstractContextManager["Model"]):
     """Open model; close it, or use it in a ``with`` block."""
 
     generator: Generator
     opened: ExitStack  # closes the stores of the weights
+    is_closed: bool = False
 
     def generate(
         self,
@@ -540,9 +541,12 @@ class Model(AbstractContextManager["Model"]):
             on_text: callback for pieces of a single answer.
 
         Raises:
-            UsageError: the template lacks a field, or the search returns fewer answers.
+            UsageError: the template lacks a field, the search returns fewer answers, or the model is closed.
         """
         from gptj_ft.generation.generator import check_num_return, fill_fields
+
+        if self.is_closed:
+            raise UsageError("this model is closed: open it again with load()")
 
         recipe = self.generator.setup.recipe
         check_num_return(recipe, num_return)
@@ -551,9 +555,11 @@ class Model(AbstractContextManager["Model"]):
 
     def close(self) -> None:
         """Close the stores of the weights."""
+        self.is_closed = True
         self.opened.close()
 
     def __exit__(self, *error: Any) -> None:
+        self.is_closed = True
         self.opened.__exit__(*error)  # passes on the error: other processes may share the model
 
 

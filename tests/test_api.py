@@ -211,6 +211,8 @@ def test_repeated_generation_equals_command(in_run: Path, shell, capfd) -> None:
     with gptj_ft.load("run", generation=settings) as model:
         answer = model.generate("The lift stops.")
         assert model.generate("The lift stops.", on_text=pieces.append) == answer
+    with pytest.raises(gptj_ft.UsageError, match="closed"):
+        model.generate("The lift stops.")
     assert capfd.readouterr() == ("", "")
     typed = shell("generate --model run --max-new-tokens 4 --temperature 0.9 --json", "The lift stops.").json
     assert answer.texts == typed["texts"]

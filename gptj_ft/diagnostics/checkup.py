@@ -40,6 +40,11 @@ from gptj_ft.training.reporter import Reporter
 
 MODEL = "EleutherAI/gpt-j-6b"
 SHAKING_SECONDS = 25.0
+# A quoted path; a bare one up to a file's suffix, with spaces; or any word with a slash, up to punctuation.
+PATH = re.compile(
+    r"""(['"])(?=[^'"]*/|~)[^'"]*?\1|(?<![\w.])[/~][^:;,'"\n]*?\.\w{1,8}(?=[\s:;,]|$)|[^\s:;,'"/]*[/~][^\s:;,'"]+"""
+)
+RATE = re.compile(r"\d+/\d+|\w+/s")  # 1/2, kB/s
 MIN_PRIVATE_LENGTH = 3  # characters; shorter user and host names occur inside ordinary words
 State = Literal["passed", "differs", "failed", "skipped"]
 """``differs``: more than rounding explains, less than a wrong computation would."""
@@ -184,14 +189,13 @@ def run_part(name: str, work: Callable[[], Facts]) -> Part:
 
 def without_private(text: str, user: Callable[[], str] = getuser, host: Callable[[], str] = socket.gethostname) -> str:
     """Hide paths and the names of user and host in a message."""
-    # A quoted path, which may contain spaces, or a bare one up to a space or punctuation.
-    text = re.sub(r"(['\"])[/~].*?\1|(?<![\w.])[/~][^\s:,;'\"]+", HIDDEN, text)
+    text = PATH.sub(lambda match: match[0] if RATE.fullmatch(match[0]) else HIDDEN, text)
     private = [host()]
     with suppress(Exception):  # a container may have no name for the user's number
         private.append(user())
     for name in private:
         if len(name) >= MIN_PRIVATE_LENGTH:
-            text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", HIDDEN, text)
+            text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", HIDDEN, text, flags=re.IGNORECASE)
     return text
 
 

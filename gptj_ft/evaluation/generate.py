@@ -148,14 +148,28 @@ def read_prompts(setup: GenerationSetup, rows: Path, findings: Findings) -> Iter
             yield BatchPrompt(head, [], problem=str(error))
 
 
-def _columns(source: Source, recipe: Recipe) -> dict[str, str]:
-    """Choose the columns that fill the prompt's fields."""
+def has_references(rows: Path, recipe: Recipe) -> bool:
+    """Tell whether a file has the columns of the expected answers."""
+    names = _column_names(identify(rows, FileOptions.of(recipe)), Findings(recipe.max_bad_rows))
+    try:
+        return bool(choose_columns(names, recipe, fields_of(recipe.completion)))
+    except DataError:
+        return False
+
+
+def _column_names(source: Source, findings: Findings) -> dict[str, None]:
     names: dict[str, None] = {}
-    findings = Findings(recipe.max_bad_rows)
     for number, row in enumerate(read_rows(source, findings)):
         names.update(dict.fromkeys(row.values))
         if number >= _SURVEY_ROWS:
             break
+    return names
+
+
+def _columns(source: Source, recipe: Recipe) -> dict[str, str]:
+    """Choose the columns that fill the prompt's fields."""
+    findings = Findings(recipe.max_bad_rows)
+    names = _column_names(source, findings)
     fields = fields_of(recipe.prompt or recipe.completion)
     try:
         return choose_columns(names, recipe, fields)

@@ -67,13 +67,15 @@ def find_runs(folders: Sequence[Path]) -> list[Run]:
     Args:
         folders: each is a run or a folder of runs; empty: ``runs`` in the working folder.
     """
-    runs = []
+    runs: dict[Path, Run] = {}  # by folder without links: a link beside its run is the same run
     for folder in folders or [RUNS]:
         if folders and not folder.is_dir():
             raise UsageError(f"{folder} is not a folder: name a run, or a folder of runs")
         inside = [folder] if Run(folder).recipe_file.is_file() else folder.glob("*")
-        runs += [run for path in inside if (run := Run(path)).recipe_file.is_file() and path.name[:1] != "."]
-    return sorted(runs, key=lambda run: run.recipe_file.stat().st_mtime)
+        for path in sorted(inside, key=Path.is_symlink):
+            if (run := Run(path)).recipe_file.is_file() and path.name[:1] != ".":
+                runs.setdefault(path.resolve(), run)
+    return sorted(runs.values(), key=lambda run: run.recipe_file.stat().st_mtime)
 
 
 def summarize_run(run: Run) -> Summary:

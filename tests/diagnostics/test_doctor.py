@@ -237,6 +237,20 @@ def test_unreadable_facts_are_none(monkeypatch, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("no such file: /data/My Notes/ward 7.txt: it is gone", "no such file: ***: it is gone"),
+        ("cannot read 'Smith John/notes.txt' here", "cannot read *** here"),
+        ("runs/smith-1/model is no model at 1.5 GB/s, 12 tokens/s", "*** is no model at 1.5 GB/s, 12 tokens/s"),
+        ("~/x and ../y/z of JDoe on LAB-7", "*** and *** of *** on ***"),
+        ("the product's sum, 'fp32', is 1/2", "the product's sum, 'fp32', is 1/2"),
+    ],
+)
+def test_messages_hide_parts_of_paths(text: str, shown: str) -> None:
+    assert without_private(text, lambda: "jdoe", lambda: "lab-7") == shown
+
+
 def test_messages_hide_paths_users_and_hosts(tmp_path: Path) -> None:
     text = f"cannot open {tmp_path}/x.bin of jdoe on lab-7: '/data/notes/a b.txt', 3 kB/s and 1/2"
     assert (

@@ -72,6 +72,14 @@ def test_file_rows_get_the_same_answers_alone(model: Path, rows: Path, shell) ->
         assert shell("generate --model tuned", row["note"]).out.strip() == line["text"]
 
 
+def test_answers_are_scored_only_with_references(model: Path, rows: Path, shell) -> None:
+    assert "next:" not in shell("generate --model tuned --input rows.jsonl --output out.jsonl").out
+    both = [{**line, "summary": "It stops."} for line in lines_of(rows)]
+    rows.write_text("".join(json.dumps(line) + "\n" for line in both), encoding="utf-8")
+    shown = shell("generate --model tuned --input rows.jsonl --output two.jsonl").out
+    assert "next: gptj-ft evaluate --predictions two.jsonl --data rows.jsonl --recipe summarization" in shown
+
+
 def start_output(path: Path, settings_of: Path, together: int) -> None:
     """Start an output file with the settings of another, but with batches of ``together`` tokens."""
     settings = json.loads(Path(f"{settings_of}.settings.json").read_text()) | {"together": together}

@@ -69,7 +69,9 @@ def test_runs_are_listed_with_progress(runs: Path, shell: Shell) -> None:
 def test_runs_anywhere_can_be_listed(runs: Path, shell: Shell, tmp_path: Path) -> None:
     runs.rename(tmp_path / "elsewhere")
     assert "no runs in runs/" in shell("runs").out
-    assert [run["name"] for run in shell("runs list elsewhere elsewhere/done --json").json["runs"]].count("done") == 2
+    (tmp_path / "elsewhere" / "a-link").symlink_to(tmp_path / "elsewhere" / "done")
+    assert sorted(run["name"] for run in shell("runs list elsewhere --json").json["runs"]) == ["done", "stopped"]
+    assert [run["name"] for run in shell("runs list elsewhere elsewhere/done --json").json["runs"]].count("done") == 1
     assert shell("runs list nowhere").code == 2
 
 
