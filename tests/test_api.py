@@ -19,7 +19,7 @@ from support.steps import failing
 import gptj_ft
 from gptj_ft import api
 from gptj_ft.config.run_folder import Run
-from gptj_ft.errors import Interrupted
+from gptj_ft.errors import Interrupted, UsageError
 
 TINY = {"recipe": "summarization", "data": "rows.jsonl", "model": "tiny", "max_steps": 3, "batch_size": 4}
 LINE = "--recipe summarization --data rows.jsonl --model tiny --max-steps 3 --batch-size 4"
@@ -211,7 +211,7 @@ def test_repeated_generation_equals_command(in_run: Path, shell, capfd) -> None:
     with gptj_ft.load("run", generation=settings) as model:
         answer = model.generate("The lift stops.")
         assert model.generate("The lift stops.", on_text=pieces.append) == answer
-    with pytest.raises(gptj_ft.UsageError, match="closed"):
+    with pytest.raises(UsageError, match="closed"):
         model.generate("The lift stops.")
     assert capfd.readouterr() == ("", "")
     typed = shell("generate --model run --max-new-tokens 4 --temperature 0.9 --json", "The lift stops.").json
