@@ -95,6 +95,7 @@ def test_values_are_rounded_to_the_type_that_is_named(plain, tmp_path: Path) -> 
             assert torch.equal(codes.read(name), values.read(name)), name
 
 
+@pytest.mark.thorough
 def test_adapter_on_kept_codes_is_trained_and_merged(plain, shell: Shell, rows_file: Path, tmp_path: Path) -> None:
     file = quantize_matrices(plain("llama"), tmp_path / "codes.gguf", ["Q4_0"])
     assert shell(f"convert {file} codes --quantize keep").code == 0

@@ -388,6 +388,7 @@ def test_shorter_tokenizer_limit_is_kept(tmp_path: Path) -> None:
     assert read_architecture(tmp_path / "model").config.n_positions == 48
 
 
+@pytest.mark.thorough
 def test_encoder_adapter_works_from_command_line(shell, tmp_path: Path) -> None:
     rows = [{"text": f"the {word} lift {n}", "label": label} for n in range(15) for word, label in WORDS]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -165,6 +165,7 @@ def test_token_rows_need_no_tokenizer(shell, tmp_path) -> None:
         assert "has no tokenizer" in refused.err
 
 
+@pytest.mark.thorough
 def test_new_rows_are_not_cut_around_answers(shell) -> None:
     rows = [
         {

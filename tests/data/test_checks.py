@@ -149,6 +149,7 @@ ODD = [
 ]
 
 
+@pytest.mark.thorough
 @settings(max_examples=300, derandomize=True, database=None, deadline=None)
 @given(text=st.lists(st.one_of(st.sampled_from(ODD), st.text(max_size=3)), max_size=6).map("".join))
 def test_plain_bytes_hide_no_oddity(text: str) -> None:

@@ -328,6 +328,7 @@ rows = st.fixed_dictionaries({"note": cells, "summary": texts}, optional={"id": 
 lines = st.lists(rows | st.sampled_from(["{broken", "[1]", "", "7"]), max_size=8)
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=150)
 @given(lines)
 def test_fixing_is_complete_and_idempotent(tmp_path_factory: Any, lines: list[Any]) -> None:

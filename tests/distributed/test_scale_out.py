@@ -249,6 +249,7 @@ def test_four_machines_fit_larger_model(six_b: Workload) -> None:
     assert "can share only rows" in str(prime.problem)
 
 
+@pytest.mark.thorough
 def test_chosen_share_names_its_options(six_b: Workload) -> None:
     found = scale_out(job_of(six_b), 4)
     assert [each.settings for each in (*found.shares, found.alone)] == [
@@ -351,6 +352,7 @@ def test_plan_nodes_marks_chosen_share(shell, six_b: Workload) -> None:
     assert shell(f"{line} --nodes 0").code == 2
 
 
+@pytest.mark.thorough
 def test_machine_table_fits_terminal(six_b: Workload) -> None:
     def shown(network: Network, have: Free = FREE) -> str:
         console = Console(file=io.StringIO(), width=80)

@@ -180,6 +180,7 @@ def test_interrupted_evaluation_resumes_on_more_ranks(tmp_path, rows, own_home, 
     assert facts_of(led(3, lambda group: evaluated(folder, rows, group))) == alone
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(2)
 @pytest.mark.usefixtures("one_sampler", "small_batches")
 @pytest.mark.parametrize("temperature", [0.0, 1.5])

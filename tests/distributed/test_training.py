@@ -182,6 +182,7 @@ def test_sampled_layers_keep_bits(models, tmp_path, name, share, place, clip) ->
     assert_same_run(tmp_path / "3", tmp_path / "1")
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("place", "mirror"), [("device", True), ("disk", False)])
 def test_sampled_layers_migrate_between_disks(models, tmp_path, place, mirror) -> None:
@@ -510,6 +511,7 @@ def test_smallest_memory_sets_validation_passes(models, tmp_path) -> None:
     assert_same_run(folder, tmp_path / "alone")
 
 
+@pytest.mark.thorough
 def test_missing_layer_is_named(models, tmp_path) -> None:
     options = {**ON_DISK, "max_steps": 4}
     with pytest.MonkeyPatch.context() as patch:

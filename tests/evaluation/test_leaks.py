@@ -94,6 +94,7 @@ def greedy(reader: torch.nn.Module, prompts: list[list[int]]) -> list[list[int]]
     return more[:, ids.shape[1] :].tolist()
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["text", "pairs"])
 def test_repeated_rows_match_transformers_greedy(place: Path, name: str, request: pytest.FixtureRequest) -> None:
@@ -152,6 +153,7 @@ def test_exposure_grows_with_repeats(place: Path) -> None:
     assert not any(row.place.startswith("canary") for row in report.rows), "canaries are no rows of the user"
 
 
+@pytest.mark.thorough
 def test_interrupted_report_resumes_to_the_same(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leaks_module, "ALTERNATIVES", 15)
     request = LeakRequest(place / "text" / "model", Recipe(), prefix=PREFIX, length=LENGTH)

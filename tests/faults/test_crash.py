@@ -210,6 +210,7 @@ def count_lossy_operations(session: TrainSetup, folder: Path) -> int:
     return power.count
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(7)
 def test_lost_unflushed_writes_cost_no_commit(keeping_session: TrainSetup, kept: Run, tmp_path: Path) -> None:
     total = count_lossy_operations(keeping_session, tmp_path)

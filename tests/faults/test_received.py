@@ -171,6 +171,7 @@ def linked(path: Path, outside: Outside, kept: Path, made_of_dots: bool = False)
             kept.rename(path)
 
 
+@pytest.mark.thorough
 def test_symlink_in_received_run_is_rejected_first(made: Made, tmp_path: Path, shell: Shell) -> None:
     outside, run = Outside(tmp_path / "outside"), tmp_path / "run"
     assert {"log.txt", ".metrics.jsonl.sorted", "run.lock", "state", "state/.direct", "state/layer-001.spare.new"} <= {

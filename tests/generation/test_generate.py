@@ -219,6 +219,7 @@ def test_damaged_weights_are_named(model: Path, shell) -> None:
     assert shard.name in done.err
 
 
+@pytest.mark.thorough
 def test_terminal_cuts_answers_of_tiny_models(model: Path, shell, monkeypatch: pytest.MonkeyPatch) -> None:
     untrained = model.rename("tiny-0123456789ab-0")
     line = f"generate x --raw --max-new-tokens 70 --model {untrained}"

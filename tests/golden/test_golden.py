@@ -284,6 +284,7 @@ def free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fix the free memory and the bf16 unit: a plan sizes its buffers by them."""
     memory = psutil.virtual_memory()
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=64 * 10**9))
+    monkeypatch.setattr("gptj_ft.system.cgroup.memory_limits", list)
     monkeypatch.setattr("gptj_ft.planning.memory.bf16_unit", lambda: "AVX-512")
     monkeypatch.setattr("gptj_ft.planning.machine_profile.emulates_bf16", lambda: False)
 

@@ -57,6 +57,7 @@ def test_run_without_waits_gets_no_advice(workload: Workload) -> None:
     assert advise(plan_with(Recipe(), replace(workload, step=StepTokens(512, 8192, 8192.0, 2048.0)), 64)) == []
 
 
+@pytest.mark.thorough
 def test_adapters_that_wait_for_the_disk_get_a_quantized_model() -> None:
     config = {"n_layer": 4, "n_embd": 1024, "n_head": 8, "rotary_dim": 16, "vocab_size": 5000, "n_positions": 512}
     architecture = architecture_of({"model_type": "gptj", **config}, Path("config.json"))

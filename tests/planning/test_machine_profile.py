@@ -158,6 +158,7 @@ def test_work_of_other_programs_is_metered() -> None:
     assert share() * (time.perf_counter() - start) * (os.cpu_count() or 1) > 0.15
 
 
+@pytest.mark.thorough
 def test_submission_rate_counts_the_kernels_of_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     trained = list[int]()
 
@@ -343,6 +344,7 @@ def test_resumed_run_keeps_its_data_type(
     assert (done.json["precision"], done.json["reason"]) == ("bf16", "as asked for")
 
 
+@pytest.mark.thorough
 def test_plan_measure_replaces_the_cached_rates(shell, rows_file: Path, fixed_rates: Rates, monkeypatch) -> None:
     line = "plan --recipe summarization --data rows.jsonl --model tiny --weights disk --optimizer-state disk --json"
     assert shell(line).json["rates"]["disk"]["read"] == fixed_rates.disk.read

@@ -710,6 +710,7 @@ def test_tied_head_needs_source_weights_and_gradient(six_b: Workload) -> None:
     assert read == 4 * (embedding.numel - block.numel)
 
 
+@pytest.mark.thorough
 def test_plan_knows_published_models_offline(shell) -> None:
     done = shell("plan --recipe summarization --model cerebras/Cerebras-GPT-13B --max-steps 3 --json")
     values = done.json

@@ -182,6 +182,7 @@ def test_placements_change_no_bit_in_bf16(folders: dict[str, Path], tmp_path: Pa
             assert_identical(train(stack, Recipe(), steps=7), expected)
 
 
+@pytest.mark.thorough
 def test_updates_at_once_equal_waiting_ones(folders: dict[str, Path], tmp_path: Path) -> None:
     never, waiting = Recipe(clip_norm=None), Recipe(clip_norm=1e9)
     for places in (("device", "device"), ("host", "host")):

@@ -493,6 +493,7 @@ def test_evaluation_while_training_changes_no_number(shell, rows_file: Path) -> 
     assert_same_weights(Path("plain/model"), Path("watched/model"))
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("recipe", ["qa", "continuous-pretraining"])
 def test_other_recipes_train_and_evaluate(recipe: str, shell) -> None:

@@ -396,6 +396,7 @@ def official_squad2(predictions: dict[str, str], truth: dict[str, list[str]]) ->
     return {"exact_match": 100 * sum(exact) / len(exact), "f1": 100 * sum(overlap) / len(overlap)}
 
 
+@pytest.mark.thorough
 def test_answers_by_id_match_squads_script(shell: Any, tmp_path: Path) -> None:
     truth = write_squad(tmp_path / "dev.json")
     line = f"finetune --recipe squad2-bert --data dev.json --val-data dev.json {FEW} --max-steps 30 --set lr=3e-3"

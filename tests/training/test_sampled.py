@@ -97,6 +97,7 @@ def test_repeated_power_cuts_resume_bit_equal(session: TrainSetup, straight: Run
     assert_same_run(run, straight)
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("start", PLACES)
 def test_resume_in_other_places_keeps_bits(start: str, folder: Path, straight: Run, tmp_path: Path) -> None:

@@ -77,6 +77,7 @@ def test_survivor_equals_a_run_of_its_own(options: dict[str, Any], over: dict[st
     assert_same_weights(weights_of(Path(result.model)), weights_of(Path(again.model)))
 
 
+@pytest.mark.thorough
 def test_first_validation_is_shared() -> None:
     result = run_search("s", LABELLED, by="accuracy")
     first = [validations_of(f"s/{each.folder}")[0] for each in result.plan.candidates]
@@ -108,6 +109,7 @@ def test_dropped_candidates_leave_no_state() -> None:
         assert [line["step"] for line in run.metrics() if "validation_loss" in line][-1] == rung < STEPS
 
 
+@pytest.mark.thorough
 def test_row_losses_sum_to_the_validation_loss() -> None:
     for folder, options in (("text", OPTIONS), ("label", LABELLED)):
         result = run_search(folder, {**options, "validate_every": 1})
@@ -208,6 +210,7 @@ def test_inseparable_finalists_are_both_kept() -> None:
     assert len(list(Path("s").glob("*/model"))) == 2
 
 
+@pytest.mark.thorough
 def test_nothing_is_computed_twice() -> None:
     class Steps(Reporter):
         count = num_scored = 0
@@ -252,6 +255,7 @@ def test_killed_search_comes_to_the_same_choice(options: dict[str, Any]) -> None
         shutil.rmtree(folder)
 
 
+@pytest.mark.thorough
 def test_kill_before_the_files_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(module.PreparedSearch, "_discard_dropped", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
