@@ -206,6 +206,7 @@ def test_words_without_tags_can_be_predicted(bert: Any) -> None:
     [
         ("Anna lives in Paris .\n", "txt"),
         ("EU rejects it\nPeter reads two books\nBonn\n", "txt"),
+        ("Thank you\nThank you\nSee you in Bonn\n", "txt"),
         ("EU\nrejects\n\nBonn\n", "conll"),
         ("EU org\nrejects o\nit o\n", "conll"),
         ("EU NNP B-ORG\nrejects VBZ O\n", "conll"),
