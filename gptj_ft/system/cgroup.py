@@ -29,6 +29,8 @@ NO_SWAP = {
 
 # Page cache in memory.stat, with that of all groups below: the kernel drops it before it refuses memory.
 PAGE_CACHE = {1: ("total_inactive_file", "total_active_file"), 2: ("inactive_file", "active_file")}
+# Above memory.high the kernel does not kill, but slows a group down until it hardly runs.
+UPPER_LIMITS = {1: (MEMORY_LIMIT[1],), 2: (MEMORY_LIMIT[2], "memory.high")}
 MEMORY_USED = {1: "memory.usage_in_bytes", 2: "memory.current"}
 UNLIMITED = 1 << 60  # bytes; version 1 has a number near 2^63 where there is no limit
 
@@ -101,8 +103,9 @@ def memory_limits(proc: Path = PROC_SELF) -> list[MemoryLimit]:
         return []
     limits = []
     for group in (folder, *folder.parents):
-        limit, used = _number(group / MEMORY_LIMIT[version]), _number(group / MEMORY_USED[version])
-        if limit is not None and used is not None and limit < UNLIMITED:
+        found = [number for name in UPPER_LIMITS[version] if (number := _number(group / name)) is not None]
+        limit, used = min(found, default=UNLIMITED), _number(group / MEMORY_USED[version])
+        if used is not None and limit < UNLIMITED:
             counts = _counts(group / "memory.stat")
             used -= sum(counts.get(name, 0) for name in PAGE_CACHE[version])
             limits.append(MemoryLimit(limit, max(0, limit - max(0, used))))

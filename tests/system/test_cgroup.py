@@ -121,6 +121,9 @@ def test_limits_of_all_groups_above_count(tmp_path: Path, group: str, mount: str
         (tmp_path / "tree" / folder / names[1]).write_text(f"{used}\n")
     (tmp_path / "tree" / "job" / "memory.stat").write_text(f"rss 7\n{cache[0]} 100\n{cache[1]} 20\n")
     assert memory_limits(own) == [MemoryLimit(600, free=100), MemoryLimit(1000, free=1000 - 800 + 120)]
+    if "cgroup2" in mount:
+        (tmp_path / "tree" / "job/step" / "memory.high").write_text("550\n")
+        assert memory_limits(own)[0] == MemoryLimit(550, free=50)
     assert memory_limits(tmp_path / "no-such-system") == []
 
 
