@@ -25,8 +25,6 @@ NO_SWAP = {
     1: {"memory.memsw.limit_in_bytes": "{limit}", "memory.swappiness": "0"},
     2: {"memory.swap.max": "0", "memory.oom.group": "1"},
 }
-
-
 # Page cache in memory.stat, with that of all groups below: the kernel drops it before it refuses memory.
 PAGE_CACHE = {1: ("total_inactive_file", "total_active_file"), 2: ("inactive_file", "active_file")}
 # Above memory.high the kernel does not kill, but slows a group down until it hardly runs.

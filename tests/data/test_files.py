@@ -229,6 +229,11 @@ def test_parquet_rows_are_numbered(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.table([["a"], ["b"]], names=["text", "text"]), path)
     with pytest.raises(DataError, match=r"rows\.parquet: there are two columns 'text': rename or remove one"):
         values(path)
+    twice = [pyarrow.field("a", pyarrow.string())] * 2
+    pairs = pyarrow.StructArray.from_arrays([pyarrow.array(["x"]), pyarrow.array(["y"])], fields=twice)
+    parquet.write_table(pyarrow.table({"text": pairs}), path)
+    with pytest.raises(DataError, match=r"rows\.parquet: a value has no form in Python: .* duplicate field names"):
+        values(path)
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(DataError, match=r"rows\.parquet: damaged Parquet file"):
         values(path)

@@ -14,7 +14,7 @@ from gptj_ft.data.readers.encodings import DETECT
 from gptj_ft.data.readers.rows import Findings, Row, numbered_lines, too_long
 from gptj_ft.data.readers.source import File, opened_file
 from gptj_ft.errors import DataError
-from gptj_ft.system.plain_text import shortened
+from gptj_ft.system.plain_text import one_line, shortened
 
 BATCH_ROWS = 1000
 
@@ -223,7 +223,10 @@ def _values_in(file: File, batch: Any) -> list[dict[str, Any]]:
     if len(set(names)) < len(names):
         repeated = next(name for name in names if names.count(name) > 1)
         raise DataError(f"{file.path}: there are two columns '{shortened(repeated)}': rename or remove one")
-    return list(batch.to_pylist())
+    try:
+        return list(batch.to_pylist())
+    except ValueError as error:  # such as two fields of one name in a structure, or a date beyond Python's
+        raise DataError(f"{file.path}: a value has no form in Python: {one_line(str(error))}") from error
 
 
 def _unpacked(file: File, opened: BinaryIO) -> bytes:
