@@ -23,8 +23,10 @@ from gptj_ft.checkpoints.model_folder import GENERATION_CONFIG, METADATA_FILE, C
 from gptj_ft.config.options import Generation, Recipe, Task
 from gptj_ft.data.chat import chat_template, is_chat
 from gptj_ft.data.chat_template import has_template
+from gptj_ft.data.labelled.assembly import JOINT
 from gptj_ft.data.template import fields_of
-from gptj_ft.data.tokenization import load_tokenizer
+from gptj_ft.data.tokenization import frame_of, has_tokenizer, load_tokenizer
+from gptj_ft.data.wordpiece import splits_at_blanks
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.models.registry import Architecture
 from gptj_ft.system.digests import check_file, read_json
@@ -83,6 +85,7 @@ def template_of(recipe: Recipe) -> dict[str, Any]:
     options = recipe.model_dump(mode="json")
     keys: tuple[str, ...] = TEMPLATE_KEYS if recipe.task == "language-model" else (*TEMPLATE_KEYS, *HEAD_KEYS)
     keys += CHAT_KEYS if has_template(recipe) else ()
+    keys += ("bos",) if recipe.task == "language-model" else ()
     if not recipe.generation.end_tokens:
         del options["generation"]["end_tokens"]
     return {key: options[key] for key in keys}
@@ -96,6 +99,8 @@ def read_metadata(model: Path) -> ModelMetadata | None:
     check_file(path)
     values = read_json(path)
     try:
+        if isinstance(template := values.get("template"), dict) and "task" not in template:
+            template.setdefault("bos", False)  # before there was this option, no text began with BOS
         return ModelMetadata(**{key: values[key] for key in ModelMetadata.__dataclass_fields__ if key in values})
     except TypeError as error:
         raise DataError(f"{path} is damaged: {error!r}") from error
@@ -208,6 +213,7 @@ def _model_card(trained: TunedModel, end: str | None, has_chat_template: bool, i
         has_chat_template=has_chat_template,
         is_chat=is_chat(recipe),
         is_models_own=has_template(recipe),
+        adds_bos=recipe.bos and not has_template(recipe),
         fields=fields_of(recipe.prompt),
         prompt=repr(recipe.prompt),
         stop=", ".join(map(repr, recipe.generation.stop)),
@@ -221,6 +227,7 @@ def _label_card(trained: TunedModel, is_adapter: bool) -> str:
     architecture = trained.architecture
     assert architecture.task is not None
     kind = PIPELINES.get(architecture.task)
+    tokenizer = load_tokenizer(trained.base) if has_tokenizer(trained.base) else None
     return _card(
         trained,
         is_adapter,
@@ -230,6 +237,10 @@ def _label_card(trained: TunedModel, is_adapter: bool) -> str:
         task=architecture.task,
         labels=architecture.labels,
         is_plain=re.fullmatch(r"\{\{ *\w+ *\}\}", trained.recipe.prompt.strip()) is not None,
+        # A decoder's tokenizer would write a pair in another form than the rows of training.
+        is_joined=bool(trained.recipe.pair) and tokenizer is not None and not frame_of(tokenizer).exists,
+        joint=repr(JOINT),
+        needs_blank=tokenizer is not None and not splits_at_blanks(tokenizer),
     )
 
 

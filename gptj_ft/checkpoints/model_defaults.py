@@ -144,10 +144,10 @@ def _date_of(data: Path | None) -> str:
 
 
 def _configured_ends(folder: Path) -> tuple[int, ...]:
-    """Return the end tokens of generation_config.json."""
-    path = folder / GENERATION_CONFIG
+    """Return the end tokens of generation_config.json; without it, of config.json, as transformers reads them."""
+    path = next((path for name in (GENERATION_CONFIG, "config.json") if (path := folder / name).is_file()), None)
     try:
-        ends = read_json(path).get("eos_token_id") if path.is_file() else None
+        ends = read_json(path).get("eos_token_id") if path else None
     except (DataError, ValueError, OSError):
         return ()
     numbers = ends if isinstance(ends, list) else [ends]

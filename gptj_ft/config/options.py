@@ -353,6 +353,10 @@ class Recipe(Options):
     """template of the text before the answer, with {{ fields }} (Jinja), or @FILE; empty: train on every token"""
     completion: str = "{{ text }}"
     """template of the text to train on, with {{ fields }} (Jinja), or @FILE; EOS follows"""
+    bos: bool = True
+    """begin texts with the BOS token if the tokenizer does, as in transformers (Llama, Mistral, Gemma); a chat template
+    writes its own
+    """
     chat_template: str = "auto"
     """template that writes messages as text; auto: conversations by the model's own, if it has one; model: every
     prompt is a message and the model's own template writes it; none: only prompt and completion; or @FILE
@@ -606,12 +610,13 @@ YOUNGER = frozenset((
     "num_sentences", "block_trigrams", "dropout", "attention_dropout", "layer_decay", "bias_correction",
     "header", "lanes", "lora.rslora", "chat_template", "template_options", "template_date", "generation.end_tokens",
     "lora.dora", "revision", "products", "master", "canaries", "canary_repeats", "sampled.layers", "sampled.period",
-    "sampled.vocabulary_every",
+    "sampled.vocabulary_every", "bos",
 ))  # fmt: skip
 OLD_VALUES: Mapping[str, Any] = {
     "revision": 1,
     "products": "onednn",
     "master": "fp32",
+    "bos": False,
 }  # of those that were not the defaults of today
 GROUPS: Mapping[str, type[Options]] = {
     "generation": Generation, "lora": LoRA, "sampled": Sampled, "schedule": SchedulePiece,

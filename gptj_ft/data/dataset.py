@@ -16,11 +16,12 @@ from gptj_ft.config.saved_values import RowsReport, checked
 from gptj_ft.data.chat import MESSAGES, is_chat, opening_of
 from gptj_ft.data.chat_template import has_template
 from gptj_ft.data.columns import is_column_for
+from gptj_ft.data.encode import tokens_digest
 from gptj_ft.data.readers.rows import Occurrences
 from gptj_ft.data.readers.source import ROWS_MANIFEST, is_prepared
 from gptj_ft.data.table import TokenTable
 from gptj_ft.data.template import fields_of
-from gptj_ft.data.tokenization import RowTokenizer, tokenizer_digest
+from gptj_ft.data.tokenization import RowTokenizer
 from gptj_ft.errors import DataError, UsageError
 from gptj_ft.system.atomic import atomic_folder
 from gptj_ft.system.digests import digest_of_file, read_json, sealed, unsealed
@@ -75,7 +76,7 @@ class Report:
     longest: int  # tokens of the longest document
     columns: Mapping[str, str]  # field -> column
     data_sha256: str  # SHA-256 of the files
-    tokenizer_sha256: str  # see `tokenizer_digest`
+    tokenizer_sha256: str  # see `tokens_digest`
     notes: tuple[str, ...]  # warnings about the files
     settings: Mapping[str, Any]  # the options in `SETTINGS`
     labels: tuple[str, ...] = ()  # class names in the order of their ids
@@ -166,8 +167,10 @@ def check_compatible(prepared: Prepared, recipe: Recipe, tokenizer: RowTokenizer
         names = recipe.fields.get(field, (field,)) if mapped is None else (mapped,)
         if not is_column_for(column, names):
             differences.append(f"'{field}' was taken from column '{shortened(column)}', now from {', '.join(names)}")
-    if tokenizer_digest(tokenizer) != report.tokenizer_sha256:
-        differences.insert(0, "the tokenizer differs")
+    if tokens_digest(recipe, tokenizer) != report.tokenizer_sha256:
+        other = tokens_digest(recipe.model_copy(update={"bos": not recipe.bos}), tokenizer)
+        is_bos = other == report.tokenizer_sha256
+        differences.insert(0, f"bos is {recipe.bos}, was {not recipe.bos}" if is_bos else "the tokenizer differs")
     if differences:
         raise DataError(
             f"the data was prepared with other settings: {'; '.join(differences)}\n"

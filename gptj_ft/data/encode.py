@@ -1,6 +1,6 @@
 """Encode rows as token ids by the recipe's templates, for training and inference alike.
 
-    prompt tokens | completion tokens | EOS          loss on completion and EOS
+    BOS, if the tokenizer adds one | prompt tokens | completion tokens | EOS          loss on completion and EOS
 
 A row above the limit loses part of its `shorten` field and nothing else: instruction, delimiters, the other fields
 and the answer stay complete. A conversation loses its oldest messages.
@@ -20,7 +20,15 @@ from gptj_ft.data.chat import MESSAGES, REPLY, Conversation, drop_oldest, is_cha
 from gptj_ft.data.chat_template import TOOLS, ChatTemplate, as_conversation, has_template
 from gptj_ft.data.loss_mask import num_inputs
 from gptj_ft.data.template import fields_of, render
-from gptj_ft.data.tokenization import NoTokenizer, RowTokenizer, backend_of, no_tokenizer, tokenize
+from gptj_ft.data.tokenization import (
+    NoTokenizer,
+    RowTokenizer,
+    backend_of,
+    frame_of,
+    no_tokenizer,
+    tokenize,
+    tokenizer_digest,
+)
 from gptj_ft.data.truncation import shorten
 from gptj_ft.errors import DataError, RowSkipped, UsageError, did_you_mean
 
@@ -133,6 +141,18 @@ def eos_of(tokenizer: RowTokenizer) -> int:
     return int(tokenizer.eos_token_id)
 
 
+def start_of(recipe: Recipe, tokenizer: RowTokenizer) -> tuple[int, ...]:
+    """Return the special tokens before each text of a language model; empty if a chat template writes them."""
+    if recipe.task != "language-model" or not recipe.bos or has_template(recipe) or isinstance(tokenizer, NoTokenizer):
+        return ()
+    return frame_of(tokenizer).first
+
+
+def tokens_digest(recipe: Recipe, tokenizer: RowTokenizer) -> str:
+    """Return the digest of a tokenizer and the special tokens that a recipe puts before texts."""
+    return tokenizer_digest(tokenizer, start_of(recipe, tokenizer))
+
+
 def assemble(
     recipe: Recipe,
     tokenizer: RowTokenizer,
@@ -141,6 +161,7 @@ def assemble(
     texts: Sequence[TextPart],
     ids: Sequence[Sequence[int]],
     answer_at: int | None = None,
+    start: Sequence[int] = (),
 ) -> Encoded:
     """Join the tokens of prompt and completion and add EOS; apply the length policy if there are more than
     `max_length`.
@@ -151,30 +172,31 @@ def assemble(
         texts: the row's texts, see `parts`.
         ids: tokens of each text.
         answer_at: first character of the answer in the `shorten` field; ``None``: unknown.
+        start: special tokens before the texts, see `start_of`.
 
     Raises:
         RowSkipped: the row is too long and cannot be shortened.
     """
-    limit = recipe.max_length
-    num_tokens = sum(map(len, ids)) + 1
+    limit, own = recipe.max_length, len(start) + 1  # special tokens: `start` and EOS
+    num_tokens = sum(map(len, ids)) + own
     if num_tokens <= limit:
-        return _joined(texts, ids, eos)
+        return _joined(start, texts, ids, eos)
     refuse_if_not_to_be_shortened(recipe, num_tokens)
     if recipe.on_long == "split":
-        return Encoded(_windows(_joined(texts, ids, eos).documents[0], limit), 0)
+        return Encoded(_windows(_joined(start, texts, ids, eos).documents[0], limit), 0)
     if is_chat(recipe):
         for fewer in drop_oldest(values[MESSAGES]):
             texts = render_parts(recipe, fewer)
             ids = tokenize(tokenizer, [text for text, _ in texts])
-            if (rest := sum(map(len, ids)) + 1) <= limit:
-                return _joined(texts, ids, eos, num_tokens - rest)
+            if (rest := sum(map(len, ids)) + own) <= limit:
+                return _joined(start, texts, ids, eos, num_tokens - rest)
         raise RowSkipped("too long: no room for the last question and its answer")
     # Only one part is shortened: the prompt or, without a prompt template, the plain text. The rest and EOS stay.
     part = 0 if recipe.prompt else 1
-    room = limit - 1 - sum(len(each) for index, each in enumerate(ids) if index != part)
+    room = limit - own - sum(len(each) for index, each in enumerate(ids) if index != part)
     cut = shorten(recipe, tokenizer, values, room, answer_at, ids[part])
     whole: list[Sequence[int]] = [cut if index == part else each for index, each in enumerate(ids)]
-    return _joined(texts, whole, eos, num_tokens - sum(map(len, whole)) - 1)
+    return _joined(start, texts, whole, eos, num_tokens - sum(map(len, whole)) - own)
 
 
 def from_tokens(recipe: Recipe, ids: list[int], trained: Any) -> Encoded:
@@ -240,9 +262,23 @@ def encode_prompt(recipe: Recipe, tokenizer: RowTokenizer, values: Mapping[str, 
     _require_content(template, values)
     if written_by := ChatTemplate.of(recipe, tokenizer):
         return _templated_prompt(recipe, written_by, values, room)
+    start = start_of(recipe, tokenizer)
+    if room <= len(start):
+        raise UsageError("no room is left for the prompt; lower generation.max_new_tokens")
+    prompt = _rendered_prompt(recipe, tokenizer, values, room - len(start), len(start))
+    return Prompt([*start, *prompt.ids], prompt.cut)
+
+
+def _rendered_prompt(
+    recipe: Recipe, tokenizer: RowTokenizer, values: Mapping[str, Any], room: int, num_special: int
+) -> Prompt:
+    """Encode the text of a prompt, without the special tokens before it."""
+    template = recipe.prompt or recipe.completion
     ids = tokenize(tokenizer, [render(template, values)])[0]
-    if (most := recipe.generation.max_prompt_tokens) and len(ids) > (most := min(most, room)):
-        return Prompt(ids[:most], cut=True)
+    if limit := recipe.generation.max_prompt_tokens:
+        most = min(max(1, limit - num_special), room)
+        if len(ids) > most:
+            return Prompt(ids[:most], cut=True)
     if len(ids) <= room:
         return Prompt(ids, cut=False)
     if not recipe.prompt:
@@ -300,14 +336,16 @@ def shorten_text(
     return text
 
 
-def _joined(texts: Sequence[TextPart], ids: Sequence[Sequence[int]], eos: int, tokens_cut: int = 0) -> Encoded:
-    whole = array("i")  # extends fast by another array
+def _joined(
+    start: Sequence[int], texts: Sequence[TextPart], ids: Sequence[Sequence[int]], eos: int, tokens_cut: int = 0
+) -> Encoded:
+    whole = array("i", start)  # extends fast by another array
     for each in ids:
         whole.extend(each)
     whole.append(eos)
     if len(texts) == 2:  # a prompt and its completion
-        return Encoded((whole,), len(ids[0]), (), tokens_cut)
-    borders = list(accumulate(map(len, ids), initial=0))
+        return Encoded((whole,), len(start) + len(ids[0]) if ids[0] else 0, (), tokens_cut)
+    borders = list(accumulate(map(len, ids), initial=len(start)))
     spans = zip(texts, pairwise(borders), strict=True)
     masked_spans = [span for (_, is_trained), span in spans if not is_trained]
     prompt_length, further = masked_spans[0][1], masked_spans[1:]

@@ -29,6 +29,7 @@ from gptj_ft.data.encode import (
     parts,
     refuse_if_not_to_be_shortened,
     shorten_text,
+    start_of,
 )
 from gptj_ft.data.encoder import EncodedDocument, EncodedRow, Setting, TaskReader
 from gptj_ft.data.readers.rows import Row
@@ -52,6 +53,7 @@ class PromptReader(TaskReader):
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self._fields = FieldReader(setting.columns, setting.recipe)
+        self._start = start_of(setting.recipe, setting.tokenizer)
         self._eos = eos_of(setting.tokenizer)  # a missing EOS fails before any row is read
 
     def read(self, row: Row) -> tuple[list[str], _Read]:
@@ -64,7 +66,9 @@ class PromptReader(TaskReader):
 
     def row_of(self, row: Row, read: _Read, tokens: list[Tokens]) -> EncodedRow:
         recipe, values = self.setting.recipe, read.fields.values
-        encoded = assemble(recipe, self.setting.tokenizer, self._eos, values, read.parts, tokens, read.fields.answer_at)
+        encoded = assemble(
+            recipe, self.setting.tokenizer, self._eos, values, read.parts, tokens, read.fields.answer_at, self._start
+        )
         return _row(encoded, document_hash(recipe, values), values.get(LABEL, ""), read.fields.references)
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from gptj_ft.data.checks.tokens import check_tokens
 from gptj_ft.data.dataset import VERSION, Prepared, check_compatible, load_dataset, save_dataset, settings_of
+from gptj_ft.data.encode import tokens_digest
 from gptj_ft.data.hub_dataset import is_reference, local_folder
 from gptj_ft.data.labelled.label_order import with_labels
 from gptj_ft.data.prepare import TokenizeJob, tokenize_rows
 from gptj_ft.data.readers.source import ROWS_MANIFEST, is_prepared
-from gptj_ft.data.tokenization import tokenizer_digest
 from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.system.digests import read_json
 from gptj_ft.system.files import discard, disk_bytes, files_in, keep_folder
@@ -101,7 +101,7 @@ def _key(job: TokenizeJob) -> str:
         "data": job.source.sha256,
         "notes": list(job.source.notes),
         "guarded": [file.path.name for file in job.source.files if file.is_guarded],
-        "tokenizer": tokenizer_digest(job.tokenizer),
+        "tokenizer": tokens_digest(recipe, job.tokenizer),
         "settings": settings_of(recipe),
         "fields": {name: list(columns) for name, columns in recipe.fields.items()},
         "map": dict(recipe.map),

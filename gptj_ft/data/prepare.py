@@ -17,7 +17,7 @@ from gptj_ft.data.chat_template import has_template
 from gptj_ft.data.checks.texts import Checks
 from gptj_ft.data.columns import UnknownColumn, choose_columns, input_fields, recipe_fields
 from gptj_ft.data.dataset import Prepared, Report, settings_of
-from gptj_ft.data.encode import check_templates
+from gptj_ft.data.encode import check_templates, tokens_digest
 from gptj_ft.data.encoder import RowEncoder, Setting, TaskReader
 from gptj_ft.data.labelled.labels import LabelSet
 from gptj_ft.data.labelled.sentences import SentenceReader
@@ -30,7 +30,7 @@ from gptj_ft.data.readers.rows import Findings, Row
 from gptj_ft.data.readers.source import FileOptions, Source, identify
 from gptj_ft.data.readers.tables import check_headers
 from gptj_ft.data.table import TableWriter, TokenTable
-from gptj_ft.data.tokenization import RowTokenizer, tokenizer_digest
+from gptj_ft.data.tokenization import RowTokenizer
 from gptj_ft.errors import DataError
 from gptj_ft.system.plain_text import shortened
 
@@ -132,7 +132,7 @@ def tokenize_rows(
             warnings=checks.warnings,
             columns=columns,
             data_sha256=digest,
-            tokenizer_sha256=tokenizer_digest(tokenizer),
+            tokenizer_sha256=tokens_digest(recipe, tokenizer),
             settings=settings_of(recipe),
             labels=labels.order(),
             label_counts=labels.counts(),

@@ -149,14 +149,20 @@ def _config_of(folder: Path) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=4)
-def tokenizer_digest(tokenizer: RowTokenizer) -> str:
-    """Return the SHA-256 of vocabulary, merges, text splitting, EOS id and frame; "" for a `NoTokenizer`."""
+def tokenizer_digest(tokenizer: RowTokenizer, start: tuple[int, ...] = ()) -> str:
+    """Return the SHA-256 of vocabulary, merges, text splitting, EOS id and frame; "" for a `NoTokenizer`.
+
+    Args:
+        start: special tokens before each text, see `encode.start_of`.
+    """
     if isinstance(tokenizer, NoTokenizer):
         return ""
     saved = json.loads(tokenizer.backend_tokenizer.to_str())
     parts = {name: saved.get(name) for name in _PARTS} | {"eos": tokenizer.eos_token_id}
     if (frame := frame_of(tokenizer)).exists:
         parts["frame"] = list(frame)
+    if start:
+        parts["start"] = list(start)
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 

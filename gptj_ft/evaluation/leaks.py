@@ -22,10 +22,11 @@ from gptj_ft.config.run_folder import Run
 from gptj_ft.data.batches import Document, Rows
 from gptj_ft.data.canaries import Canary, alternatives, check_planted, draw_canaries, planted_rows
 from gptj_ft.data.dataset import Prepared, content_hash, load_dataset
+from gptj_ft.data.encode import tokens_digest
 from gptj_ft.data.load import data_path, read_or_prepare
 from gptj_ft.data.prepare import TokenizeJob
 from gptj_ft.data.readers.source import is_prepared
-from gptj_ft.data.tokenization import has_tokenizer, load_row_tokenizer, load_tokenizer, tokenize, tokenizer_digest
+from gptj_ft.data.tokenization import has_tokenizer, load_row_tokenizer, load_tokenizer, tokenize
 from gptj_ft.errors import NotFinite, UsageError
 from gptj_ft.evaluation.evaluate import STOPPED, Count, choose_baseline
 from gptj_ft.evaluation.leak_report import (
@@ -228,7 +229,7 @@ class LeakExamination:
         baseline = choose_baseline(request.model, request.baseline)
         jobs = {}
         if baseline:
-            _check_same_tokenizer(baseline, trained)
+            _check_same_tokenizer(baseline, trained, own)
             jobs["baseline"] = LeakJob.of(request, baseline, probes, ())
         jobs["model"] = LeakJob.of(request, request.model, probes, candidates)
         return cls(request, baseline, jobs, probes, canaries, lengths, tuple(notes))
@@ -360,9 +361,9 @@ def _too_short(probes: Sequence[Probe], prefix: int, length: int) -> str:
     )
 
 
-def _check_same_tokenizer(baseline: Path, trained: Prepared) -> None:
+def _check_same_tokenizer(baseline: Path, trained: Prepared, own: Recipe) -> None:
     folder = tokenizer_folder(baseline)
-    digest = tokenizer_digest(load_row_tokenizer(folder)) if has_tokenizer(folder) else ""
+    digest = tokens_digest(own, load_row_tokenizer(folder)) if has_tokenizer(folder) else ""
     if digest and trained.report.tokenizer_sha256 and digest != trained.report.tokenizer_sha256:
         raise UsageError(f"{baseline} has another tokenizer than the run: name another --baseline, or none")
 

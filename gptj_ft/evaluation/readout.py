@@ -217,11 +217,19 @@ class SpanReadout(PlainReadout):
         if not self.settings.may_abstain:
             return ""
         spans: list[SpanAnswer] = [each.predicted for each in answers]
-        best = best_thresholds(spans, references)
+        best, odds = best_thresholds(spans, references), [span.null_odds for span in spans]
+        f1, exact = (_shown(each, odds) for each in (best.best_f1_threshold, best.best_exact_threshold))
         return (
-            f"on these rows null_threshold {best.best_f1_threshold:.4g} has the best f1, {best.best_f1:.2f}, and "
-            f"{best.best_exact_threshold:.4g} the best exact match, {best.best_exact:.2f}"
+            f"on these rows null_threshold {f1} has the best f1, {best.best_f1:.2f}, and {exact} the best exact match, "
+            f"{best.best_exact:.2f}"
         )
+
+
+def _shown(threshold: float, odds: Sequence[float]) -> str:
+    """Write a threshold with as few digits as separate the same questions."""
+    above = [each > threshold for each in odds]
+    texts = (f"{threshold:.{digits}g}" for digits in range(3, 17))
+    return next((text for text in texts if [each > float(text) for each in odds] == above), repr(threshold))
 
 
 @dataclass(frozen=True)

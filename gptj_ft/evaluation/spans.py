@@ -167,6 +167,7 @@ def best_thresholds(answers: Sequence[SpanAnswer], references: Sequence[Sequence
         gains = np.where(has_answer_N, rows_N / 100.0, -1.0)[order]
         totals = np.concatenate([[0.0], gains.cumsum()]) + (~has_answer_N).sum()
         num_answered = int(totals.argmax())
-        threshold = float(odds_N[order[num_answered - 1]]) if num_answered else 0.0
+        # The script names 0 if no answer is best: right for probabilities, but odds may all be below 0.
+        threshold = float(odds_N[order[num_answered - 1]] if num_answered else np.ceil(odds_N.min()) - 1)
         best += [100.0 * float(totals[num_answered]) / len(answers), threshold]
     return BestThresholds(*best)

@@ -13,6 +13,7 @@ from support.real_data import real_data
 
 from gptj_ft.evaluation.metrics.squad import f1_v2, normalize_answer, squad
 from gptj_ft.evaluation.metrics.statistic import values
+from gptj_ft.evaluation.readout import _shown
 from gptj_ft.evaluation.spans import (
     NO_ANSWER,
     SpanAnswer,
@@ -156,7 +157,7 @@ def official_threshold(
 ) -> tuple[float, float]:
     """Find the best threshold as SQuAD v2.0's script does, question by question."""
     total = best = float(sum(not each for each in has))
-    threshold = 0.0
+    threshold = math.ceil(min(odds)) - 1.0  # the script has 0, above which no probability is
     for row in sorted(range(len(odds)), key=lambda row: odds[row]):
         total += scores[row] if has[row] else (-1 if texts[row] else 0)
         if total > best:
@@ -186,8 +187,17 @@ def test_best_thresholds_match_the_official_search() -> None:
 
 
 def test_never_answering_can_be_best() -> None:
-    found = best_thresholds([answered("x", -1.0), answered("y", 1.0)], [[], ["z"]])
-    assert (found.best_exact, found.best_exact_threshold) == (50.0, 0.0)
+    answers = [answered("x", -1.0), answered("y", 1.0)]
+    found = best_thresholds(answers, [[], ["z"]])
+    assert found.best_exact == 50.0
+    assert all(answer.null_odds > found.best_exact_threshold for answer in answers)
+
+
+def test_shown_threshold_separates_the_same_questions() -> None:
+    for threshold, odds in ((-1.2345678, [-1.2345678, -1.2345]), (-1.00000000001, [-1.0, 2.0])):
+        shown = float(_shown(threshold, odds))
+        assert [each > shown for each in odds] == [each > threshold for each in odds]
+    assert _shown(0.123456, [0.1, 0.123456, 3.0]) == "0.1235"
 
 
 def test_1000_windows_take_seconds() -> None:

@@ -198,6 +198,8 @@ def test_unfit_tokenizer_is_named(model: Path, shell) -> None:
     name.write_text(json.dumps(settings), encoding="utf-8")
     for other in ("generation_config.json", "special_tokens_map.json"):
         (model / other).unlink()
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    (model / "config.json").write_text(json.dumps({**config, "eos_token_id": None}), encoding="utf-8")
     Path("rows.jsonl").write_text('{"note": "x"}\n', encoding="utf-8")
     for line in ("generate x --raw", "generate --input rows.jsonl --output out.jsonl"):
         done = shell(f"{line} --model tuned --max-new-tokens 4")
