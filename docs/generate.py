@@ -41,7 +41,7 @@ UNITS = {
     "max_length": "tokens", "micro_batch_tokens": "tokens", "generation.max_new_tokens": "tokens",
     "generation.min_new_tokens": "tokens", "generation.max_prompt_tokens": "tokens",
     "generation.prompt_lookup_num_tokens": "tokens", "generation.no_repeat_ngram_size": "tokens", "batch_size": "rows",
-    "sample_rows": "rows", "max_bad_rows": "rows", "holdout": "share of rows", "epochs": "passes", "max_steps": "steps",
+    "sample_rows": "rows", "max_bad_rows": "rows", "holdout": "share of documents", "epochs": "passes", "max_steps": "steps",
     "validate_every": "steps", "save_every": "steps", "save_minutes": "minutes", "patience": "validations",
     "warmup": "share of steps, or steps", "final_lr": "share of lr", "schedule.start": "share of lr",
     "schedule.end": "share of lr", "schedule.steps": "steps", "read_ahead": "layers", "canaries": "secrets",

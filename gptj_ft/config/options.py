@@ -321,7 +321,7 @@ class Recipe(Options):
     val_data: Annotated[str | None, FlagSpec(metavar="FILE")] = None
     """validation rows; empty: a fraction of the data is held out"""
     holdout: Annotated[BelowOne, FlagSpec(set_by_presets=True)] = 0.05
-    """fraction of the rows held out for validation, without val_data"""
+    """fraction of the documents held out for validation, without val_data; of a single document, of its windows"""
     output: Annotated[str | None, FlagSpec(metavar="FOLDER")] = None
     """new run folder; default runs/RECIPE-N"""
 

@@ -198,6 +198,14 @@ def test_nested_texts_are_repaired_in_place(tmp_path: Path) -> None:
     assert written == {"context": "café here", "question": "Where?", "answers": {"text": ["café"], "answer_start": [0]}}
 
 
+def test_lists_of_treebank_tokens_become_sentences(tmp_path: Path) -> None:
+    words = {"src": [["It", "is", "n't", "-lrb-", "1", "-rrb-", "."], ["Ok", "."]], "tgt": [["No", "."]]}
+    _, lines = fix(write_rows(tmp_path / "words.jsonl", [words]), recipe="cnn-dailymail")
+    assert lines == [{"src": ["It isn't (1).", "Ok."], "tgt": ["No."]}]
+    plain = {"src": [["It", "is", "."]], "tgt": [["No", "."]]}
+    assert fix(write_rows(tmp_path / "plain.jsonl", [plain]), recipe="cnn-dailymail")[1] == [plain]
+
+
 def test_diff_lists_dropped_and_changed_rows(tmp_path: Path) -> None:
     rows = [
         {"note": "One.", "summary": "1"},

@@ -40,7 +40,8 @@ def show_lengths(console: Console, prepared: Prepared, recipe: Recipe) -> None:
     for name, tokens in tokens_by_part(lengths, recipe).items():
         console.print(Text(f"\nTokens of the {name}, rows", style="bold"))
         console.print(Text("\n".join(histogram(tokens))))
-    packed = [("packing", f"{len(lengths.steps):,} windows of several documents")] if recipe.packing != "off" else []
+    is_packed = recipe.packing != "off" and prepared.report.rows_kept > 1
+    packed = [("packing", f"{len(lengths.steps):,} windows of several documents")] if is_packed else []
     panel(console, "An epoch", [*packed, *epoch_rows(data_facts(prepared, recipe), recipe)])
 
 

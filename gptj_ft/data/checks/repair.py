@@ -298,6 +298,10 @@ class _Repairer:
         """Return the repaired values of a row; ``None`` if it is dropped."""
         columns = [each for column in self._columns.values() for each in columns_of(column, row.values)]
         names = [column for column in columns if column in row.values]
+        if self._recipe.task != "token-labels":
+            joined = {column: _sentences(row.values[column]) for column in names}
+            if any(is_treebank(text) for cell in joined.values() for text in _texts_in(cell)):
+                row = row._replace(values={**row.values, **joined})
         before = {column: list(_texts_in(row.values[column])) for column in names}
         # All cells of a row together: if one has Treebank tokens, the others must be joined too.
         fixed = iter(fix_texts([text for texts in before.values() for text in texts]))
@@ -374,6 +378,14 @@ class _Repairer:
             self._diff.write(escape_controls(f"@@ {place}: {', '.join(fixes)} @@") + "\n")
         for old, new in zip(before, after, strict=True):
             self._diff.writelines(_difference(old, new.text))
+
+
+def _sentences(value: Any) -> Any:
+    """Join the words of sentences that are lists, as the reader does."""
+    if not isinstance(value, list):
+        return value
+    are_words = [isinstance(item, list) and all(isinstance(word, str) for word in item) for item in value]
+    return [" ".join(item) if is_list else item for item, is_list in zip(value, are_words, strict=True)]
 
 
 def _texts_in(value: Any) -> Iterator[str]:
