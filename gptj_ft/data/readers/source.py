@@ -141,7 +141,7 @@ DATASET_FILES = ("dataset_dict.json", "dataset_info.json")  # written by `datase
 ROWS_MANIFEST = "manifest.json"  # in a folder of prepared data
 NOT_ROWS_IN_FOLDER = (".index", "data_params.json")  # an index repeats the other files' names
 MOST_LINES = 0.8  # share of the lines with the same number of columns, in a file of words and tags
-TAG = re.compile(r"[A-Z]-.+|[^a-z]+")  # B-PER, O, NNP
+WORD_TAG = re.compile(r"[A-Z]-.+|[^a-z]+")  # B-PER, O, NNP
 ABOUT = ("readme", "license", "licence")  # names, without suffix, of files about the rows
 
 
@@ -466,7 +466,7 @@ def _has_columns(head: bytes) -> bool:
     columns, number = Counter(map(len, rows)).most_common(1)[0]
     if number < MOST_LINES * len(rows):
         return False
-    are_tagged = sum(bool(TAG.fullmatch(row[-1])) for row in rows) > len(rows) / 2
+    are_tagged = sum(bool(WORD_TAG.fullmatch(row[-1])) for row in rows) > len(rows) / 2
     has_tabs = sum("\t" in line for line in lines) >= number
     return columns == 1 or has_tabs or (len(rows) > 1 and (are_tagged or columns == 2))
 
