@@ -220,6 +220,8 @@ def build(values: Mapping[str, Any], origins: Mapping[str, str] | None = None) -
             hint = hint or (f" (known: {', '.join(group.model_fields)})" if len(path) > 1 else "")
             raise UsageError(f"{where}: unknown option '{shortened(key, VALUE_SHOWN)}'{hint}") from error
         message = problem["msg"].removeprefix("Value error, ")
+        if problem["type"] == "string_type" and isinstance(problem["input"], bool):
+            message = "expected a string (YAML reads on, off, yes and no as booleans: put the word in quotes)"
         raise UsageError(f"{where}: {key}: {message}, not {shortened(repr(problem['input']), VALUE_SHOWN)}") from error
 
 
