@@ -82,6 +82,7 @@ OPTIONS_IN_GROUPS = {  # by their names in the environment; the pieces of a sche
     if group != "schedule"
     for name in kind.model_fields
 }
+RESUMED: tuple[str, Mapping[str, Any]] = ("run", {})  # base of the options that a resume changes
 VALUE_SHOWN = 80  # characters of a value in a message
 TEMPLATES = ("prompt", "completion", "chat_template")  # may be @FILE
 
@@ -156,7 +157,8 @@ def resolve(
     if isinstance(merged.get("schedule"), list):
         _drop_stretching_options(merged, origins, sources)
     recipe = build(merged, origins)
-    _check_options_of_methods(recipe.method, flagged)
+    if base is not RESUMED:  # the method is in the run folder
+        _check_options_of_methods(recipe.method, flagged)
     return Resolved(recipe, origins, typed)
 
 

@@ -21,14 +21,14 @@ from support.steps import failing, full_disk_at_export, infinite_gradient, inter
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gptj_ft.cli.terminal.tables import cautions
-from gptj_ft.config.resolve import resolve
+from gptj_ft.config.resolve import build, dump_recipe, resolve
 from gptj_ft.config.run_folder import Run
 from gptj_ft.data.readers.source import identify
-from gptj_ft.errors import UsageError
+from gptj_ft.errors import DataError, UsageError
 from gptj_ft.evaluation.metrics.language_model import LOSS_SCORES
 from gptj_ft.system.files import is_leftover
 from gptj_ft.system.lock import locked
-from gptj_ft.training.finetune import prepare_new_run, train_run
+from gptj_ft.training.finetune import options_on_resume, prepare_new_run, resume_run, train_run
 from gptj_ft.training.reporter import Reporter
 from gptj_ft.training.verify import verify
 
@@ -398,6 +398,29 @@ def test_resume_refuses_what_would_change_the_numbers(shell, rows_file: Path) ->
     assert (done.code, "lr is 0.01 in this run" in done.err) == (2, True)
     done = shell("finetune --resume rows.jsonl")
     assert (done.code, "is not a run folder" in done.err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("method=lora lora.rank=4 lora.merge=true generation.num_beams=2", ""),
+        ("lora.rank=8", "lora.rank is 4 in this run; 8 would change its result"),
+        ("generation.temperature=0", "generation.temperature is 0.5 in this run; 0.0 would change"),
+        ("method=full", "method is 'lora' in this run; 'full' would change"),
+        ("output=./out", ""),
+        ("output=other", "output: a resumed run stays in its folder, out"),
+    ],
+)
+def test_resume_compares_only_named_options(options: str, said: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    saved = build(
+        {"method": "lora", "lora": {"rank": 4, "merge": True}, "generation": {"temperature": 0.5, "num_beams": 2}}
+    )
+    Path("out").mkdir()
+    Run(Path("out")).recipe_file.write_text(dump_recipe(saved, {}), encoding="utf-8")
+    # An accepted change fails at the next thing that is missing.
+    with pytest.raises(UsageError if said else DataError, match=said or "run.json is missing"):
+        resume_run(Path("out"), options_on_resume({}, None, options.split()))
 
 
 def test_failed_export_loses_no_model(shell, rows_file: Path) -> None:
