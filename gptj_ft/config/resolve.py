@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from gptj_ft.config.options import GROUPS, STRETCHING, Recipe, meaning_of
+from gptj_ft.config.options import GROUPS, STRETCHING, Recipe, field_of, meaning_of
 from gptj_ft.config.presets import load_options, load_preset
 from gptj_ft.errors import UsageError, did_you_mean
 from gptj_ft.system.plain_text import shortened
@@ -81,6 +81,10 @@ OPTIONS_IN_GROUPS = {  # by their names in the environment; the pieces of a sche
     for group, kind in GROUPS.items()
     if group != "schedule"
     for name in kind.model_fields
+}
+TASKS_OF = {  # tasks whose loss an option of Recipe changes
+    "class_weights": ("classification", "token-labels"),
+    "z_loss": ("language-model", "classification", "token-labels"),
 }
 RESUMED: tuple[str, Mapping[str, Any]] = ("run", {})  # base of the options that a resume changes
 VALUE_SHOWN = 80  # characters of a value in a message
@@ -275,6 +279,28 @@ def _check_options_of_methods(method: str, flagged: Mapping[str, Any]) -> None:
             raise UsageError(
                 f"command line: {key} has no effect, because method is {method}: add --method {group}, or leave it out"
             )
+
+
+def check_effects(resolved: Resolved) -> None:
+    """Reject options that the user set for a new run, but that the loss of its task ignores."""
+    recipe = resolved.recipe
+    for key, tasks in TASKS_OF.items():
+        if key in resolved.typed and recipe.task not in tasks and getattr(recipe, key) != field_of(key).default:
+            raise UsageError(
+                f"{resolved.origins[key]}: {key} has no effect with task={recipe.task}, only with {', '.join(tasks)}: "
+                "leave it out"
+            )
+
+
+def check_several(resolved: Resolved) -> None:
+    """Reject options for several processes that the user set for one."""
+    recipe = resolved.recipe
+    several = {"replicas": (recipe.replicas or 1) > 1, "mirror": recipe.mirror}
+    if key := next((key for key, has_effect in several.items() if has_effect and key in resolved.typed), None):
+        raise UsageError(
+            f"{resolved.origins[key]}: {key} has no effect, because this run has one process: start several, e.g. with "
+            "--nproc 2, or leave it out"
+        )
 
 
 def _drop_stretching_options(

@@ -18,7 +18,7 @@ from gptj_ft.checkpoints.base_model import find_model, is_config
 from gptj_ft.checkpoints.fingerprint import check_unchanged, fingerprint
 from gptj_ft.config import yaml
 from gptj_ft.config.options import FREE_ON_RESUME, Options, Recipe
-from gptj_ft.config.resolve import RESUMED, Resolved, build, dump_recipe, resolve
+from gptj_ft.config.resolve import RESUMED, Resolved, build, check_effects, dump_recipe, resolve
 from gptj_ft.config.run_folder import (
     START,
     Run,
@@ -105,6 +105,7 @@ def prepare_new_run(
         parallel: ranks that share the run.
     """
     recipe, reporter = resolved.recipe, reporter or Reporter()
+    check_effects(resolved)
     check_tracker(recipe.report_to)
     use_threads(recipe, parallel, reporter)
     folder = choose_folder(recipe)
@@ -119,6 +120,8 @@ def prepare_new_run(
     reporter.on_activity("planning" if device is None else planning_activity(device, folder))
     final = inputs.recipe.model_copy(update={"model": str(inputs.model.resolve()), "output": str(folder)})
     setup = make_run_setup(final, inputs.model, (inputs.train, inputs.validation), folder, target, parallel)
+    if "packing" in resolved.typed and recipe.packing != "off" and setup.train.windows is None:
+        reporter.on_message(f"packing={recipe.packing} has no effect: only rows without a prompt are packed")
     origins = dict(resolved.origins)
     for key in OF_THE_MODEL:
         if getattr(final, key) != getattr(recipe, key):

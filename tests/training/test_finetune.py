@@ -20,6 +20,7 @@ from support.small_run import small_session
 from support.steps import failing, full_disk_at_export, infinite_gradient, interrupting
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from gptj_ft import api
 from gptj_ft.cli.terminal.tables import cautions
 from gptj_ft.config.resolve import build, dump_recipe, resolve
 from gptj_ft.config.run_folder import Run
@@ -185,6 +186,38 @@ def test_start_reports_reading_and_measuring(rows_file: Path) -> None:
         reporter = Activities()
         prepare_new_run(resolve(options, environment={}), reporter)
         assert reporter.told == ["reading the rows", planning]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"class_weights": "balanced"}, "class_weights has no effect with task=language-model, only with classificat"),
+        ({"task": "regression", "z_loss": 1e-4}, "z_loss has no effect with task=regression, only with language-mod"),
+        ({"replicas": 2}, "replicas has no effect, because this run has one process"),
+        ({"mirror": True}, "mirror has no effect, because this run has one process"),
+        ({"task": "classification", "class_weights": "balanced", "z_loss": 1e-4, "replicas": 1}, "no data: add"),
+    ],
+)
+def test_typed_option_without_effect_is_refused(options: dict[str, object], said: str, tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text("\n".join(f"{key}: {value}" for key, value in options.items()), encoding="utf-8")
+    with pytest.raises(UsageError, match=said):
+        api.prepare_run(**options)
+    with pytest.raises(UsageError, match=said if said.startswith("no data") else f"c.yaml: {said}"):
+        api.prepare_run(config=config)
+    if "one process" not in said:
+        with pytest.raises(UsageError, match=said if said.startswith("no data") else f"command line: {said}"):
+            api.prepare_search(**options)
+
+
+def test_packing_of_prompted_rows_is_noted(rows_file: Path) -> None:
+    options = {"recipe": "summarization", "data": "rows.jsonl", "model": "tiny", "max_steps": 1}
+    for packing in ("off", "apart"):
+        told: list[str] = []
+        reporter = Reporter()
+        reporter.on_message = told.append
+        prepare_new_run(resolve({**options, "packing": packing}, environment={}), reporter)
+        assert ("packing=apart has no effect" in "".join(told)) == (packing == "apart")
 
 
 def test_run_without_a_name_takes_the_next_free_one(rows_file: Path) -> None:
