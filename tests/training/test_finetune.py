@@ -22,10 +22,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gptj_ft import api
 from gptj_ft.cli.terminal.tables import cautions
+from gptj_ft.config import run_folder
 from gptj_ft.config.resolve import build, dump_recipe, resolve
 from gptj_ft.config.run_folder import Run
 from gptj_ft.data.readers.source import identify
-from gptj_ft.errors import DataError, UsageError
+from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.evaluation.metrics.language_model import LOSS_SCORES
 from gptj_ft.system.files import is_leftover
 from gptj_ft.system.lock import locked
@@ -454,6 +455,12 @@ def test_resume_compares_only_named_options(options: str, said: str, tmp_path: P
     # An accepted change fails at the next thing that is missing.
     with pytest.raises(UsageError if said else DataError, match=said or "run.json is missing"):
         resume_run(Path("out"), options_on_resume({}, None, options.split()))
+
+
+def test_full_disk_while_logging_is_reported(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(run_folder, "appending", lambda path: Path("/dev/full").open("a"))
+    with pytest.raises(ResourceError, match=r"no space left on the disk while writing .*log\.txt; make room"):
+        Run(tmp_path).log("a line")
 
 
 def test_failed_export_loses_no_model(shell, rows_file: Path) -> None:
