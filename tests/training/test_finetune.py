@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -458,7 +460,7 @@ def test_resume_compares_only_named_options(options: str, said: str, tmp_path: P
 
 
 def test_full_disk_while_logging_is_reported(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(run_folder, "appending", lambda path: Path("/dev/full").open("a"))
+    monkeypatch.setattr(run_folder, "appending", Mock(side_effect=OSError(errno.ENOSPC, "full")))
     with pytest.raises(ResourceError, match=r"no space left on the disk while writing .*log\.txt; make room"):
         Run(tmp_path).log("a line")
 
