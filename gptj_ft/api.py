@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from gptj_ft.checkpoints.base_model import default_model, find_model
 from gptj_ft.config.presets import load_preset
-from gptj_ft.config.resolve import Resolved, resolve, typed_name
+from gptj_ft.config.resolve import Resolved, check_several, resolve, typed_name
 from gptj_ft.data.hub_dataset import fetch, is_reference
 from gptj_ft.errors import UsageError
 from gptj_ft.system.group import ALONE, Group
@@ -119,11 +119,16 @@ def prepare_run(
     reporter = reporter or Reporter()
     if start is not None and resume is None:
         raise UsageError("--from needs --resume RUN (Python: start needs resume): it names a checkpoint of that run")
+    if resume is None or isinstance(recipe, Resolved):
+        resolved = resolved_options(recipe, options)
+    else:
+        resolved = options_on_resume(*_split(options, recipe))
+    if group.size == 1:
+        check_several(resolved)
     if resume is not None:
-        resolved = recipe if isinstance(recipe, Resolved) else options_on_resume(*_split(options, recipe))
         reporter.on_activity("reading the run")
         return resume_run(Path(resume), resolved, start, DistributedTraining(group), reporter)
-    resolved = fetched(resolved_options(recipe, options), offline, reporter)
+    resolved = fetched(resolved, offline, reporter)
     return prepare_new_run(resolved, reporter, parallel=DistributedTraining(group))
 
 

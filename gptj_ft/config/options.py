@@ -67,6 +67,11 @@ def parse_size(value: object) -> object:
 ByteSize = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
 
 
+def _switch(value: object) -> object:
+    """Return the word that YAML 1.1 read as a boolean; return other types unchanged."""
+    return ("on" if value else "off") if isinstance(value, bool) else value
+
+
 def _check_products(value: str) -> str:
     """Check a choice of libraries; `models.products.Products` has its meaning."""
     pair = "(onednn|mkl)(/(onednn|mkl))?"
@@ -327,7 +332,7 @@ class Recipe(Options):
 
     documents: Literal["paragraph", "line", "file"] = "paragraph"
     """rows of plain text: paragraphs (separated by a blank line), lines, or whole files"""
-    quotes: Literal["auto", "on", "off"] = "auto"
+    quotes: Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)] = "auto"
     """whether " quotes cells of tables; auto: yes in CSV, in TSV only if the header is quoted"""
     delimiter: Delimiter = "auto"
     """cell separator of tables: comma, semicolon, tab, pipe or one character"""
@@ -385,7 +390,7 @@ class Recipe(Options):
     """the only field that may be cut when a row is too long"""
     cut: Literal["end", "start", "middle", "answer"] = "end"
     """part of that field to cut: its end, start or middle, or the text farthest from the answer"""
-    packing: Literal["off", "apart", "joined"] = "off"
+    packing: Annotated[Literal["off", "apart", "joined"], BeforeValidator(_switch)] = "off"
     """fill windows of max_length with several documents of plain text; apart: attention stays inside each document;
     joined: it crosses them
     """
@@ -454,7 +459,7 @@ class Recipe(Options):
     """learning rate at the last step, as a fraction of the peak; 0 would be reached a step later, so that each step
     trains
     """
-    betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
+    betas: Annotated[tuple[BelowOne, BelowOne], BeforeValidator(_words)] = (0.9, 0.999)
     """decay rates of Adam's two moments; below 1"""
     eps: float = Field(1e-8, gt=0.0)
     """added to the square root of the second moment (torch's formula)"""

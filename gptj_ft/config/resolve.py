@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from gptj_ft.config.options import GROUPS, STRETCHING, Recipe, meaning_of
+from gptj_ft.config.options import GROUPS, STRETCHING, Recipe, field_of, meaning_of
 from gptj_ft.config.presets import load_options, load_preset
 from gptj_ft.errors import UsageError, did_you_mean
 from gptj_ft.system.plain_text import shortened
@@ -82,6 +82,11 @@ OPTIONS_IN_GROUPS = {  # by their names in the environment; the pieces of a sche
     if group != "schedule"
     for name in kind.model_fields
 }
+TASKS_OF = {  # tasks whose loss an option of Recipe changes
+    "class_weights": ("classification", "token-labels"),
+    "z_loss": ("language-model", "classification", "token-labels"),
+}
+RESUMED: tuple[str, Mapping[str, Any]] = ("run", {})  # base of the options that a resume changes
 VALUE_SHOWN = 80  # characters of a value in a message
 TEMPLATES = ("prompt", "completion", "chat_template")  # may be @FILE
 
@@ -156,7 +161,8 @@ def resolve(
     if isinstance(merged.get("schedule"), list):
         _drop_stretching_options(merged, origins, sources)
     recipe = build(merged, origins)
-    _check_options_of_methods(recipe.method, flagged)
+    if base is not RESUMED:  # the method is in the run folder
+        _check_options_of_methods(recipe.method, flagged)
     return Resolved(recipe, origins, typed)
 
 
@@ -220,6 +226,8 @@ def build(values: Mapping[str, Any], origins: Mapping[str, str] | None = None) -
             hint = hint or (f" (known: {', '.join(group.model_fields)})" if len(path) > 1 else "")
             raise UsageError(f"{where}: unknown option '{shortened(key, VALUE_SHOWN)}'{hint}") from error
         message = problem["msg"].removeprefix("Value error, ")
+        if problem["type"] == "string_type" and isinstance(problem["input"], bool):
+            message = "expected a string (YAML reads on, off, yes and no as booleans: put the word in quotes)"
         raise UsageError(f"{where}: {key}: {message}, not {shortened(repr(problem['input']), VALUE_SHOWN)}") from error
 
 
@@ -271,6 +279,28 @@ def _check_options_of_methods(method: str, flagged: Mapping[str, Any]) -> None:
             raise UsageError(
                 f"command line: {key} has no effect, because method is {method}: add --method {group}, or leave it out"
             )
+
+
+def check_effects(resolved: Resolved) -> None:
+    """Reject options that the user set for a new run, but that the loss of its task ignores."""
+    recipe = resolved.recipe
+    for key, tasks in TASKS_OF.items():
+        if key in resolved.typed and recipe.task not in tasks and getattr(recipe, key) != field_of(key).default:
+            raise UsageError(
+                f"{resolved.origins[key]}: {key} has no effect with task={recipe.task}, only with {', '.join(tasks)}: "
+                "leave it out"
+            )
+
+
+def check_several(resolved: Resolved) -> None:
+    """Reject options for several processes that the user set for one."""
+    recipe = resolved.recipe
+    several = {"replicas": (recipe.replicas or 1) > 1, "mirror": recipe.mirror}
+    if key := next((key for key, has_effect in several.items() if has_effect and key in resolved.typed), None):
+        raise UsageError(
+            f"{resolved.origins[key]}: {key} has no effect, because this run has one process: start several, e.g. with "
+            "--nproc 2, or leave it out"
+        )
 
 
 def _drop_stretching_options(

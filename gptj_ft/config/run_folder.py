@@ -156,7 +156,8 @@ class Run:
         """Append a line with the time to ``log.txt``."""
         if not self.writes:
             return
-        with appending(self.folder / "log.txt") as file:
+        path = self.folder / "log.txt"
+        with disk_errors(path, "make room, then repeat the command to continue"), appending(path) as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {one_line(line)}\n")
 
     def append_metrics(self, values: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from gptj_ft.checkpoints.architecture import vocab_size_of
 from gptj_ft.checkpoints.base_model import find_model, is_config
 from gptj_ft.checkpoints.fingerprint import check_unchanged, fingerprint
 from gptj_ft.config import yaml
-from gptj_ft.config.options import FREE_ON_RESUME, Recipe
-from gptj_ft.config.resolve import Resolved, build, dump_recipe, resolve
+from gptj_ft.config.options import FREE_ON_RESUME, Options, Recipe
+from gptj_ft.config.resolve import RESUMED, Resolved, build, check_effects, dump_recipe, resolve
 from gptj_ft.config.run_folder import (
     START,
     Run,
@@ -104,6 +105,7 @@ def prepare_new_run(
         parallel: ranks that share the run.
     """
     recipe, reporter = resolved.recipe, reporter or Reporter()
+    check_effects(resolved)
     check_tracker(recipe.report_to)
     use_threads(recipe, parallel, reporter)
     folder = choose_folder(recipe)
@@ -118,6 +120,8 @@ def prepare_new_run(
     reporter.on_activity("planning" if device is None else planning_activity(device, folder))
     final = inputs.recipe.model_copy(update={"model": str(inputs.model.resolve()), "output": str(folder)})
     setup = make_run_setup(final, inputs.model, (inputs.train, inputs.validation), folder, target, parallel)
+    if "packing" in resolved.typed and recipe.packing != "off" and setup.train.windows is None:
+        reporter.on_message(f"packing={recipe.packing} has no effect: only rows without a prompt are packed")
     origins = dict(resolved.origins)
     for key in OF_THE_MODEL:
         if getattr(final, key) != getattr(recipe, key):
@@ -178,14 +182,7 @@ def resume_run(
             tidy(run)
     if is_finished:
         raise AlreadyFinished(f"{folder} is finished: its model is {run.model}; for more, finetune --model {run.model}")
-    changes = {key: getattr(options.recipe, key) for key in options.recipe.model_fields_set}
-    for key, value in changes.items():
-        if key not in FREE_ON_RESUME | {"model"} and value != getattr(saved, key):
-            was = getattr(saved, key)
-            raise UsageError(
-                f"{key} is {'not set' if was is None else repr(was)} in this run; {value!r} would change its result: "
-                "leave it out, or start a new run"
-            )
+    changes = _changes_on_resume(options.recipe, saved, run)
     if (named := changes.pop("model", None)) is not None:
         changes["model"] = str(find_model(named).resolve())
     recipe = build({**saved.model_dump(), **changes, "output": str(run.folder)})
@@ -215,11 +212,30 @@ def resume_run(
     return PreparedRun(setup, rows[0].report, Resolved(recipe, {}), rows, run, step)
 
 
+def _changes_on_resume(options: Recipe, saved: Recipe, run: Run) -> dict[str, Any]:
+    """Return the options that change; raise `UsageError` if one would change the result or has another folder."""
+    if options.output is not None and Path(options.output).expanduser().resolve() != run.folder.resolve():
+        raise UsageError(f"output: a resumed run stays in its folder, {run.folder}: leave output out")
+    free = FREE_ON_RESUME | {"model"}
+    for key in sorted(options.model_fields_set - free):
+        value = getattr(options, key)
+        # Of a group, only the options that the user named: the others have their defaults here.
+        names = [f"{key}.{name}" for name in sorted(value.model_fields_set)] if isinstance(value, Options) else [key]
+        for name in names:
+            was, now = attrgetter(name)(saved), attrgetter(name)(options)
+            if was != now:
+                raise UsageError(
+                    f"{name} is {'not set' if was is None else repr(was)} in this run; {now!r} would change its "
+                    "result: leave it out, or start a new run"
+                )
+    return {key: getattr(options, key) for key in options.model_fields_set & free}
+
+
 def options_on_resume(
     options: Mapping[str, Any], config: Path | None = None, assignments: Sequence[str] | None = None
 ) -> Resolved:
     """Resolve the options that a resume changes; all others are in the run folder, and the environment has none."""
-    return resolve(options, config, assignments, environment={}, base=("run", {}))
+    return resolve(options, config, assignments, environment={}, base=RESUMED)
 
 
 def train_run(prepared: PreparedRun, reporter: Reporter | None = None, session: Session | None = None) -> TrainResult:

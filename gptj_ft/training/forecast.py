@@ -14,7 +14,7 @@ from gptj_ft.checkpoints.base_model import choose_model, is_config
 from gptj_ft.checkpoints.initial_model import read_config_file
 from gptj_ft.checkpoints.model_folder import has_weights
 from gptj_ft.config.options import Recipe
-from gptj_ft.config.resolve import Resolved
+from gptj_ft.config.resolve import Resolved, check_effects
 from gptj_ft.config.run_folder import choose_folder
 from gptj_ft.errors import UsageError
 from gptj_ft.models.batch import padded_length
@@ -35,6 +35,7 @@ from gptj_ft.system.units import clock
 from gptj_ft.training.finetune import planning_activity, prepare_new_run, use_threads
 from gptj_ft.training.parallel import ONE_PROCESS
 from gptj_ft.training.reporter import Reporter
+from gptj_ft.training.schedule import Schedule
 from gptj_ft.training.setup import sized
 
 
@@ -84,6 +85,7 @@ def forecast_run(
         raise UsageError(f"--quantize {quantize}: expected {' or '.join(WRITTEN)}")
     if quantize is not None and recipe.method != "lora":
         raise UsageError("quantized weights are frozen, so only LoRA trains such a model: add --method lora")
+    check_effects(resolved)
     use_threads(recipe, ONE_PROCESS, reporter)
     folder = choose_folder(recipe)
     is_local = not is_published_name(recipe.device)
@@ -121,6 +123,8 @@ def _without_rows(resolved: Resolved, folder: Path) -> Forecast:
     architecture = architecture.with_dropout(recipe.dropout, recipe.attention_dropout)
     if "max_length" in resolved.typed:
         check_lengths(recipe, architecture)
+    if recipe.max_steps is not None:
+        Schedule.of(recipe, recipe.max_steps)
     target = Target.of(recipe, folder)
     length = min(recipe.max_length, architecture.config.n_positions)
     tokens = recipe.batch_size * length

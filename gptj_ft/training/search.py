@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from gptj_ft.config.options import FREE_ON_RESUME, Recipe
-from gptj_ft.config.resolve import Resolved, build, dump_recipe
+from gptj_ft.config.resolve import Resolved, build, check_effects, dump_recipe
 from gptj_ft.config.run_folder import Run
 from gptj_ft.config.saved_values import SavedRowScores, SavedSearch, checked
 from gptj_ft.data.dataset import Prepared, load_dataset, save_dataset
@@ -449,6 +449,7 @@ def prepare_search(
     """
     recipe, reporter = resolved.recipe, reporter or Reporter()
     check_searchable(recipe, by)
+    check_effects(resolved)
     check_tracker(recipe.report_to)
     candidates = candidates_of(recipe, over)
     asked = {key: value for key, value in recipe.to_dict().items() if key not in FREE_ON_RESUME}

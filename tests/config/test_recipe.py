@@ -7,7 +7,7 @@ from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
 from types import NoneType
-from typing import get_args
+from typing import Literal, get_args, get_origin
 
 import pytest
 import yaml
@@ -81,6 +81,40 @@ def test_resolved_recipe_survives_a_yaml_round_trip(name: str) -> None:
 def test_typed_template_needs_no_yaml_quotes(typed: str, read: str) -> None:
     assert resolve({}, None, (f"prompt={typed}",), NOWHERE).recipe.prompt == read
     assert resolve({}, None, (), {"GPTJ_FT_PROMPT": typed}).recipe.prompt == read
+
+
+def words_of(annotation: object) -> list[str]:
+    """Return the words of a Literal, alone or among other types; none for a list."""
+    if get_origin(annotation) is Literal:
+        return [str(word) for word in get_args(annotation)]
+    return [word for kind in get_args(annotation) if get_origin(annotation) is not tuple for word in words_of(kind)]
+
+
+WORDS = [
+    (f"{group}.{name}".removeprefix("."), word)
+    for group, options in [("", Recipe), *GROUPS.items()]
+    for name, field in options.model_fields.items()
+    if group != "schedule"
+    for word in words_of(field.annotation)
+]
+
+
+def test_words_need_no_quotes(tmp_path: Path) -> None:
+    assert {("quotes", "off"), ("packing", "off"), ("schedule", "cosine"), ("early_stopping", "never")} <= {
+        (option.rpartition(".")[2], word) for option, word in WORDS
+    }
+    for option, word in WORDS:
+        group, _, name = option.rpartition(".")
+        config, variable = tmp_path / "c.yaml", f"GPTJ_FT_{option.upper().replace('.', '_')}"
+        config.write_text(f"{group}: {{{name}: {word}}}\n" if group else f"{name}: {word}\n", encoding="utf-8")
+        for source in (({}, None, (f"{option}={word}",), NOWHERE), ({}, None, (), {variable: word}),
+                       ({}, config, (), NOWHERE)):  # fmt: skip
+            assert str(attrgetter(option)(resolve(*source).recipe)) == word
+
+
+@pytest.mark.parametrize("text", ["0.9,0.95", "[0.9, 0.95]", "0.9, 0.95"])
+def test_betas_may_be_comma_separated(text: str) -> None:
+    assert resolve({}, None, (f"betas={text}",), NOWHERE).recipe.betas == (0.9, 0.95)
 
 
 NULLABLE = {
@@ -244,6 +278,7 @@ def test_invalid_memory_cap_is_rejected_by_name(text: str) -> None:
         ("max_time=8x", "max_time: expected a duration: seconds, or e.g. 8h, 90m, 1h30m or 2d, not '8x'"),
         ("max_time=0", "max_time: Input should be greater than 0, not 0"),
         ("lr", "--set expects key=value"),
+        ("labels={no: maybe}", "expected a string (YAML reads on, off, yes and no as booleans: put the word"),
     ],
 )
 def test_invalid_option_is_rejected_by_name(assignment: str, message: str) -> None:

@@ -16,10 +16,11 @@ from support.tiny_tokenizer import make_tokenizer
 from gptj_ft.config.options import Recipe
 from gptj_ft.config.resolve import resolve
 from gptj_ft.data import load as cache
-from gptj_ft.data.dataset import Prepared
-from gptj_ft.data.load import prepare_once
+from gptj_ft.data.dataset import Prepared, save_dataset
+from gptj_ft.data.load import prepare_once, read_or_prepare
 from gptj_ft.data.prepare import TokenizeJob, tokenize_rows
 from gptj_ft.data.readers.source import ROWS_MANIFEST
+from gptj_ft.errors import UsageError
 from gptj_ft.system.paths import make_home
 
 
@@ -57,6 +58,19 @@ def test_equal_rows_are_prepared_once(rows: Path, made: list[Path]) -> None:
     assert list(again.rows) == list(first.rows)
     assert again.report == first.report
     assert len(cache.cache_entries()) == 1
+
+
+def test_cached_rows_accept_no_other_options(rows: Path, made: list[Path]) -> None:
+    tokenizer, labelled = make_tokenizer(), {"recipe": "classification", "map": "text=document,label=summary"}
+    options = recipe(**labelled)
+    saved = prepare(options, tokenizer, rows, made)
+    save_dataset(saved, Path("rows.prepared"))
+    packed = options.model_copy(update={"packing": "joined"})
+    for path in (rows, Path("rows.prepared")):
+        read_or_prepare(TokenizeJob.of(options, tokenizer, path, 50400))
+        with pytest.raises(UsageError, match="packing: windows of several documents are for task=language-model"):
+            read_or_prepare(TokenizeJob.of(packed, tokenizer, path, 50400))
+    assert made == [rows]
 
 
 @pytest.mark.parametrize("change", ["data", "tokenizer", "template", "limit", "map", "place"])

@@ -729,6 +729,13 @@ def test_plan_knows_published_models_offline(shell) -> None:
     assert shell("plan --recipe summarization --model cerebras/Cerebras-GPT-112M").code == 2
 
 
+def test_plan_refuses_schedule_that_ends_early(shell) -> None:
+    pieces = "[{shape: linear, end: 1.0, steps: 2},{shape: linear, end: 0, steps: 1}]"
+    line = f"plan --model cerebras/Cerebras-GPT-111M --max-steps 4 --set 'schedule={pieces}'"
+    done = shell(line)
+    assert (done.code, "the learning rate of the last step, 4, is 0" in done.err) == (2, True)
+
+
 def test_plan_without_rows_counts_attention_dropout(shell) -> None:
     line = "plan --recipe classification --model google-bert/bert-base-uncased --max-steps 3 --json"
     with_it, without = (shell(f"{line} --set attention_dropout={rate}").json["device_bytes"] for rate in (0.1, 0.0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,15 +22,17 @@ from support.small_run import small_session
 from support.steps import failing, full_disk_at_export, infinite_gradient, interrupting
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from gptj_ft import api
 from gptj_ft.cli.terminal.tables import cautions
-from gptj_ft.config.resolve import resolve
+from gptj_ft.config import run_folder
+from gptj_ft.config.resolve import build, dump_recipe, resolve
 from gptj_ft.config.run_folder import Run
 from gptj_ft.data.readers.source import identify
-from gptj_ft.errors import UsageError
+from gptj_ft.errors import DataError, ResourceError, UsageError
 from gptj_ft.evaluation.metrics.language_model import LOSS_SCORES
 from gptj_ft.system.files import is_leftover
 from gptj_ft.system.lock import locked
-from gptj_ft.training.finetune import prepare_new_run, train_run
+from gptj_ft.training.finetune import options_on_resume, prepare_new_run, resume_run, train_run
 from gptj_ft.training.reporter import Reporter
 from gptj_ft.training.verify import verify
 
@@ -185,6 +189,38 @@ def test_start_reports_reading_and_measuring(rows_file: Path) -> None:
         reporter = Activities()
         prepare_new_run(resolve(options, environment={}), reporter)
         assert reporter.told == ["reading the rows", planning]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"class_weights": "balanced"}, "class_weights has no effect with task=language-model, only with classificat"),
+        ({"task": "regression", "z_loss": 1e-4}, "z_loss has no effect with task=regression, only with language-mod"),
+        ({"replicas": 2}, "replicas has no effect, because this run has one process"),
+        ({"mirror": True}, "mirror has no effect, because this run has one process"),
+        ({"task": "classification", "class_weights": "balanced", "z_loss": 1e-4, "replicas": 1}, "no data: add"),
+    ],
+)
+def test_typed_option_without_effect_is_refused(options: dict[str, object], said: str, tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text("\n".join(f"{key}: {value}" for key, value in options.items()), encoding="utf-8")
+    with pytest.raises(UsageError, match=said):
+        api.prepare_run(**options)
+    with pytest.raises(UsageError, match=said if said.startswith("no data") else f"c.yaml: {said}"):
+        api.prepare_run(config=config)
+    if "one process" not in said:
+        with pytest.raises(UsageError, match=said if said.startswith("no data") else f"command line: {said}"):
+            api.prepare_search(**options)
+
+
+def test_packing_of_prompted_rows_is_noted(rows_file: Path) -> None:
+    options = {"recipe": "summarization", "data": "rows.jsonl", "model": "tiny", "max_steps": 1}
+    for packing in ("off", "apart"):
+        told: list[str] = []
+        reporter = Reporter()
+        reporter.on_message = told.append
+        prepare_new_run(resolve({**options, "packing": packing}, environment={}), reporter)
+        assert ("packing=apart has no effect" in "".join(told)) == (packing == "apart")
 
 
 def test_run_without_a_name_takes_the_next_free_one(rows_file: Path) -> None:
@@ -398,6 +434,35 @@ def test_resume_refuses_what_would_change_the_numbers(shell, rows_file: Path) ->
     assert (done.code, "lr is 0.01 in this run" in done.err) == (2, True)
     done = shell("finetune --resume rows.jsonl")
     assert (done.code, "is not a run folder" in done.err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("method=lora lora.rank=4 lora.merge=true generation.num_beams=2", ""),
+        ("lora.rank=8", "lora.rank is 4 in this run; 8 would change its result"),
+        ("generation.temperature=0", "generation.temperature is 0.5 in this run; 0.0 would change"),
+        ("method=full", "method is 'lora' in this run; 'full' would change"),
+        ("output=./out", ""),
+        ("output=other", "output: a resumed run stays in its folder, out"),
+    ],
+)
+def test_resume_compares_only_named_options(options: str, said: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    saved = build(
+        {"method": "lora", "lora": {"rank": 4, "merge": True}, "generation": {"temperature": 0.5, "num_beams": 2}}
+    )
+    Path("out").mkdir()
+    Run(Path("out")).recipe_file.write_text(dump_recipe(saved, {}), encoding="utf-8")
+    # An accepted change fails at the next thing that is missing.
+    with pytest.raises(UsageError if said else DataError, match=said or "run.json is missing"):
+        resume_run(Path("out"), options_on_resume({}, None, options.split()))
+
+
+def test_full_disk_while_logging_is_reported(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(run_folder, "appending", Mock(side_effect=OSError(errno.ENOSPC, "full")))
+    with pytest.raises(ResourceError, match=r"no space left on the disk while writing .*log\.txt; make room"):
+        Run(tmp_path).log("a line")
 
 
 def test_failed_export_loses_no_model(shell, rows_file: Path) -> None:
