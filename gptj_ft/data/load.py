@@ -11,7 +11,7 @@ from pathlib import Path
 
 from gptj_ft.data.checks.tokens import check_tokens
 from gptj_ft.data.dataset import VERSION, Prepared, check_compatible, load_dataset, save_dataset, settings_of
-from gptj_ft.data.encode import tokens_digest
+from gptj_ft.data.encode import check_templates, tokens_digest
 from gptj_ft.data.hub_dataset import is_reference, local_folder
 from gptj_ft.data.labelled.label_order import with_labels
 from gptj_ft.data.prepare import TokenizeJob, tokenize_rows
@@ -42,6 +42,7 @@ def prepare_once(
     If the cache cannot be written (no space, no permission), return the rows without caching. If another process has
     cached the same rows meanwhile, use its copy.
     """
+    check_templates(job.recipe)  # whether the rows are cached or not
     if not job.recipe.cache:
         return tokenize(job, progress)
     folder = cache_folder() / _key(job)
@@ -133,6 +134,7 @@ def read_or_prepare(job: TokenizeJob) -> Prepared:
                 f"tokens of {prepared.report.rows_kept:,} rows: does it belong to the model?"
             )
         return prepared
+    check_templates(job.recipe)
     prepared, folder = load_dataset(job.source.path), job.source.path
     check_compatible(prepared, job.recipe, job.tokenizer)
     check_tokens(prepared, folder, job.vocab_size, job.recipe.max_length)

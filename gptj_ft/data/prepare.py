@@ -69,10 +69,6 @@ class TokenizeJob:
     known_labels: Sequence[str] = ()  # the model's labels; their order is used if the rows have exactly these
     needs_target: bool = True  # skip rows without a target; False: read inputs only
 
-    def __post_init__(self) -> None:
-        # Here, so that cached and prepared rows are refused, too.
-        check_templates(self.recipe)
-
     @classmethod
     def of(cls, recipe: Recipe, tokenizer: RowTokenizer, path: Path, vocab_size: int, **labels: Any) -> TokenizeJob:
         """Identify the files of a path; ``labels`` are the remaining fields."""
@@ -95,6 +91,7 @@ def tokenize_rows(
         chunk_rows: most rows in memory.
     """
     recipe, tokenizer, source = job.recipe, job.tokenizer, job.source
+    check_templates(recipe)
     columns = find_columns(source, recipe, job.needs_target, survey_rows)
     checks = Checks(recipe)
     if recipe.task == "language-model":

@@ -217,7 +217,8 @@ class SpanReadout(PlainReadout):
         if not self.settings.may_abstain:
             return ""
         spans: list[SpanAnswer] = [each.predicted for each in answers]
-        best, odds = best_thresholds(spans, references), [span.null_odds for span in spans]
+        best = best_thresholds(spans, references)
+        odds = [span.null_odds for span in spans if span.null_odds is not None]
         f1, exact = (_shown(each, odds) for each in (best.best_f1_threshold, best.best_exact_threshold))
         return (
             f"on these rows null_threshold {f1} has the best f1, {best.best_f1:.2f}, and {exact} the best exact match, "
