@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
@@ -22,7 +23,16 @@ from gptj_ft.config.resolve import build
 from gptj_ft.config.saved_values import Environment, MetricsLine, Record, SavedState, checked, is_valid
 from gptj_ft.errors import DataError, GptjFtError, UsageError
 from gptj_ft.system.digests import digest_of, read_json, read_sealed, write_sealed
-from gptj_ft.system.files import appending, discard, disk_errors, hidden_name, replace_text, require_plain, sync_path
+from gptj_ft.system.files import (
+    appending,
+    discard,
+    disk_error,
+    disk_errors,
+    hidden_name,
+    replace_text,
+    require_plain,
+    sync_path,
+)
 from gptj_ft.system.jsonl import JsonLines
 from gptj_ft.system.lock import holder
 from gptj_ft.system.machine import cpu_kernels
@@ -157,8 +167,13 @@ class Run:
         if not self.writes:
             return
         path = self.folder / "log.txt"
-        with disk_errors(path, "make room, then repeat the command to continue"), appending(path) as file:
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {one_line(line)}\n")
+        try:
+            with appending(path) as file:
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {one_line(line)}\n")
+        except OSError as error:  # the command line has words for all others
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise disk_error(error, path, "make room, then repeat the command to continue") from error
 
     def append_metrics(self, values: Mapping[str, Any]) -> None:
         """Append a line to ``metrics.jsonl`` durably."""

@@ -225,6 +225,8 @@ def _values_in(file: File, batch: Any) -> list[dict[str, Any]]:
         raise DataError(f"{file.path}: there are two columns '{shortened(repeated)}': rename or remove one")
     try:
         return list(batch.to_pylist())
+    except UnicodeDecodeError:
+        raise  # the file is damaged
     except ValueError as error:  # such as two fields of one name in a structure, or a date beyond Python's
         raise DataError(f"{file.path}: a value has no form in Python: {one_line(str(error))}") from error
 
