@@ -95,6 +95,7 @@ def test_fortran_order_is_read(tmp_path: Path, shards: list[Leaves], config: Pat
         assert path.read_bytes() == (tmp_path / "model-a" / path.name).read_bytes()
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("bf16", [False, True])
 def test_mesh_round_trip_keeps_every_array(tmp_path: Path, shards: list[Leaves], config: Path, bf16: bool) -> None:

@@ -255,6 +255,7 @@ def test_run_continues_moments_as_torch(tmp_path: Path) -> None:
     assert not torch.allclose(weights_of(fresh.model)[name], ours[name], rtol=1e-3)
 
 
+@pytest.mark.thorough
 def test_damaged_moments_fail_before_training(tmp_path: Path) -> None:
     model_with_moments(tmp_path)
     session = small_session(tmp_path, train="h.1.mlp.*", **OPTIONS)

@@ -326,6 +326,7 @@ def test_two_small_cards_need_no_disk() -> None:
     assert found.speedup(found.chosen) > 2
 
 
+@pytest.mark.thorough
 def test_plan_nodes_marks_chosen_share(shell, six_b: Workload) -> None:
     line = "plan --recipe summarization --model cerebras/Cerebras-GPT-111M --max-steps 3"
     alone, values = shell(f"{line} --json").json, shell(f"{line} --nodes 4 --network 1Gbit --json").json

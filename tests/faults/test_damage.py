@@ -132,6 +132,7 @@ def test_damaged_run_is_rejected_and_unchanged(name: str, here: Path, shell: She
     assert content(here / place) == before
 
 
+@pytest.mark.thorough
 def test_run_without_state_restarts_on_request(here: Path, shell: Shell) -> None:
     for place in ("disk", "host"):
         shutil.rmtree(here / place / ("state" if place == "disk" else "checkpoints"))

@@ -64,6 +64,7 @@ def test_inference_leaves_an_accelerators_reserve(reads: InferenceWorkload) -> N
     assert enough.device_bytes == tensors + reserve(tensors)
 
 
+@pytest.mark.thorough
 def test_inference_refusal_suggests_options(reads: InferenceWorkload) -> None:
     from gptj_ft.errors import ResourceError
 

@@ -461,6 +461,7 @@ def test_suggested_options_are_the_smallest_that_fit(six_b: Workload) -> None:
     assert {"read_ahead", "micro_batch_tokens", "batch_size", "max_length"} <= named
 
 
+@pytest.mark.thorough
 def test_narrow_type_is_suggested_on_cpus_only(six_b: Workload) -> None:
     recipe, one_row = Recipe(read_ahead=0, micro_batch_tokens=1), replace(six_b, rows=RowLengths(2048))
     with pytest.raises(DoesNotFit) as refusal:

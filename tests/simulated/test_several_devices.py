@@ -47,6 +47,7 @@ def test_sending_before_copy_is_race(lines: list[dict[str, Any]]) -> None:
     assert any("copy d2h" in race and "send at" in race for race in found["races"]), found
 
 
+@pytest.mark.thorough
 def test_direct_activations_skip_host(few: list[dict[str, Any]]) -> None:
     check([line for line in few if "fault" not in line])
     copies = {line["case"]: line["through_host"] for line in few if "through_host" in line}

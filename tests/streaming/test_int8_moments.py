@@ -146,6 +146,7 @@ def test_rounding_is_exact_in_expectation(kind: Kind) -> None:
     assert errors.abs().median() < 3e-5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", MOMENTS)
 def test_small_changes_add_up(kind: Kind) -> None:
     value, target = torch.ones(64 * BLOCK), torch.ones(64 * BLOCK)

@@ -475,6 +475,7 @@ class DigestSpy(LayerStore):
         return self.store.write(span, values, digests)
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
 def test_block_digests_match_file_digests(moments, narrow_folder: Path, tmp_path: Path) -> None:

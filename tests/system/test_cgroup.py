@@ -127,6 +127,7 @@ def test_limits_of_all_groups_above_count(tmp_path: Path, group: str, mount: str
     assert memory_limits(tmp_path / "no-such-system") == []
 
 
+@pytest.mark.thorough
 def test_free_memory_is_within_the_group_of_the_process(group: Cgroup) -> None:
     code = "import torch; from gptj_ft.system.machine import free_memory as f; print(f(torch.device('cpu')))"
     with limited_memory(2 * 2**30, f"gptj-ft-test-{id(object())}") as roomy:

@@ -58,6 +58,7 @@ def trained(shell: Any, line: str, output: str) -> dict[str, torch.Tensor]:
     return weights_of(Path(output, "model"))
 
 
+@pytest.mark.thorough
 @every_decoder
 def test_models_come_from_and_go_to_the_hub(family: str, workplace: Hub, shell) -> None:
     downloaded = Path(run(shell, f"download {REPOSITORY} --json").json["folder"])

@@ -223,6 +223,7 @@ def test_packing_of_prompted_rows_is_noted(rows_file: Path) -> None:
         assert ("packing=apart has no effect" in "".join(told)) == (packing == "apart")
 
 
+@pytest.mark.thorough
 def test_run_without_a_name_takes_the_next_free_one(rows_file: Path) -> None:
     options = {"recipe": "summarization", "data": "rows.jsonl", "model": "tiny", "max_steps": 1}
     planned = [prepare_new_run(resolve(options, environment={})) for _ in range(3)]

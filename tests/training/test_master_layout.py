@@ -74,6 +74,7 @@ def test_both_layouts_end_with_the_same_bits(place: str, copied: Copier) -> None
     assert losses_of(split) == losses_of(fp32)
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("place", PLACES)

@@ -56,6 +56,7 @@ def test_chosen_products_are_recorded_and_resumed(precision: str, shell, rows_fi
         assert loss is other_loss is None or loss == pytest.approx(other_loss, rel=tolerance)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dora", ["false", "true"])
 def test_adapters_train_with_widened_products(dora: str, shell, rows_file: Path) -> None:
     options = f"{TINY} --epochs 1 --precision bf16 --method lora --set lora.dropout=0.1 --set lora.dora={dora}"

@@ -162,6 +162,7 @@ def killed(event: int | str, **options: Any) -> bool:
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 
+@pytest.mark.thorough
 def test_kill_between_score_and_export() -> None:
     assert killed("all steps are done", folder="s", options=TWINS)
     assert list(Path("s/scores").glob("*-step-000006.json"))
@@ -380,6 +381,7 @@ def test_bad_search_is_refused(options: dict[str, Any], words: str) -> None:
     assert not Path("s").exists()
 
 
+@pytest.mark.thorough
 def test_wrong_folders_are_refused() -> None:
     run_search("s")
     with pytest.raises(UsageError, match="has a search with other options"):
