@@ -395,7 +395,7 @@ class Recipe(Options):
     joined: it crosses them
     """
     max_length: Annotated[int, FlagSpec(set_by_presets=True)] = Field(2048, ge=2, lt=2**31)
-    """maximum tokens of prompt, answer and EOS together; for rows of token ids, of inputs"""
+    """maximum tokens of prompt and answer, with BOS and EOS; for rows of token ids, of inputs"""
 
     stride: int = Field(128, ge=0, lt=2**31)
     """tokens shared by consecutive windows of a long text, for token-labels and spans"""

@@ -85,6 +85,7 @@ def test_plain_text_is_packed_into_windows(shell, packing) -> None:
     assert trained == tokens - (1 if packing == "joined" else 40)
 
 
+@pytest.mark.thorough
 def test_chat_rows_train_evaluate_and_generate(shell) -> None:
     turns = [("user", "Who came?"), ("assistant", "A patient."), ("user", "Why?"), ("assistant", "A cough.")]
     messages = [{"role": role, "content": text} for role, text in turns]

@@ -213,6 +213,7 @@ def test_report_files_hold_no_text_of_rows(shell, place: Path) -> None:
         assert not any(sentence[:20] in text for sentence in sentences(400, seed=0)[:80])
 
 
+@pytest.mark.thorough
 def test_leak_gate_exits_with_6(shell, place: Path) -> None:
     line = f"evaluate {place / 'text'} --leaks --limit 20 --leak-prefix {PREFIX} --leak-tokens {LENGTH}"
     failed = shell(f"{line} --gate 'leaks<=1'")

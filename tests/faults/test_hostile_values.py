@@ -108,6 +108,7 @@ FOUND = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "file", "path", "value", "said"), FOUND)
 def test_hostile_values_are_named_in_a_line(
     name: str, file: str, path: Any, value: Any, said: str, made: Path, tmp_path: Path, monkeypatch: Any, shell: Shell

@@ -214,6 +214,7 @@ def test_backward_ends_at_lowest_sampled_layer(folders: dict[str, Path], tmp_pat
     stack.close()
 
 
+@pytest.mark.thorough
 def test_step_moves_bytes_of_its_layers_only(folders: dict[str, Path], tmp_path: Path) -> None:
     stack = open_sampled(folders["gptj"], tmp_path, ("disk", "disk"))
     optimizer, prefix = AdamW(stack, optimizer_config(Recipe())), tmp_path / "disk-disk"

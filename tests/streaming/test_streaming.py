@@ -695,6 +695,7 @@ def test_step_bytes_match_forecast(tmp_path: Path, family: str, dtype: torch.dty
     assert moved == (sum(each.read["disk"] for each in passes), sum(each.written["disk"] for each in passes))
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", ["host", "disk"])
 def test_boundaries_of_many_layers_come_back(place: str, tmp_path: Path) -> None:

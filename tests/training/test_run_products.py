@@ -20,6 +20,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "widened": torch.float3
 NARROWEST = 32  # for these tests
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", list(DTYPES))
 def test_chosen_products_are_recorded_and_resumed(precision: str, shell, rows_file: Path, monkeypatch) -> None:

@@ -444,6 +444,7 @@ def test_one_value_is_no_list() -> None:
         run_search("s", lr=0.001)
 
 
+@pytest.mark.thorough
 def test_command_line_end_to_end(shell: Any) -> None:
     line = (
         "search --recipe summarization --data rows.jsonl --model tiny --batch-size 2 --max-steps 6 --precision fp32 "
