@@ -290,7 +290,7 @@ def free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("free_memory")
-@pytest.mark.parametrize("plans_apart", [16, pytest.param(1, marks=pytest.mark.thorough)], ids=["few plans", "all"])
+@pytest.mark.parametrize("plans_apart", [8, pytest.param(1, marks=pytest.mark.thorough)], ids=["few plans", "all"])
 def test_golden_json(shell, tmp_path, own_home, updating, plans_apart) -> None:
     (tmp_path / "six").mkdir()
     (tmp_path / "six" / "config.json").write_text(json.dumps(SIX_BILLION), encoding="utf-8")
