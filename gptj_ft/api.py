@@ -552,7 +552,6 @@ class Model(AbstractContextManager["Model"]):
 
         if self.is_closed:
             raise UsageError("this model is closed: open it again with load()")
-
         recipe = self.generator.setup.recipe
         check_num_return(recipe, num_return)
         with fixed_seed(recipe.seed, self.generator.setup.device):

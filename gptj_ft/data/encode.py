@@ -256,15 +256,12 @@ def encode_prompt(recipe: Recipe, tokenizer: RowTokenizer, values: Mapping[str, 
         values: field -> text; the completion's fields are not needed.
         room: most tokens of the prompt.
     """
-    if room < 1:
-        raise UsageError("no room is left for the prompt; lower generation.max_new_tokens")
-    template = recipe.prompt or recipe.completion
-    _require_content(template, values)
-    if written_by := ChatTemplate.of(recipe, tokenizer):
-        return _templated_prompt(recipe, written_by, values, room)
     start = start_of(recipe, tokenizer)
     if room <= len(start):
         raise UsageError("no room is left for the prompt; lower generation.max_new_tokens")
+    _require_content(recipe.prompt or recipe.completion, values)
+    if written_by := ChatTemplate.of(recipe, tokenizer):
+        return _templated_prompt(recipe, written_by, values, room)
     prompt = _rendered_prompt(recipe, tokenizer, values, room - len(start), len(start))
     return Prompt([*start, *prompt.ids], prompt.cut)
 

@@ -64,6 +64,7 @@ class BatchJob:
     settings: dict[str, Any]  # everything that determines the answers
     num_return: int  # answers per row
     plan: InferencePlan
+    has_references: bool  # whether the file has the columns of the expected answers
 
 
 def plan_batch(setup: GenerationSetup, source: Path, output: Path, num_return: int = 1) -> BatchJob:
@@ -86,7 +87,7 @@ def plan_batch(setup: GenerationSetup, source: Path, output: Path, num_return: i
     plan = setup.plan(output.absolute().parent, together, prompts=lengths, num_return=num_return)
     settings = {"model": str(setup.folder.resolve()), "num_return": num_return, "seed": recipe.seed,
                 _TOGETHER: plan.together.written, "rows": _digest(questions), **template_of(recipe)}  # fmt: skip
-    return BatchJob(questions, findings, output, settings, num_return, plan)
+    return BatchJob(questions, findings, output, settings, num_return, plan, _has_references(source, recipe))
 
 
 def run_batch(generator: Generator, job: BatchJob, progress: Progress | None = None) -> BatchResult:
@@ -148,11 +149,10 @@ def read_prompts(setup: GenerationSetup, rows: Path, findings: Findings) -> Iter
             yield BatchPrompt(head, [], problem=str(error))
 
 
-def has_references(rows: Path, recipe: Recipe) -> bool:
-    """Tell whether a file has the columns of the expected answers."""
+def _has_references(rows: Path, recipe: Recipe) -> bool:
     names = _column_names(identify(rows, FileOptions.of(recipe)), Findings(recipe.max_bad_rows))
     try:
-        return bool(choose_columns(names, recipe, fields_of(recipe.completion)))
+        return bool(choose_columns(names, recipe))
     except DataError:
         return False
 

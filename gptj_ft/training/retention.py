@@ -48,7 +48,7 @@ class CheckpointRetention:
 
         The recipe may have changed since, and a crash may have prevented a checkpoint or its mirrors.
         """
-        self._regular = {step for step in self._run.whole_checkpoints() if is_regular(self._run, step)}
+        self._regular = {step for step in self._run.whole_checkpoints() if _was_regular(self._run, step)}
         if self._recipe.keeps_best:
             self._kept_best = self._best_checkpoint(state)
         self._mirrors = self._parallel.open_mirrors(self._setup, self._run)
@@ -268,7 +268,7 @@ def go_back(run: Run, step: int) -> None:
         sync_path(run.state)
 
 
-def is_regular(run: Run, step: int) -> bool:
+def _was_regular(run: Run, step: int) -> bool:
     """Tell whether a checkpoint was made every ``save_every`` steps; False for one of earlier versions, or damaged."""
     with suppress(DataError):
         return bool(run.manifest(step).get("is_regular"))

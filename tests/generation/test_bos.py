@@ -147,6 +147,34 @@ def test_long_rows_keep_bos_and_length(llama: Path, shell: Any) -> None:
         assert sum(begins) == len(ROWS), "one for each text, not for each window"
 
 
+def test_ends_of_config_end_answers(llama: Path, shell: Any) -> None:
+    def written() -> list[int]:
+        tokenizer, model = AutoTokenizer.from_pretrained(llama), AutoModelForCausalLM.from_pretrained(llama)
+        inputs = tokenizer("The lift stops", return_tensors="pt")
+        return model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].shape[1] :].tolist()
+
+    (llama / "generation_config.json").unlink()
+    config, whole = json.loads((llama / "config.json").read_text()), written()
+    (llama / "config.json").write_text(json.dumps({**config, "eos_token_id": [config["eos_token_id"], whole[3]]}))
+    *ids, end = written()
+    assert (end, len(ids) < len(whole) - 1) == (whole[3], True)
+    said = shell("generate --model llama --raw --max-new-tokens 8 --json", "The lift stops").json
+    assert said["text"] == load_tokenizer(llama).decode(ids).strip()
+
+
+def test_card_program_labels_words_as_in_training(llama: Path, shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"tokens": ["The", "lift", "stops"], "tags": ["O", "B-X", "O"]}] * 8
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert shell(f"{TUNE} --recipe token-labels --max-steps 4 --output run").code == 0
+    words = shell("predict --model run --json", "The lift stops").json["tokens"]
+    printed = run_program(Path("run/model"), monkeypatch, **{" ...": " The lift stops"})
+    scores = [float(score) for score in re.findall(r"'score': (?:np\.float32\()?([0-9.]+)", printed)]
+    labelled = [word["probability"] for word in words if word["label"] != "O"]
+    assert labelled, "words labelled O are not compared: the pipeline leaves them out"
+    for probability in labelled:  # the pipeline labels the further tokens of a word, too
+        assert any(score == pytest.approx(probability, abs=1e-4) for score in scores), (labelled, scores)
+
+
 @pytest.mark.parametrize("recipe", ["classification", "squad-bert"])
 def test_card_program_reads_pairs_as_in_training(
     recipe: str, llama: Path, shell: Any, monkeypatch: pytest.MonkeyPatch

@@ -94,6 +94,8 @@ def test_keep_needs_validations_and_save_every(model: Path) -> None:
         with pytest.raises(UsageError, match=hint):
             retention.check_keep(build(options), num_validation_rows=0 if "holdout" in options else 3)
     retention.check_keep(build({}), 0)
+    with pytest.raises(UsageError, match="cannot be added now; start a new run with --validate-every"):
+        retention.check_keep(build({"keep": "best"}), 3, has_begun=True)
 
 
 @pytest.mark.sampled(2)

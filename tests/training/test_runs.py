@@ -14,6 +14,7 @@ from support.small_run import assert_same_weights, weights_of
 from support.steps import scripted_losses
 from support.stopped_runs import make_runs
 
+from gptj_ft import api
 from gptj_ft.config.run_folder import Run, environment_changes, record_environment
 from gptj_ft.errors import DataError
 from gptj_ft.streaming.stores.state_file import StateFile
@@ -231,6 +232,12 @@ def test_cleaning_stopped_run_removes_only_leftovers(runs: Path, shell: Shell, m
     assert content(run) == before
     assert shell("finetune --resume runs/stopped").code == 0
     assert_same_weights(weights_of(run / "model"), weights_of(made / "runs/done/model"))
+
+
+def test_plan_counts_steps_from_the_chosen_checkpoint(runs: Path) -> None:
+    for start, done in ((None, 7), ("3", 3), ("start", 0)):
+        workload = api.prepare_run(resume=runs / "stopped", start=start).setup.plan.workload
+        assert (workload.steps_done, workload.num_steps) == (done, 8 - done)
 
 
 def test_uncommitted_state_is_cleaned(runs: Path, shell: Shell) -> None:

@@ -19,7 +19,7 @@ from gptj_ft.cli.terminal.screen import next_steps, panel, whole, width_of, wrap
 from gptj_ft.cli.terminal.tables import show_reading, show_threads
 from gptj_ft.config.options import Recipe
 from gptj_ft.errors import UsageError
-from gptj_ft.evaluation.generate import BatchJob, has_references
+from gptj_ft.evaluation.generate import BatchJob
 from gptj_ft.generation.chat import HELP, check_is_chat, run_chat
 from gptj_ft.generation.generator import GenerationSetup, check_unicode, fill_fields
 from gptj_ft.models.supported import TINY_MODELS
@@ -111,7 +111,7 @@ def answer_file(setup: GenerationSetup, job: BatchJob, rows: Path, dry_run: bool
         shown = [("rows", "; ".join([f"{done.rows:,}{resumed}", *notes])), ("answers", whole(str(output)))]
         panel(console, "Answered", shown)
         recipe = setup.recipe
-        if recipe.metrics and has_references(rows, recipe):
+        if recipe.metrics and job.has_references:
             words = ("--predictions", output, "--data", rows, "--recipe", recipe.recipe)
             next_steps(console, command_line("evaluate", *words))
 
